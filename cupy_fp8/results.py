@@ -372,6 +372,11 @@ def facts_table(*rows: dict[str, str]) -> str:
     return html_table(rows[0], [row.values() for row in rows])
 
 
+def row_wise(q: Scaled | Quantized) -> Scaled:
+    """A Scaled, or the row-wise part of a Quantized, which has to be there."""
+    return q if isinstance(q, Scaled) else q.rowwise
+
+
 def as_scaled(q: Any, name: str = "q") -> Scaled:
     """A Scaled, or of a Quantized its row-wise part if it has one. TypeError for anything else."""
     if not isinstance(q, (Scaled, Quantized)):

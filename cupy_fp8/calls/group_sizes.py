@@ -94,18 +94,20 @@ def check_align(align: Any) -> int:
     return align
 
 
-def refuse_negative(sizes: list[int]) -> None:
-    """ValueError naming the first group that has the smallest size, if that is negative."""
+def none_negative(host: np.ndarray) -> list[int]:
+    """Sizes on the host, in Python's integers, whose sums do not overflow. ValueError naming the first group
+    that has the smallest size, if that is negative."""
+    sizes: list[int] = host.tolist()
     if sizes and min(sizes) < 0:
         raise ValueError(f"splits: expected sizes of 0 or more, got {min(sizes)} for group "
                          f"{sizes.index(min(sizes))}")
+    return sizes
 
 
 def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str = "") -> None:
     """ValueError unless sizes on the host are those of groups that `rows` rows hold. what: the sizes are
     numbers of; instead: the end of the message, or ''."""
-    given = sizes.tolist()                                   # Python's integers: sums do not overflow
-    refuse_negative(given)
+    given = none_negative(sizes)
     if sum(given) > rows:
         raise ValueError(f"splits: expected sizes that add up to at most the {rows} {what} there are, got "
                          f"{sum(given)}{instead}")

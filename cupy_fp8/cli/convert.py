@@ -8,12 +8,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from .. import backend
 from ..io import convert, weights
 from ..io.chunks import Report
 from ..io.replace import replacing
+from .arguments import positive
 from .progress import Progress
 
 
@@ -129,12 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", metavar="FILE.json", help="write what changed in each tensor")
     parser.add_argument("--array", default=None, choices=("numpy", "cupy"),
                         help="where values are computed (default: the GPU if there is one)")
-    parser.add_argument("--workers", type=_positive, default=None,
+    parser.add_argument("--workers", type=positive, default=None,
                         help="threads that read, compute and write")
     return parser
-
-
-def _positive(text: str) -> Any:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
-    return int(text)

@@ -28,6 +28,7 @@ from ..io.found import Found, tensors
 from ..io.replace import replacing
 from ..plot import style
 from . import demo_ahead, demo_data, demo_rows, terminal
+from .arguments import positive
 from .demo_ahead import Ahead
 from .demo_rows import Compared
 from .progress import Progress
@@ -207,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
                         help=".npy, .npz or .safetensors, or a folder of .safetensors files; without files a "
                         "made-up weight and activation")
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--worst", type=_positive, metavar="N",
+    shown.add_argument("--worst", type=positive, metavar="N",
                        help="show only the N tensors with the lowest SQNR")
     shown.add_argument("--summary", action="store_true",
                        help="a table for each kind of tensor: names that differ only in numbers")
@@ -229,12 +230,6 @@ def _labels(paths: list[str]) -> list[str]:
         above = os.path.commonpath([Path(path).absolute().parent for path in paths])
         short = [os.path.relpath(path, above) for path in paths]
     return [f"{name}: " for name in short]
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
-    return int(text)
 
 
 def _require_writable(options: argparse.Namespace) -> None:

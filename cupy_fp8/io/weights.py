@@ -149,7 +149,6 @@ def _quantized(values: Array, layout: Layout, scale: float | None) -> Scaled:
         assert layout.block
         found = quantize_block(values, block=layout.block, pow2_scale=_is_exponents(layout),
                                scale_layout="compact").rowwise
-    assert found is not None
     return found
 
 

@@ -14,7 +14,7 @@ from ...advice import shown
 from ...arrays import Array, address, check_dimensions, is_contiguous
 from ...calls import group_sizes
 from ...calls.call import Call, Op, run
-from ...calls.group_sizes import DTYPES, Groups, check_at_most, check_offsets, refuse_negative
+from ...calls.group_sizes import DTYPES, Groups, check_at_most, check_offsets, none_negative
 from ...calls.results import Description, Written
 from ...calls.tables import Records
 from ...formats import flag, names
@@ -195,8 +195,7 @@ def _dtype(given: Any) -> np.dtype[Any]:
 
 def _check_sizes(sizes: np.ndarray, options: _Options) -> None:
     """ValueError unless all sizes are 0 or more, and every offset fits its dtype."""
-    given = sizes.tolist()                                  # Python's integers: sums do not overflow
-    refuse_negative(given)
+    given = none_negative(sizes)
     total = sum(given)
     for i, output in enumerate(options.outputs):
         if total * output.stride > output.largest:

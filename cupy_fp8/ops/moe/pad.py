@@ -14,7 +14,7 @@ from ... import reference
 from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
-from ...calls.group_sizes import NO_GROUPS, Groups, check_align, integer, refuse_negative
+from ...calls.group_sizes import NO_GROUPS, Groups, check_align, integer, none_negative
 from ...calls.results import Description
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, padded_rows, round_up
@@ -242,8 +242,7 @@ def _rows_of(out: Any) -> int:
 
 def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
     """ValueError unless sizes on the host are 0 or more and add up to all rows."""
-    given = sizes.tolist()                                   # Python's integers: sums do not overflow
-    refuse_negative(given)
+    given = none_negative(sizes)
     if sum(given) != total:
         raise ValueError(f"splits: expected sizes that add up to the {total} rows of {name}, got "
                          f"{sum(given)}")
@@ -251,8 +250,7 @@ def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
 
 def _check_padded_sizes(sizes: np.ndarray, align: int, total: int, rows: int) -> None:
     """ValueError unless `total` rows hold the padded groups, and `rows` rows the groups without padding."""
-    given = sizes.tolist()
-    refuse_negative(given)
+    given = none_negative(sizes)
     padded = sum(round_up(size, align) for size in given)
     if padded > total:
         raise ValueError(f"splits: expected sizes that, each rounded up to {align}, add up to at most the "

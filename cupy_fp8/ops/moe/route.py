@@ -102,7 +102,8 @@ def _extents(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, top
     if len(shape) != 2:
         raise ValueError(f"assignment: expected shape {'[T, E]' if mask else '[T, topk]'}, got {shape}")
     tokens, columns = shape
-    number, slots = (_of_mask if mask else _of_indices)(columns, num_experts, topk, rows)
+    number, slots = (_of_mask(columns, num_experts, topk, rows) if mask
+                     else _of_indices(columns, num_experts, topk))
     if not 1 <= number <= MOST_EXPERTS:
         raise ValueError(f"num_experts: expected 1 to {MOST_EXPERTS}, got {shown(number)}")
     if not 0 <= slots <= MOST_EXPERTS:
@@ -133,7 +134,7 @@ def _of_mask(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[int,
     return number, slots
 
 
-def _of_indices(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[int, int]:
+def _of_indices(columns: int, num_experts: Any, topk: Any) -> tuple[int, int]:
     """(experts, slots of a token) of indices."""
     if num_experts is None:
         raise ValueError("num_experts: needed where the assignment is indices, got None")

@@ -15,7 +15,7 @@ from ... import backend, reference
 from ...advice import shown
 from ...arrays import Array, is_contiguous
 from ...calls.call import Call, Input, Op, run
-from ...calls.group_sizes import NO_GROUPS, Groups, refuse_negative
+from ...calls.group_sizes import NO_GROUPS, Groups, none_negative
 from ...calls.results import Description, Written
 from ...formats import flag, float8_e8m0fnu
 from ...kernels import Kernel, Launch, Variant, grid_size
@@ -210,8 +210,7 @@ def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: A
 
 def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
     """ValueError if sizes on the host are negative, or add up to more lines or blocks than there are."""
-    given = sizes.tolist()                                  # Python's integers: sums do not overflow
-    refuse_negative(given)
+    given = none_negative(sizes)
     covered = sum(cdiv(size, SWIZZLE_ELEMENTS) for size in given) if axis == 1 else sum(given)
     if covered > total:
         what = "blocks of 32 elements" if axis == 1 else "lines"

@@ -16,7 +16,6 @@ from .astype import transpose
 def dequantize(q: Scaled | Quantized, *, dtype: Any = np.float32) -> np.ndarray:
     """narrow(fl(widen(data) * scale_inv)) with the scale of each element's block, in the logical shape."""
     s = q if isinstance(q, Scaled) else q._any
-    assert s is not None
     data = transpose(s.data) if s.transposed else s.data
     scale_inv = s.scale_inv.reshape(-1)[0] if s.block is None else element_scales(s)
     return numerics.narrow(numerics.mul(numerics.widen(data), scale_inv), np.dtype(dtype))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...layouts import Block, cdiv, scale_dtype
-from ...results import Quantized, Scaled
+from ...results import Quantized, Scaled, row_wise
 from .. import numerics
 from ..scales import convert
 from .astype import transpose
@@ -20,8 +20,7 @@ def rebase_scales(q: Scaled | Quantized, *, block: Block, scale_dtype: Any = Non
                   scale_layout: str = "compact", changed: np.ndarray | None = None) -> Scaled:
     """out = narrow(v * s / t), where t is the power of two for the values of a new block. Values that are not
     what they were are added to `changed`."""
-    s = q if isinstance(q, Scaled) else q.rowwise
-    assert s is not None
+    s = row_wise(q)
     data = transpose(s.data) if s.transposed else s.data
     v = numerics.widen(data)
     power, exists, zero, wrong = _of_elements(s)

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import bits
 from ...formats import FORMATS, float8_e8m0fnu, float32
 from ...layouts import cdiv, row_scale_rows, target_rows
-from ...results import Quantized, Scaled
+from ...results import Quantized, Scaled, row_wise
 from .. import numerics
 from ..scales.convert import padded
 from ..scales.swizzle import group_ranges
@@ -31,8 +31,7 @@ class Exponents(NamedTuple):
 def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target: str = "column",
                             scale_layout: str = "gemm_ready") -> Quantized:
     """out = narrow(v * s / t), where t is the power of two for the values of a column-wise block."""
-    s = q if isinstance(q, Scaled) else q.rowwise
-    assert s is not None
+    s = row_wise(q)
     assert s.block is not None
     if s.block == (128, 128):
         return _transposed_squares(s, scale_layout)
@@ -104,15 +103,15 @@ def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str,
     codes[:rows] = data.view(np.uint8)
     power, exists, zero, wrong = (_spread(a, blocks, block, columns) for a in s)
     v = numerics.widen(codes.view(data.dtype)).reshape(blocks, block, columns)
-    t = (column_target if target == "column" else tile_target)(v, power, exists, data.dtype, block)
+    t = (column_target(v, power, exists, data.dtype) if target == "column"
+         else tile_target(v, power, exists, block))
     out = moved(v, power - t[:, None, :], exists, zero, data.dtype)
     out = out.reshape(blocks * block, columns)[:rows]
     return np.ascontiguousarray(bits(out).T).view(data.dtype), stored_scales(t, np.asarray(wrong.any(axis=1)),
                                                                               dtype)
 
 
-def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any],
-                  block: int) -> np.ndarray:
+def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     """log2 of the smallest power of two not below max(|v| * s) / fp8_max, for v [blocks, rows, columns]:
     [blocks, columns]."""
     return target_exponent(magnitudes(v, power, exists).max(axis=1), dtype)
@@ -143,8 +142,7 @@ def target_exponent(top: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     return np.where(top == 0, 0, np.clip(np.where(np.isinf(top), 127, t), -127, 127)).astype(np.int64)
 
 
-def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any],
-                block: int) -> np.ndarray:
+def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, block: int) -> np.ndarray:
     """log2 of the largest scale among rows that are not all zeros in the columns of a row-wise block; 0 if
     there are none."""
     blocks, rows, columns = v.shape
@@ -158,8 +156,8 @@ def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.
 
 
 def _spread(a: np.ndarray, blocks: int, block: int, columns: int) -> np.ndarray:
-    """Repeats values of row-wise blocks [rows, ceil(K / block)] for every element [blocks, block, K]. absent:
-    the value of rows that do not exist."""
+    """Repeats values of row-wise blocks [rows, ceil(K / block)] for every element [blocks, block, K], with 0
+    in rows that do not exist."""
     out = np.zeros((blocks * block, columns), a.dtype)
     out[:len(a)] = np.repeat(a, block, axis=1)[:, :columns]
     return out.reshape(blocks, block, columns)

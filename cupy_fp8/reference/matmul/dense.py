@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import bfloat16, float32
-from ...results import Quantized, Scaled
+from ...results import Quantized, Scaled, row_wise
 from .. import numerics
 from ..convert.dequantize import block_scales
 
@@ -36,12 +36,6 @@ def magnitudes(a: Scaled | Quantized, b: Scaled | Quantized, *, bias: np.ndarray
             if addend is not None:
                 total += np.abs(addend.astype(np.float64))
     return total
-
-
-def row_wise(q: Scaled | Quantized) -> Scaled:
-    s = q if isinstance(q, Scaled) else q.rowwise
-    assert s is not None
-    return s
 
 
 def product(a: Scaled, b: Scaled, of: Any = np.asarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from ...formats import bfloat16, float32
 from ...grouped import Grouped
 from ...layouts import cdiv, round_up
-from ...results import Quantized, Scaled
+from ...results import Quantized, Scaled, row_wise
 from .. import numerics
 from ..scales.swizzle import group_ranges
 from .dense import scaled_values
@@ -53,8 +53,7 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
                     total[e] = of(left) @ of(right).T
             return total
         assert not isinstance(b, Grouped)
-        weights = b if isinstance(b, Scaled) else b.rowwise
-        assert weights is not None
+        weights = row_wise(b)
         n = weights.shape[-2]
         rows = a.shape[0]
         ranges = list(group_ranges(sizes, rows, 0))
@@ -74,8 +73,7 @@ def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
         for member in _members(a, ranges):
             yield scaled_values(member.rowwise, 0, 0, member.shape[0])
         return
-    s = a if isinstance(a, Scaled) else a.rowwise
-    assert s is not None
+    s = row_wise(a)
     padded = 0                                          # rows of scales before the group
     for start, end in ranges:
         if s.scale_inv.ndim == 1 and s.block is not None:
