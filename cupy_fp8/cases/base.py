@@ -35,6 +35,8 @@ TIMED_MATRICES = ((4096, 4096), (8192, 8192), (16384, 8192), (16384, 16384))
 TIMED_MATRIX = TIMED_MATRICES[2]
 #: Scales of whole tensors: usual ones, and those that overflow, underflow or are no scales.
 SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
+#: Exponents of the scales that quantisers give to values of N(0, 1).
+QUANTISED = (-8, -7)
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,6 @@ def powers_of_two(exponents: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     if dtype == float8_e8m0fnu:
         return np.clip(exponents + 127, 0, 255).astype(np.uint8).view(float8_e8m0fnu)
     return np.ldexp(np.float32(1), exponents.astype(np.int32))
-
-
-#: Exponents of the scales that quantisers give to values of N(0, 1).
-QUANTISED = (-8, -7)
 
 
 def array_alone(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,10 +22,17 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 FAMILIES = ("matmul", "quantize", "convert", "scales", "moe")
 
 
-def bytes_moved(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """The bytes of all arguments, read once, and of all written arrays, written once."""
+def bytes_moved(arguments: Arguments, written: dict[str, np.ndarray], but: tuple[str, ...] = ()) -> int:
+    """The bytes of all arguments, read once, and of all written arrays, written once. but: names of options
+    and written arrays that are not counted."""
     args, kwargs = arguments
-    return nbytes(*args, *kwargs.values(), *written.values())
+    named = [*kwargs.items(), *written.items()]
+    return nbytes(*args, *(a for name, a in named if name not in but))
+
+
+def all_but(*names: str) -> Callable[[Arguments, dict[str, np.ndarray]], int]:
+    """For `Registration.moves`: the bytes of all arrays but some that are much smaller."""
+    return functools.partial(bytes_moved, but=names)
 
 
 class Timed(NamedTuple):

@@ -11,8 +11,8 @@ import numpy as np
 from ... import reference
 from ...ops.moe import route
 from ...routing import Routing
-from ..base import Case, laid_out, maker, nbytes
-from ..registry import Arguments, Registration, Timed, register
+from ..base import Case, laid_out, maker
+from ..registry import Arguments, Registration, Timed, all_but, register
 
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 #: Where routes go. 'any': to any expert, also twice to one, or nowhere; 'distinct': to different ones; 'one':
@@ -123,14 +123,7 @@ def _timed() -> Iterator[Timed]:
     yield Timed("mask, top 8 of 64 to 1", case(_BOOL, (8192, 64), topk=8))
 
 
-def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """The assignment is read, and maps between routes and rows are written. Sizes and offsets of groups
-    are not counted."""
-    (assignment,), _ = arguments
-    groups = ("splits", "aligned_splits", "offsets")
-    return nbytes(assignment, *(a for name, a in written.items() if name not in groups))
-
-
 register(Registration("route", route.route, reference.route, _inputs, _cases,
                       "finds the rows of each token, sorted by expert",
-                      programs=(route.variants,), timed=_timed, moves=_moves))
+                      programs=(route.variants,), timed=_timed,
+                      moves=all_but("splits", "aligned_splits", "offsets")))

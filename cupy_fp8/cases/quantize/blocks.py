@@ -27,7 +27,7 @@ from ..registry import Registration, Timed, register
 _ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS
 _COLUMN_AS_IS = {**_COLUMN, "transposed": False}
 _SQUARE: dict[str, Any] = {"block": (128, 128)}
-_LINES: dict[str, Any] = {"block": (1, None)}
+_WHOLE_ROWS: dict[str, Any] = {"block": (1, None)}
 _COMPACT = {"scale_layout": "compact"}
 _VLLM = {"profile": "vllm"}
 #: Shapes for every kernel with wide accesses.
@@ -48,12 +48,12 @@ def _cases() -> Iterator[Case]:
         yield case(bfloat16, (288, 136), "normal", **options)
     yield case(bfloat16, (37, 256), "normal", **_ROW)
     yield case(bfloat16, (133, 259), "normal", **_BOTH, **_COMPACT)
-    yield case(bfloat16, (133, 259), "normal", **_BOTH, **_LINES)
+    yield case(bfloat16, (133, 259), "normal", **_BOTH, **_WHOLE_ROWS)
     yield case(float32, (133, 259), "normal", **_BOTH, **_VLLM)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for options in _WIDE:
             yield case(dtype, ALIGNED_MATRIX, "edges", dtype=to, **options)
-        for options in ({}, _VLLM, _LINES):
+        for options in ({}, _VLLM, _WHOLE_ROWS):
             yield case(dtype, (67, 101), "edges", dtype=to, **_BOTH, **options)
     for profile, pow2, to in product(BLOCK_PROFILES, (False, True), FP8_DTYPES):
         rule = {"profile": profile, "pow2_scale": pow2, "dtype": to}
@@ -65,7 +65,7 @@ def _cases() -> Iterator[Case]:
             yield case(float32, (40, 96), "bits", **_BOTH, profile=profile, eps=eps, pow2_scale=pow2,
                        block=(1, 32))
     for shape in _SHAPES:
-        for options in ({}, _COMPACT, _SQUARE, {**_SQUARE, **_COMPACT}, _LINES):
+        for options in ({}, _COMPACT, _SQUARE, {**_SQUARE, **_COMPACT}, _WHOLE_ROWS):
             yield case(bfloat16, shape, "normal", **_BOTH, **options)
     for block in BLOCKS:
         for shape, scale_layout in product((ALIGNED_MATRIX, (2, 133, 144)), ("gemm_ready", "compact")):
@@ -90,7 +90,7 @@ def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(float32, shape, "normal", **_COLUMN_AS_IS, block=(128, 1), scale_layout=scale_layout)
     yield case(bfloat16, (256, 21), "normal", "strided", **_COLUMN)
     for dtype in INPUT_DTYPES:
-        for options in ({}, _SQUARE, _LINES):
+        for options in ({}, _SQUARE, _WHOLE_ROWS):
             yield case(dtype, (72, 96), "normal", "offset", **_BOTH, **options)
         yield case(dtype, (21, 384), "normal", "offset", **_ROW)
     for options in _WIDE:
@@ -98,8 +98,8 @@ def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
     # Whole rows and columns that are divided: with the quick division in one and several steps, and without
     # it.
     for dtype, to, direction in product((bfloat16, float32), FP8_DTYPES, (_BOTH, _AS_IS)):
-        yield case(dtype, (67, 1101), "normal", dtype=to, **direction, **_LINES, **_VLLM)
-        yield case(dtype, (300, 21), "bits", dtype=to, **direction, **_LINES, **_VLLM)
+        yield case(dtype, (67, 1101), "normal", dtype=to, **direction, **_WHOLE_ROWS, **_VLLM)
+        yield case(dtype, (300, 21), "bits", dtype=to, **direction, **_WHOLE_ROWS, **_VLLM)
     # Squares with the quick division and without it.
     for values, direction in product(("normal", "bits"), (_ROW, _COLUMN, _BOTH, _AS_IS)):
         yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)

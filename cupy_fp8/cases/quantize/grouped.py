@@ -108,7 +108,7 @@ def _cases() -> Iterator[Case]:
         yield case(source_dtype, (200, 24), groups=6, dtype=dtype, current=(1e-3, True), with_offsets=True)
     yield from _shape_cases(case)
     yield from _block_cases(case)
-    yield from _line_cases(case)
+    yield from _whole_row_cases(case)
     yield from _padded_cases(case)
 
 
@@ -194,7 +194,7 @@ def _block_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield from _edge_cases(case, family=family, **both)
 
 
-def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
+def _whole_row_cases(case: Callable[..., Case]) -> Iterator[Case]:
     """Cases of whole rows and columns."""
     rows: dict[str, Any] = {"family": "block", "block": (1, None)}
     columns: dict[str, Any] = {"family": "block", "block": (None, 1)}

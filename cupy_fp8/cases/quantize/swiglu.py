@@ -23,9 +23,9 @@ from ...formats import (
 from ...ops.quantize import bias_gradient, swiglu
 from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import DIRECTIONS, TIMED_MATRICES, TIMED_MATRIX, Case, maker, nbytes, source, values
+from ..base import DIRECTIONS, TIMED_MATRICES, TIMED_MATRIX, Case, maker, source, values
 from ..groups import sizes
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, Registration, Timed, all_but, register
 
 _BOTH = DIRECTIONS[2]
 #: How many experts have biases of their own, for 133 rows. Some are empty; there is one, or more than rows,
@@ -318,18 +318,15 @@ def _timed_gpt_oss(timed: Callable[..., Timed]) -> Iterator[Timed]:
         yield timed(f"MX both {label}", _GPT_OSS_SHAPE, **_MX, **_BOTH, **options)
 
 
-def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """x (and the gradient) are read, and codes and scales are written. Probs and biases are not counted."""
-    arrays, _ = arguments
-    return nbytes(*arrays[:-1], *(a for name, a in written.items() if name != "[1].result"))
-
+#: Bytes that a call must move. "[1].result" is the gradient of probs.
+_MOVES = all_but("probs", "bias", "splits", "[1].result")
 
 register(
     Registration("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
                  "SwiGLU, quantised without a rounding in between",
-                 programs=(swiglu.variants,), timed=_timed, moves=_moves),
+                 programs=(swiglu.variants,), timed=_timed, moves=_MOVES),
     Registration("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs,
                  _backward_cases,
                  "the gradients of SwiGLU, quantised",
-                 programs=(swiglu.variants, bias_gradient.variants), timed=_timed_backward, moves=_moves),
+                 programs=(swiglu.variants, bias_gradient.variants), timed=_timed_backward, moves=_MOVES),
 )

@@ -21,10 +21,9 @@ from ..base import (
     TIMED_MATRIX,
     Case,
     maker,
-    nbytes,
     source,
 )
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, Registration, Timed, all_but, register
 
 _COLUMN = DIRECTIONS[1]
 
@@ -126,20 +125,14 @@ def _timed_cast_transpose() -> Iterator[Timed]:
         yield Timed(f"{name}→e4m3 +amax +dbias", case(source_dtype, TIMED_MATRIX, amax=0.0, dbias=True))
 
 
-def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """x is read, and codes are written. A bias gradient is too short to count."""
-    (x, _), _ = arguments
-    return nbytes(x, *(a for name, a in written.items() if name != "dbias"))
-
-
 _PROGRAMS = (tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)
 
 register(
     Registration("quantize_tensor", tensor.quantize_tensor, reference.quantize_tensor, _inputs, _cases,
                  "FP8 with one scale, a given one or the tensor's own",
-                 programs=_PROGRAMS, timed=_timed, moves=_moves),
+                 programs=_PROGRAMS, timed=_timed, moves=all_but("dbias")),
     Registration("cast_transpose", tensor.cast_transpose, reference.cast_transpose, _inputs,
                  _cast_transpose_cases,
                  "`quantize_tensor` in both directions, from one read of x",
-                 programs=_PROGRAMS, timed=_timed_cast_transpose, moves=_moves),
+                 programs=_PROGRAMS, timed=_timed_cast_transpose, moves=all_but("dbias")),
 )

@@ -13,8 +13,8 @@ from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
 from ...ops.quantize import blocks, grouped_blocks, mx, tensor_list
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import Case, laid_out, nbytes, values
-from ..registry import Arguments, Registration, Timed, register
+from ..base import Case, laid_out, values
+from ..registry import Arguments, Registration, Timed, all_but, register
 
 #: Lists with a few blocks of threads, also with chunked access; with whole patches only; with tails of every
 #: tile and every alignment; empty; with many arrays; with arrays of one shape and several blocks each; with
@@ -168,18 +168,12 @@ def _timed() -> Iterator[Timed]:
     yield timed("MX row", "128 of 256×256", recipe=MXScaling(), **own_scales)
 
 
-def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """All matrices are read, and codes and the scales of blocks are written."""
-    xs, _ = arguments
-    return nbytes(*xs, *(a for name, a in written.items() if name != "amax"))
-
-
 register(
     Registration("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
                  "`cast_transpose` of many matrices, in one launch",
-                 programs=(tensor_list.variants,), timed=_timed_cast, moves=_moves),
+                 programs=(tensor_list.variants,), timed=_timed_cast, moves=all_but("scales", "amax")),
     Registration("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
                  "quantises many arrays by any recipe, in one or two launches",
                  programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants),
-                 timed=_timed, moves=_moves),
+                 timed=_timed, moves=all_but("scales", "amax")),
 )
