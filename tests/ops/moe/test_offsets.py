@@ -3,7 +3,6 @@ sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, reference, testing
 from cupy_fp8.arrays import address
-from cupy_fp8.calls import call, group_sizes, remembered
 from cupy_fp8.cases.moe.offsets import TYPICAL, sizes
 from cupy_fp8.kernels import Launch, errors
 from cupy_fp8.ops.moe import offsets
@@ -217,44 +215,6 @@ def test_one_buffer(number, run):
     assert_equal(got, want)
     apart = fp8.splits_to_offsets(run.array(host), **TYPICAL)
     assert len({id(a if a.base is None else a.base) for a in apart}) == 5
-
-
-@pytest.fixture
-def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Kernels on the CPU take sizes as from a GPU: nobody looks at them. Lists the calls that are
-    validated."""
-    if problem := testing.executor_problem("host"):
-        pytest.skip(problem)
-    validated: list[str] = []
-    read, validate = group_sizes.read, call.validate_call
-
-    def unseen(*args: Any, **kwargs: Any) -> group_sizes.Groups:
-        return read(*args, **kwargs)._replace(host=None)
-
-    def noted_call(op: Any, *args: Any) -> Any:
-        validated.append(type(op).__name__)
-        return validate(op, *args)
-
-    monkeypatch.setattr(group_sizes, "read", unseen)
-    monkeypatch.setattr(remembered, "ALIGNMENT", 16)       # NumPy aligns memory to no more
-    monkeypatch.setattr(call, "validate_call", noted_call)
-    with testing.executor("host"):
-        yield validated
-
-
-@pytest.mark.parametrize("number", [3, 1100, 9000])
-@pytest.mark.parametrize("bulk", [False, True])
-def test_calls_that_come_again(number, bulk, remembering):
-    """Into the same outputs, and into new ones, are validated once; also those of several launches."""
-    splits = np.zeros(number, np.int64)
-    outputs = fp8.splits_to_offsets(splits, strides=range(20), bulk_allocate=bulk)
-    remembering.clear()
-    for seed in range(3):
-        splits[:] = sizes(number, "few", INT64, seed)
-        for out in (outputs, None):
-            got = fp8.splits_to_offsets(splits, strides=range(20), bulk_allocate=bulk, outputs=out)
-            assert_equal(got, [by_loop(splits, stride) for stride in range(20)])
-    assert len(remembering) == 1
 
 
 # ---- sizes on the device that are wrong ----

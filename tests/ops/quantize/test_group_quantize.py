@@ -30,9 +30,9 @@ from scale_arrays import guarded, raw
 from tiers import needs_host, quick_if
 
 import cupy_fp8 as fp8
-from cupy_fp8 import BlockScaling, MXScaling, backend, cases, kernels, reference, testing
+from cupy_fp8 import BlockScaling, MXScaling, cases, kernels, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.calls import arguments, call, group_sizes, remembered, row_segments
+from cupy_fp8.calls import arguments, row_segments
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
@@ -156,38 +156,6 @@ def test_results_are_written_in_place(recipe, directions, align, run, monkeypatc
 
 
 @needs_host
-@pytest.mark.parametrize("align", [1, 16])
-@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
-def test_repeated_calls(recipe, align, monkeypatch):
-    """A call that is alike is launched without looking at its arguments again, into a given result or a new
-    one, which has the sizes of its own call. (On the CPU sizes are always examined, but here.)"""
-    read, calls = group_sizes.read, ((matrix(300, 144), np.array([100, 0, 150, 30])),
-                                         (matrix(300, 144, seed=1), np.array([1, 2, 100, 33])))
-    wanted = [padded(*given, align) for given in calls]
-    monkeypatch.setattr(group_sizes, "read", lambda *given: read(*given)._replace(host=None))
-    options = {"columnwise": True, "align": align, "scales": scales_for(recipe, 4)}
-    validate, validated = call.validate_call, []
-
-    def noted(op: Any, *given: Any) -> Any:
-        validated.append(type(op).__name__)
-        return validate(op, *given)
-
-    monkeypatch.setattr(call, "validate_call", noted)
-    with testing.executor("host"):
-        for _ in range(4):
-            for (a, splits), want in zip(calls, wanted, strict=True):
-                out = fp8.group_quantize(a, splits, recipe, **options)
-                assert align > 1 or out.splits is splits
-                poison(parts_of(out, PARTS[2:]).values())
-                validated.clear()
-                for _ in range(2):
-                    fp8.group_quantize(a, splits, recipe, **options, out=out)
-                    expect_groups(out, *want, recipe, options["scales"], columnwise=True)
-                assert validated.count("_GroupQuantize") <= 1, "the second call with out= is remembered"
-    assert any(type(found).__name__ == "_Allocating" for found in remembered._calls.values())
-
-
-@needs_host
 @pytest.mark.parametrize(("recipe", "directions", "entries"), [
     (RECIPE, BOTH, ["group_cast_transpose"]),
     (CURRENT, BOTH, ["group_find_segments", "group_cast_current"]),
@@ -257,29 +225,20 @@ def test_tiles_of_large_arrays(monkeypatch, rows, step):
     assert chosen == {shapes.BOTH, shapes.BOTH_NARROW}            # no groups at all have wide ones always
 
 
-# ---- on a GPU ----
-@pytest.mark.gpu
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
-def test_graph_replay_follows_the_sizes(recipe, align, large, monkeypatch):
-    """Of two results in one graph, each with workspaces of its own. large: as arrays whose segments another
-    launch finds."""
-    if large:
-        monkeypatch.setattr(shapes, "choose_tile", lambda x, large: large)
-        monkeypatch.setattr(row_segments, "_MANY", 0)
-    cp, per_tensor = backend.cupy(), recipe in (RECIPE, CURRENT)
-    x, splits = fp8.asarray(matrix(500, 48), like="cupy"), cp.asarray(sizes(490, 20))
-    scales = scales_for(recipe, 20)
-    amaxes = cp.zeros(20, cp.float32) if per_tensor else None
-    options = {"columnwise": True, "align": align, "scales": None if scales is None else cp.asarray(scales),
-               "amaxes": amaxes}
+def test_graphs_of_large_arrays(recipe, device, monkeypatch):
+    """Of two results in one graph, each with workspaces of its own; tiles are those of large arrays, whose
+    segments another launch finds."""
+    monkeypatch.setattr(shapes, "choose_tile", lambda x, large, *_: large)
+    monkeypatch.setattr(row_segments, "_MANY", 0)
+    x, splits = device.array(matrix(500, 48)), device.array(sizes(490, 20))
+    options = {"columnwise": True, "scales": scales_for(recipe, 20, device.run)}
     outs = [fp8.group_quantize(x, splits, recipe, **options) for _ in range(2)]
-    stream = cp.cuda.Stream(non_blocking=True)
     for out in outs:                                            # makes their workspaces
         fp8.group_quantize(x, splits, recipe, **options, out=out)
-    cp.cuda.get_current_stream().synchronize()
-    with stream:
+    device.cupy.cuda.get_current_stream().synchronize()
+    with device.cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         for out in outs:
             fp8.group_quantize(x, splits, recipe, **options, out=out)
@@ -288,27 +247,18 @@ def test_graph_replay_follows_the_sizes(recipe, align, large, monkeypatch):
         graph = stream.end_capture()
         for seed in range(3):
             host, data = sizes(490, 20, seed=seed), matrix(500, 48, seed=seed)
-            splits.set(host)
-            bits(x).set(bits(data))
-            if amaxes is not None:
-                amaxes.fill(0)
+            for mine, new in ((splits, host), (x, data)):
+                bits(mine)[...] = bits(device.array(new))
             for out in outs:
-                poison(parts_of(out, PARTS if align > 1 else PARTS[1:]).values())
+                poison(parts_of(out, PARTS[1:]).values())
             graph.launch(stream)
             stream.synchronize()
             for out in outs:
-                expect_groups(out, *padded(data, host, align), recipe, scales, columnwise=True)
-            starts = np.cumsum(host) - host
-            groups = [data[start : start + size] for start, size in zip(starts, host, strict=True)]
-            want = [float(reference.compute_amax(group)[0]) for group in groups]
-            assert amaxes is None or amaxes.tolist() == want
-    other = fp8.asarray(matrix(500, 48, seed=9), like="cupy")
-    for a in (other, x) * 2:                        # what is remembered of one x is not taken for another's
-        assert fp8.group_quantize(a, splits, recipe, **options, out=out) is out
-        expect_groups(out, *padded(fp8.asnumpy(a), host, align), recipe, scales, columnwise=True)
+                expect_groups(out, data, host, recipe, scales_for(recipe, 20), columnwise=True)
     assert fp8.device_errors() == ()
 
 
+# ---- on a GPU ----
 @pytest.mark.gpu
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", [fp8.CurrentScaling(pow2_scale=True),

@@ -29,40 +29,13 @@ from cupy_fp8 import (
     cases,
     testing,
 )
-from cupy_fp8.calls import memory, remembered, tables
+from cupy_fp8.calls import memory, tables
 from cupy_fp8.calls.results import Written, places
 from cupy_fp8.calls.tables import Records, Table
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16
-from cupy_fp8.ops.quantize import tensor_list, tensor_list_blocks
 
 
 # ---- calls that come again ----
-@needs_host
-@pytest.mark.parametrize("group", ["alike", "eight", "one", "whole"])
-@pytest.mark.parametrize("recipe", KINDS, ids=kind)
-def test_calls_that_allocate_come_again(recipe, group, monkeypatch):
-    """Such a call is not looked at twice, and its launches get the addresses of its own arrays."""
-    for module in (memory, remembered):
-        monkeypatch.setattr(module, "ALIGNMENT", 16)        # all NumPy arrays are aligned so
-    op = tensor_list._QUANTIZE if recipe in KINDS[:2] else tensor_list_blocks.QUANTIZE
-    looked_at, launches = [], type(op).launches
-
-    def noted(*given: Any) -> Any:
-        looked_at.append(given)
-        return launches(*given)
-
-    monkeypatch.setattr(type(op), "launches", noted)
-    with testing.executor("host") as run:
-        for seed in range(4):
-            xs = [x for x in matrices(group, seed=seed) if x.size]
-            scales = np.linspace(seed + 1, 9, len(xs)).astype(np.float32)
-            given = {"scales": scales} if recipe is DELAYED else {}
-            results = multi(xs, recipe, **given)
-            with testing.executor("reference"):
-                assert_all_same(run, results, multi(xs, recipe, **given))
-        assert len(looked_at) == 1
-
-
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Table]:
     """Every table that is made."""
