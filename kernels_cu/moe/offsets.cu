@@ -112,33 +112,22 @@ __device__ __forceinline__ bool write(const Output& output, u64 largest, const u
 }
 
 #ifdef ENTRY_splits_to_offsets
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
-splits_to_offsets(const __grid_constant__ OffsetsParams p) {
-    // For each warp: the sum of its sizes in the tile, and its share of the sum of all sizes before the tile.
-    __shared__ u64 in_tile[kWarps], before_tile[kWarps];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 part = p.tiles == 1 ? blockIdx.x : blockIdx.x / p.tiles, tile = blockIdx.x - part * p.tiles;
-    const i64 n = p.splits.groups, tile_start = (i64)tile * kTile;
-    const i64 first = tile_start + warp * (32 * kItems) + lane;
+// Returns this thread's part of the sum of all sizes before the tile that begins at tile_start.
+__device__ __forceinline__ u64 sum_before(const OffsetsParams& p, u32 tile, i64 tile_start) {
+    if (p.totals) return thread_sum(tile, [&](i64 i) { return load_read_only(p.totals + i); });
+    return thread_sum(tile_start, [&](i64 i) { return counted(p.splits.load(i)); });
+}
 
-    i64 size[kItems];
-#pragma unroll
-    for (int u = 0; u < kItems; u++) size[u] = p.splits.load(first + u * 32);
-    u64 before = 0;
-    if (p.outputs && tile) {
-        if (p.totals) before = thread_sum(tile, [&](i64 i) { return load_read_only(p.totals + i); });
-        else before = thread_sum(tile_start, [&](i64 i) { return counted(p.splits.load(i)); });
-        before = warp_sum(before);
-    }
-
-    u64 sum[kItems];
+// Turns the sizes of a warp into their inclusive sums. Returns kSplitNegative if one of this thread's is
+// negative, or else 0.
+__device__ __forceinline__ u32 add_up_warp(const i64 (&size)[kItems], u64 (&sum)[kItems]) {
     bool small = true;
-    u32 found = 0;
+    u32 wrong = 0;
 #pragma unroll
     for (int u = 0; u < kItems; u++) {
         sum[u] = counted(size[u]);
         small &= sum[u] < kSmall;
-        if (size[u] < 0) found = kSplitNegative;
+        if (size[u] < 0) wrong = kSplitNegative;
     }
     if (__all_sync(~0u, small)) {                            // This takes a third of the instructions.
         u32 narrow[kItems];
@@ -150,6 +139,23 @@ splits_to_offsets(const __grid_constant__ OffsetsParams p) {
     } else {
         warp_prefix_sums(sum);
     }
+    return wrong;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+splits_to_offsets(const __grid_constant__ OffsetsParams p) {
+    // For each warp: the sum of its sizes in the tile, and its share of the sum of all sizes before the tile.
+    __shared__ u64 in_tile[kWarps], before_tile[kWarps];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 part = p.tiles == 1 ? blockIdx.x : blockIdx.x / p.tiles, tile = blockIdx.x - part * p.tiles;
+    const i64 n = p.splits.groups, tile_start = (i64)tile * kTile;
+    const i64 first = tile_start + warp * (32 * kItems) + lane;
+    i64 size[kItems];
+#pragma unroll
+    for (int u = 0; u < kItems; u++) size[u] = p.splits.load(first + u * 32);
+    const u64 before = p.outputs && tile ? warp_sum(sum_before(p, tile, tile_start)) : 0;
+    u64 sum[kItems];
+    u32 wrong = add_up_warp(size, sum);
     if (lane == 31) in_tile[warp] = sum[kItems - 1], before_tile[warp] = before;
     __syncthreads();
 
@@ -162,16 +168,15 @@ splits_to_offsets(const __grid_constant__ OffsetsParams p) {
     const u64 start = warp_sum(plus(lane < warp ? of_warp : 0, of_earlier));
 #pragma unroll
     for (int u = 0; u < kItems; u++) sum[u] = plus(start, sum[u]);
-
     const u32 begin = part * p.outputs_per_block, end = begin + p.outputs_per_block;
 #pragma unroll 1
     for (u32 o = begin; o < end && o < p.outputs; o++) {
         const Output& output = p.output[o];
         const bool overflow = output.wide ? write<i64>(output, ~0ull >> 1, sum, first, n)
                                           : write<i32>(output, ~0u >> 1, sum, first, n);
-        if (overflow) found |= kOffsetOverflow;
+        if (overflow) wrong |= kOffsetOverflow;
     }
-    found = __reduce_or_sync(~0u, found);
-    if (lane == 0) report(p.splits.errors, found);
+    wrong = __reduce_or_sync(~0u, wrong);
+    if (lane == 0) report(p.splits.errors, wrong);
 }
 #endif

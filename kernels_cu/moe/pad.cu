@@ -19,7 +19,7 @@
 // Wrong facts on the device are harmless: a negative size counts as 0, rows from past the end of `from` are
 // 0, rows past the end of `to` are left out, and an index of no group is an empty chunk. It moves 2 bytes per
 // byte of `to`, or 1 if that is 0. There are no defines.
-#include "groups/moved_rows.cuh"
+#include "moe/moved_rows.cuh"
 
 constexpr int kMostUnits = 8;    // a thread's loads in flight
 constexpr int kShifted = 2;      // a thread's units in flight that are cut out of two loads
@@ -96,7 +96,7 @@ __device__ __forceinline__ void copy_pieces(const RowArray& a, i64 from_rows, co
     for (int base = (int)threadIdx.x * 16 - lead; base < bytes; base += kShifted * kThreads * 16) {
         u32 word[kShifted][8], shift[kShifted];
         bool whole[kShifted];                        // all bytes belong to one row and are cut out
-        u32 others = 0;
+        u32 ragged = 0;                              // chunks that are put together from words
 #pragma unroll
         for (int u = 0; u < kShifted; u++) {
             const int at = base + u * kThreads * 16;
@@ -112,15 +112,16 @@ __device__ __forceinline__ void copy_pieces(const RowArray& a, i64 from_rows, co
                 shift[u] = (u32)(reinterpret_cast<u64>(from) % 16);
                 whole[u] = load_shifted(from, a.from, end, word[u]);
             }
-            if (!whole[u] && at < bytes) others |= 1u << u;
+            if (!whole[u] && at < bytes) ragged |= 1u << u;
         }
 #pragma unroll
         for (int u = 0; u < kShifted; u++)
             if (whole[u]) cut_out(word[u], shift[u]).store_whole(to + base + u * kThreads * 16);
 #pragma unroll 1
-        for (; others; others &= others - 1)
-            copy_words<kStep>(a, shared, to, column, width, bytes,
-                              base + (__ffs(others) - 1) * kThreads * 16);
+        for (; ragged; ragged &= ragged - 1) {
+            const int at = base + (__ffs(ragged) - 1) * kThreads * 16;
+            copy_words<kStep>(a, shared, to, column, width, bytes, at);
+        }
     }
 }
 

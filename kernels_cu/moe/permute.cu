@@ -9,7 +9,7 @@
 // topk times. Each thread has four 16-byte loads in flight, and the row indices of eight slots. The blocks
 // for the scales follow those for the data. Rows that allow no 16-byte accesses are moved in words of 4, 2 or
 // 1 bytes. It moves every row of `from` once and every row of `to` once. There are no defines.
-#include "groups/routes.cuh"
+#include "moe/routes.cuh"
 
 #ifdef ENTRY_permute
 // Rows that move, and how they are shared out among blocks.

@@ -209,21 +209,10 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
 __device__ __forceinline__ u32 aligned_up(u32 rows, u32 align) { return (rows + align - 1) & -align; }
 __device__ __forceinline__ u32 at_most(u32 value, u32 bound) { return value < bound ? value : bound; }
 
-// One block per multiprocessor suffices. Without this bound the compiler makes room for five and spills.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __grid_constant__ RouteParams p) {
-    __shared__ Shared shared;
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, earlier_lanes = (1u << lane) - 1;
-    const WarpRoutes routes(p);
-    bool wrong = false, past_bound = false;
-    i32 held[kHeld];                                         // They arrive while counts are loaded.
-    load_experts(p, routes, routes.begin, held, wrong);
-    for (u32 expert = lane; expert < p.number; expert += 32) shared.warp[warp][expert] = 0;
-    __syncwarp();
-    if (p.counts && p.number <= 8 * kWarps) add_counts<8>(p, shared);
-    else if (p.counts) add_counts<16>(p, shared);
-    count_experts(p, routes, held, wrong, shared.warp[warp]);
-    __syncthreads();
-
+// Turns the counts of routes into rows: shared.before gets the first row of each expert, and shared.warp the
+// row of each warp's first route of it. Block 0 writes the arrays of experts. Returns the row after the last
+// expert.
+__device__ __forceinline__ u32 place_experts(const RouteParams& p, Shared& shared) {
     u32 end = 0;                                             // where the experts of earlier rounds end
     for (u32 first = 0; first < p.number; first += kThreads) {
         const u32 expert = first + threadIdx.x;
@@ -259,33 +248,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
             if (expert + 1 == p.number) p.offsets[p.number] = stop;
         }
     }
-    __syncthreads();
+    return end;
+}
 
+// Gives 32 routes of a warp their rows. route: this lane's route. expert: its expert, or -1. same_expert: the
+// lanes whose routes have this expert. next_row: the row of the warp's next route of each expert. Returns
+// true if the row of this lane's route is past the bound.
+__device__ __forceinline__ bool give_rows(const RouteParams& p, const WarpRoutes& routes, i64 route,
+                                          i32 expert, u32 same_expert, u32* next_row) {
+    const u32 earlier_lanes = (1u << threadIdx.x % 32) - 1, rank = __popc(same_expert & earlier_lanes);
+    const u32 next = expert >= 0 ? next_row[expert] : 0;
+    __syncwarp();
+    if (expert >= 0 && rank == 0) next_row[expert] = next + __popc(same_expert);
+    __syncwarp();
+    if (route >= routes.end) return false;
+    const bool fits = expert >= 0 && next + rank < p.rows;
+    p.row_map[route] = fits ? (i32)(next + rank) : -1;
+    if (fits) p.sources[next + rank] = (i32)route;
+    return expert >= 0 && !fits;
+}
+
+// Gives the routes of a warp their rows. held: the experts of its last routes that were counted. Returns
+// true if the row of a route of this lane is past the bound.
+__device__ __forceinline__ bool rank_routes(const RouteParams& p, const WarpRoutes& routes,
+                                            i32 (&held)[kHeld], bool& wrong, u32* next_row) {
+    bool past_bound = false;
     const bool all_held = routes.end - routes.begin <= kHeld * 32;   // They are still in registers.
     for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
         if (!all_held) load_experts(p, routes, first, held, wrong);
-        u32 lanes[kHeld];                                    // lanes with a route of the same expert
+        u32 same_expert[kHeld];
 #pragma unroll
         for (int u = 0; u < kHeld; u++)
-            lanes[u] = first + u * 32 < routes.end ? __match_any_sync(~0u, held[u]) : 0;
+            same_expert[u] = first + u * 32 < routes.end ? __match_any_sync(~0u, held[u]) : 0;
 #pragma unroll
         for (int u = 0; u < kHeld; u++) {
             if (first + u * 32 >= routes.end) break;         // The whole warp leaves.
-            const i64 route = first + u * 32 + lane;
-            const i32 expert = held[u];
-            const u32 same = lanes[u], rank = __popc(same & earlier_lanes);
-            const u32 next = expert >= 0 ? shared.warp[warp][expert] : 0;
-            __syncwarp();
-            if (expert >= 0 && rank == 0) shared.warp[warp][expert] = next + __popc(same);
-            __syncwarp();
-            if (route >= routes.end) continue;
-            const bool fits = expert >= 0 && next + rank < p.rows;
-            past_bound |= expert >= 0 && !fits;
-            p.row_map[route] = fits ? (i32)(next + rank) : -1;
-            if (fits) p.sources[next + rank] = (i32)route;
+            const i64 route = first + u * 32 + threadIdx.x % 32;
+            past_bound |= give_rows(p, routes, route, held[u], same_expert[u], next_row);
         }
     }
-    // Marks the unused rows at the end of each expert and after the last one.
+    return past_bound;
+}
+
+// Marks the unused rows at the end of each expert, and those from `end` on, which follow the last expert.
+__device__ __forceinline__ void mark_unused(const RouteParams& p, const Shared& shared, u32 end) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (u32 expert = blockIdx.x * kWarps + warp; expert < p.number; expert += gridDim.x * kWarps) {
         const u32 start = shared.before[expert], total = shared.total[expert];
         const u32 begin = start + total, stop = start + aligned_up(total, p.align);
@@ -295,6 +302,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     for (i64 row = (i64)end + blockIdx.x * kThreads + threadIdx.x; row < p.rows;
          row += (i64)gridDim.x * kThreads)
         p.sources[row] = -1;
+}
+
+// One block per multiprocessor suffices. Without this bound the compiler makes room for five and spills.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __grid_constant__ RouteParams p) {
+    __shared__ Shared shared;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const WarpRoutes routes(p);
+    bool wrong = false;
+    i32 held[kHeld];                                         // They arrive while counts are loaded.
+    load_experts(p, routes, routes.begin, held, wrong);
+    for (u32 expert = lane; expert < p.number; expert += 32) shared.warp[warp][expert] = 0;
+    __syncwarp();
+    if (p.counts && p.number <= 8 * kWarps) add_counts<8>(p, shared);
+    else if (p.counts) add_counts<16>(p, shared);
+    count_experts(p, routes, held, wrong, shared.warp[warp]);
+    __syncthreads();
+    const u32 end = place_experts(p, shared);
+    __syncthreads();
+    const bool past_bound = rank_routes(p, routes, held, wrong, shared.warp[warp]);
+    mark_unused(p, shared, end);
     report(p.errors, (wrong ? kRouteExpert : 0u) | (past_bound ? kRouteBound : 0u));
 }
 #endif

@@ -16,7 +16,7 @@
 //   IN           the format of y and out
 //   TOPK         1, 2, 4, 6 or 8 slots per token, which RowPipeline keeps in registers; 0: any number
 #include "numerics/column_sum.cuh"
-#include "groups/routes.cuh"
+#include "moe/routes.cuh"
 
 #ifdef ENTRY_unpermute
 struct UnpermuteParams {
@@ -166,46 +166,61 @@ private:
 };
 #endif
 
+// The tokens of a block of threads, and the chunks of their rows.
+struct BlockTokens {
+    i64 first;                   // the first token
+    int count;                   // how many tokens exist
+    bool writes_slots;           // true for the first of the blocks that share a token
+
+    // Returns the prob of one of the block's slots.
+    static __device__ __forceinline__ float load_prob(const UnpermuteParams& p, i64 token, int slot) {
+        const i64 at = p.routes.prob_at(token, slot);
+        return at < 0 ? 0.0f : load_read_only(p.probs + at);
+    }
+
+    // Writes the tokens' routes to shared memory. A token's last row comes first, and its routes without a
+    // row come last. given: room for the rows in the order of slots. Returns true if every route of the block
+    // has a row. It ends with a barrier.
+    __device__ __forceinline__ bool sort(const UnpermuteParams& p, i32* given, Route* sorted) const {
+        const int topk = (int)p.routes.topk, slots = count * topk;
+        // The probs of the first kThreads routes are loaded while their rows are unknown, to save latency.
+        float own_prob = 1.0f;
+        for (int i = threadIdx.x; i < slots; i += kThreads) {
+            given[i] = (i32)p.routes.row(first * topk + i);
+            if (p.probs && i < kThreads) {
+                const int token = i / topk;
+                own_prob = load_prob(p, first + token, i - token * topk);
+            }
+        }
+        __syncthreads();
+        bool own_here = true;
+        for (int i = threadIdx.x; i < slots; i += kThreads) {
+            const int token = i / topk, own = token * topk;
+            const i32 row = given[i];
+            float prob = own_prob;
+            if (p.probs && i >= kThreads) prob = load_prob(p, first + token, i - own);
+            own_here = own_here && row >= 0;
+            int rank = 0;
+            for (int j = own; j < own + topk; j++) rank += given[j] > row || (given[j] == row && j < i);
+            sorted[own + rank] = {row < 0 ? -1 : row * p.columns * (i64)sizeof(IN::storage), prob};
+            if (p.to_slots && writes_slots)
+                p.to_slots[first * topk + i] = row < 0 ? 0 : load_read_only(p.from_rows + row);
+        }
+        return __syncthreads_and(own_here);
+    }
+};
+
 // With TOPK 1, 2, 4, 6 or 8 rows are whole chunks, and each token has so many routes. 0 is for all other
 // calls.
 extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3)
 unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];
-    // A token's last row comes first, and its routes without a row come last.
     __shared__ Route sorted[kMostRoutes];
-    const int topk = (int)p.routes.topk;
     const u32 group = blockIdx.x / p.across, part = blockIdx.x - group * p.across;
     const i64 first = (i64)group * p.tokens_per_block, first_chunk = (i64)part * p.segment;
     const i64 chunks = (p.columns + kCount - 1) / kCount;
-    const int count = left_of(p.routes.tokens - first, p.tokens_per_block), slots = count * topk;
-    // The probs of the first kThreads routes are loaded while their rows are unknown, to save latency.
-    float own_prob = 1.0f;
-    for (int i = threadIdx.x; i < slots; i += kThreads) {
-        given[i] = (i32)p.routes.row(first * topk + i);
-        if (p.probs && i < kThreads) {
-            const int token = i / topk;
-            const i64 at = p.routes.prob_at(first + token, i - token * topk);
-            own_prob = at < 0 ? 0.0f : load_read_only(p.probs + at);
-        }
-    }
-    __syncthreads();
-    bool own_here = true;
-    for (int i = threadIdx.x; i < slots; i += kThreads) {
-        const int token = i / topk, own = token * topk;
-        const i32 row = given[i];
-        float prob = own_prob;
-        if (p.probs && i >= kThreads) {
-            const i64 at = p.routes.prob_at(first + token, i - own);
-            prob = at < 0 ? 0.0f : load_read_only(p.probs + at);
-        }
-        own_here = own_here && row >= 0;
-        int rank = 0;
-        for (int j = own; j < own + topk; j++) rank += given[j] > row || (given[j] == row && j < i);
-        sorted[own + rank] = {row < 0 ? -1 : row * p.columns * (i64)sizeof(IN::storage), prob};
-        if (p.to_slots && part == 0)
-            p.to_slots[first * topk + i] = row < 0 ? 0 : load_read_only(p.from_rows + row);
-    }
-    [[maybe_unused]] const bool all_here = __syncthreads_and(own_here);
+    const int count = left_of(p.routes.tokens - first, p.tokens_per_block);
+    [[maybe_unused]] const bool all_here = BlockTokens{first, count, part == 0}.sort(p, given, sorted);
 
     const int across = left_of(chunks - first_chunk, p.segment);
 #if TOPK
@@ -214,7 +229,7 @@ unpermute(const __grid_constant__ UnpermuteParams p) {
     for (int i = threadIdx.x; i < count * across; i += kThreads) {
         const int token = count == 1 ? 0 : i / across;
         const i64 column = (first_chunk + (i - token * across)) * kCount;
-        const Route* const route = sorted + token * topk;
+        const Route* const route = sorted + token * (int)p.routes.topk;
         IN::storage* const to = p.out + (first + token) * p.columns + column;
         if (p.vector) {
             sum_rows<true>(p, route, column, kCount).store_whole(to);

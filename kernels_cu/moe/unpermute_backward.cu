@@ -15,7 +15,7 @@
 // Defines:
 //   IN           the format of grad, y and grad_y
 #include "numerics/column_sum.cuh"
-#include "groups/routes.cuh"
+#include "moe/routes.cuh"
 
 #ifdef ENTRY_unpermute_backward
 struct UnpermuteBackwardParams {
@@ -166,7 +166,7 @@ struct Chunks {
     }
 };
 
-// Writes a tile's columns of the gradients of these slots' rows. Writes to shared memory the sums of the
+// Writes a tile's columns of the gradients of these slots' rows, and to shared memory the sums of the
 // products of the rows with `from`.
 template <bool kVector>
 __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared& shared, u32 present,
@@ -210,71 +210,104 @@ __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3)
-unpermute_backward(const __grid_constant__ UnpermuteBackwardParams p) {
-    __shared__ Shared shared;
-    const i32 own_source = load_own_source(p.routes);
-    const auto clear_share = [&] {
-        clear_unused(p.routes, own_source, [&](i64 row) {
-            u8* const to = reinterpret_cast<u8*>(p.grad_y + row * p.columns);
-            clear(to, p.columns * (i64)sizeof(IN::storage), p.step);
-        });
-    };
-    const i64 token = blockIdx.x;
-    const i64 chunks = (p.columns + kCount - 1) / kCount, tiles = (chunks + kTile - 1) / kTile;
-    if (token >= p.routes.tokens) return clear_share();
-    const IN::storage* const grad = p.grad + token * p.columns;
-    Part from[kUnits];
-    // The thread's first column of a tile, and how many columns there are from it on.
-    const auto column_of = [&](i64 tile) { return (tile * kTile + threadIdx.x) * kCount; };
-    const auto left_in = [&](i64 tile) { return left_of(p.columns - column_of(tile), kTile * kCount); };
-    const auto load_grad = [&](i64 tile) {
+// A thread's chunks of the gradient of a token, tile by tile.
+struct TokenGrad {
+    const UnpermuteBackwardParams& p;
+    const IN::storage* const grad;           // the token's gradient
+    Part chunk[kUnits];
+
+    __device__ __forceinline__ TokenGrad(const UnpermuteBackwardParams& p, i64 token)
+        : p(p), grad(p.grad + token * p.columns) {}
+    // Returns the thread's first column of a tile.
+    static __device__ __forceinline__ i64 column_of(i64 tile) {
+        return (tile * kTile + threadIdx.x) * kCount;
+    }
+    // Returns how many columns there are from it on.
+    __device__ __forceinline__ int left_in(i64 tile) const {
+        return left_of(p.columns - column_of(tile), kTile * kCount);
+    }
+    __device__ __forceinline__ void load(i64 tile) {
         const int left = left_in(tile);
 #pragma unroll
         for (int u = 0; u < kUnits; u++) {
-            if (p.vector) from[u] = Chunks<true>{left}.load(grad + column_of(tile), u);
-            else from[u] = Chunks<false>{left}.load(grad + column_of(tile), u);
+            if (p.vector) chunk[u] = Chunks<true>{left}.load(grad + column_of(tile), u);
+            else chunk[u] = Chunks<false>{left}.load(grad + column_of(tile), u);
         }
-    };
-    load_grad(0);                            // It arrives while slots are loaded.
+    }
+    __device__ __forceinline__ void multiply(Shared& shared, u32 present, i64 tile) const {
+        if (p.vector) do_rows<true>(p, shared, present, column_of(tile), left_in(tile), chunk);
+        else do_rows<false>(p, shared, present, column_of(tile), left_in(tile), chunk);
+    }
+};
+
+// Loads the rows and probs of `slots` slots of a token, beginning with `first`.
+__device__ __forceinline__ void load_slots(const UnpermuteBackwardParams& p, Shared& shared, i64 token,
+                                           u32 first, int slots) {
+    if ((int)threadIdx.x >= slots) return;
+    const i32 row = p.routes.row(token * p.routes.topk + first + threadIdx.x);
+    const i64 at = p.routes.prob_at(token, first + threadIdx.x);
+    shared.row[threadIdx.x] = row;
+    shared.prob_at[threadIdx.x] = at;
+    shared.prob[threadIdx.x] = at >= 0 ? load_read_only(p.probs + at) : 0.0f;
+}
+
+// Writes the gradients of these slots' probs, and marks their experts.
+__device__ __forceinline__ void store_dprobs(const UnpermuteBackwardParams& p, Shared& shared, i64 token,
+                                             int slots, i64 tiles) {
+    if ((int)threadIdx.x >= slots || shared.prob_at[threadIdx.x] < 0) return;
+    const i64 at = shared.prob_at[threadIdx.x];
+    p.dprobs[at] = shared.row[threadIdx.x] < 0 ? 0.0f : total(shared, threadIdx.x, tiles);
+    if (p.routes.columns) {
+        const u32 expert = (u32)(at - token * p.routes.columns);
+        atomicOr(&shared.routed[expert / 32], 1u << expert % 32);
+    }
+}
+
+// Writes zeros as the gradients of the probs of experts to which the token does not go.
+__device__ __forceinline__ void clear_dprobs(const UnpermuteBackwardParams& p, const Shared& shared,
+                                             i64 token) {
+    for (u32 expert = threadIdx.x; expert < p.routes.columns; expert += kThreads)
+        if (!(shared.routed[expert / 32] >> expert % 32 & 1))
+            p.dprobs[token * p.routes.columns + expert] = 0.0f;
+}
+
+// Writes the gradients of a token's rows and probs. A whole block calls it.
+__device__ __forceinline__ void do_token(const UnpermuteBackwardParams& p, Shared& shared, i64 token) {
+    const i64 chunks = (p.columns + kCount - 1) / kCount, tiles = (chunks + kTile - 1) / kTile;
+    TokenGrad grad(p, token);
+    grad.load(0);                            // It arrives while slots are loaded.
     if (p.routes.columns)
         for (int w = threadIdx.x; w < kMostExperts / 32; w += kThreads) shared.routed[w] = 0;
     for (u32 first = 0; first < p.routes.topk; first += kSlots) {
         const int slots = left_of((i64)p.routes.topk - first, kSlots);
         __syncthreads();
-        if ((int)threadIdx.x < slots) {
-            const i32 row = p.routes.row(token * p.routes.topk + first + threadIdx.x);
-            const i64 at = p.routes.prob_at(token, first + threadIdx.x);
-            shared.row[threadIdx.x] = row;
-            shared.prob_at[threadIdx.x] = at;
-            shared.prob[threadIdx.x] = at >= 0 ? load_read_only(p.probs + at) : 0.0f;
-        }
+        load_slots(p, shared, token, first, slots);
         __syncthreads();
         const int lane = threadIdx.x % 32;
         const u32 present = __ballot_sync(~0u, lane < slots && shared.row[lane] >= 0);
         for (i64 tile = 0; tile < tiles; tile++) {
-            if (tiles > 1 && (first > 0 || tile > 0)) load_grad(tile);
-            if (p.vector) do_rows<true>(p, shared, present, column_of(tile), left_in(tile), from);
-            else do_rows<false>(p, shared, present, column_of(tile), left_in(tile), from);
+            if (tiles > 1 && (first > 0 || tile > 0)) grad.load(tile);
+            grad.multiply(shared, present, tile);
             __syncthreads();
             add_tile(shared, slots, tile);
             __syncthreads();
         }
-        if ((int)threadIdx.x < slots && shared.prob_at[threadIdx.x] >= 0) {
-            const i64 at = shared.prob_at[threadIdx.x];
-            p.dprobs[at] = shared.row[threadIdx.x] < 0 ? 0.0f : total(shared, threadIdx.x, tiles);
-            if (p.routes.columns) {
-                const u32 expert = (u32)(at - token * p.routes.columns);
-                atomicOr(&shared.routed[expert / 32], 1u << expert % 32);
-            }
-        }
+        store_dprobs(p, shared, token, slots, tiles);
     }
     if (p.routes.columns) {
         __syncthreads();
-        for (u32 expert = threadIdx.x; expert < p.routes.columns; expert += kThreads)
-            if (!(shared.routed[expert / 32] >> expert % 32 & 1))
-                p.dprobs[token * p.routes.columns + expert] = 0.0f;
+        clear_dprobs(p, shared, token);
     }
-    clear_share();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
+unpermute_backward(const __grid_constant__ UnpermuteBackwardParams p) {
+    __shared__ Shared shared;
+    const i32 own_source = load_own_source(p.routes);
+    if (blockIdx.x < p.routes.tokens) do_token(p, shared, blockIdx.x);
+    clear_unused(p.routes, own_source, [&](i64 row) {
+        u8* const to = reinterpret_cast<u8*>(p.grad_y + row * p.columns);
+        clear(to, p.columns * (i64)sizeof(IN::storage), p.step);
+    });
 }
 #endif

@@ -64,60 +64,88 @@ constexpr int kBlocks = 3;
 constexpr int kBlocks = 1;
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) update_delayed_scaling(
-    const __grid_constant__ UpdateDelayedScalingParams p) {
+// Returns the larger of an amax and a value, both as bits. Neither NaN nor negative values count.
+__device__ __forceinline__ u32 raised(u32 amax, u32 bits) {
+    return bits <= 0x7f800000u && bits > amax ? bits : amax;
+}
+
+// This thread's rows of a column: rows begin to end - 1 of the history.
+struct Segment {
+    i64 column, begin, end;
+    bool has_column;             // the column exists
+    bool has_rows;               // so do rows of the segment
+
+    __device__ __forceinline__ explicit Segment(const UpdateDelayedScalingParams& p) {
+        const int columns = 1 << p.columns_log2, segments_log2 = kThreadsLog2 - p.columns_log2;
+        column = ((i64)blockIdx.x << p.columns_log2) + (threadIdx.x & (columns - 1));
+        has_column = column < p.n;
+        const i64 rows = (p.length + (1 << segments_log2) - 1) >> segments_log2;
+        begin = (threadIdx.x >> p.columns_log2) * rows;
+        end = begin + rows < p.length ? begin + rows : p.length;
+        has_rows = has_column && begin < end;
+    }
+};
+
+// Moves the rows of a segment up by one, all but the last.
+struct RollingRows {
+    const UpdateDelayedScalingParams& p;
+    u32* row;                    // where the next value goes
+    i64 left;                    // rows that are still to be moved within the segment
+    u32 value[kInFlight];
+
+    __device__ __forceinline__ void load() {
+        const int count = left_of(left, kInFlight);
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++) value[u] = u < count ? row[(u + 1) * p.n] : 0u;
+    }
+    // Moves the rows whose first ones load() has loaded. Returns their amax. Nothing is written unless
+    // `changes`.
+    __device__ __forceinline__ u32 roll(bool changes) {
+        u32 amax = 0;
+        while (left > 0) {
+            const int count = left_of(left, kInFlight);
+#pragma unroll
+            for (int u = 0; u < kInFlight; u++) {
+                amax = raised(amax, value[u]);
+                if (changes && u < count) row[u * p.n] = value[u];
+            }
+            row += kInFlight * p.n;
+            left -= kInFlight;
+            if (left > 0) load();
+        }
+        return amax;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+update_delayed_scaling(const __grid_constant__ UpdateDelayedScalingParams p) {
     __shared__ u32 column_amax[32];
     if (threadIdx.x < 32) column_amax[threadIdx.x] = 0;
-    const int columns = 1 << p.columns_log2, segments_log2 = kThreadsLog2 - p.columns_log2;
-    const int own = threadIdx.x & (columns - 1);
-    const i64 column = ((i64)blockIdx.x << p.columns_log2) + own;
-    const bool exists = column < p.n;
-    const i64 segment = (p.length + (1 << segments_log2) - 1) >> segments_log2;
-    const i64 begin = (threadIdx.x >> p.columns_log2) * segment;
-    const i64 end = begin + segment < p.length ? begin + segment : p.length;
-    const bool works = exists && begin < end;
-    u32* row = p.history + begin * p.n + column;
-    i64 within = works ? end - begin - 1 : 0;                        // rows that move within the segment
-    u32* const final_row = row + within * p.n;
+    const int columns = 1 << p.columns_log2, own = threadIdx.x & (columns - 1);
+    const Segment segment(p);
+    const i64 column = segment.column;
+    RollingRows rows{p, p.history + segment.begin * p.n + column,
+                     segment.has_rows ? segment.end - segment.begin - 1 : 0, {}};
+    u32* const final_row = rows.row + rows.left * p.n;
 
     // A short history has all its loads in flight before the first use. After the barrier, every row that
     // another thread overwrites has been read.
-    const u32 current = exists ? p.history[column] : 0u, reduced = exists && p.amax ? p.amax[column] : 0u;
-    const u32 beyond = works && end < p.length ? final_row[p.n] : 0u;
-    const bool writes_scale = exists && (int)threadIdx.x < columns;
+    const u32 current = segment.has_column ? p.history[column] : 0u;
+    const u32 reduced = segment.has_column && p.amax ? p.amax[column] : 0u;
+    const u32 beyond = segment.has_rows && segment.end < p.length ? final_row[p.n] : 0u;
+    const bool writes_scale = segment.has_column && (int)threadIdx.x < columns;
     const float previous = writes_scale ? p.scale[column] : 0.0f;
-    u32 value[kInFlight];
-    const auto load = [&] {
-        const int count = left_of(within, kInFlight);
-#pragma unroll
-        for (int u = 0; u < kInFlight; u++) value[u] = u < count ? row[(u + 1) * p.n] : 0u;
-    };
-    load();
+    rows.load();
     __syncthreads();
 
     const u32 last = reduced << 1 ? reduced : current;               // The shift drops the sign.
-    const bool changes = exists && (!p.amax || last << 1);
-    u32 amax_seen = 0;
-    // Neither NaN nor negative values count.
-    const auto see = [&](u32 bits) {
-        amax_seen = bits <= 0x7f800000u && bits > amax_seen ? bits : amax_seen;
-    };
-    while (within > 0) {
-        const int count = left_of(within, kInFlight);
-#pragma unroll
-        for (int u = 0; u < kInFlight; u++) {
-            see(value[u]);
-            if (changes && u < count) row[u * p.n] = value[u];
-        }
-        row += kInFlight * p.n;
-        within -= kInFlight;
-        if (within > 0) load();
-    }
-    if (works) {
-        const u32 newest = end < p.length ? beyond : last;
-        see(newest);
+    const bool changes = segment.has_column && (!p.amax || last << 1);
+    u32 amax_seen = rows.roll(changes);
+    if (segment.has_rows) {
+        const u32 newest = segment.end < p.length ? beyond : last;
+        amax_seen = raised(amax_seen, newest);
         if (changes) *final_row = newest;
-        if (changes && begin == 0) p.history[column] = 0;
+        if (changes && segment.begin == 0) p.history[column] = 0;
     }
     for (int step = columns; step < 32; step *= 2) {
         const u32 other = __shfl_xor_sync(~0u, amax_seen, step);

@@ -63,10 +63,10 @@ struct Tiles {
     u32 tile_row;
 
     __device__ __forceinline__ Tiles(const LayoutParams& p, GroupTile* groups) : p(p), groups(groups) {
-        const u32 line = blockIdx.x / p.across;
-        first = (i64)(blockIdx.x - line * p.across) * kTiles;
-        matrix = GROUPED ? 0 : line / p.down;
-        tile_row = GROUPED ? line : line - (u32)matrix * p.down;
+        const u32 row_of_tiles = blockIdx.x / p.across;
+        first = (i64)(blockIdx.x - row_of_tiles * p.across) * kTiles;
+        matrix = GROUPED ? 0 : row_of_tiles / p.down;
+        tile_row = GROUPED ? row_of_tiles : row_of_tiles - (u32)matrix * p.down;
     }
     __device__ __forceinline__ ScaleTile operator[](int t) const {
         i64 line = (i64)tile_row * kSwizzleLines, block = (first + t) * kSwizzleBlocks;
@@ -177,103 +177,132 @@ __device__ __forceinline__ u32* part_in_shared(u32* shared, int line) {
 }
 
 #ifdef ENTRY_swizzle_scales
+// Swizzles scales whose lines are `stride` bytes apart.
+__device__ __forceinline__ void swizzle_lines(const LayoutParams& p, const Tiles& tiles) {
+    const ScaleTile tile = tiles[row_tile()];
+    const u8* from = p.compact + tile.compact;
+    Unit unit[kUnits]{};
+    if (tile.lines && tile.blocks && !tile.past_groups) {
+        if (WORDS || are_words(from, p.stride, tile.blocks))
+            load_rows<true>(from, p.stride, tile.lines, kSwizzleBlocks, unit);
+        else load_rows<WORDS != 0>(from, p.stride, tile.lines, tile.blocks, unit);
+    }
+    if (!tile.exists) return;
+#pragma unroll
+    for (int u = 0; u < kUnits; u++) unit[u].store(p.swizzled + tile.swizzled + row_line(u) * 16);
+}
+
+// Loads this thread's 16 lines of a tile, block by block.
+__device__ __forceinline__ void load_adjacent(const LayoutParams& p, const ScaleTile& part,
+                                              Unit (&block)[kSwizzleBlocks]) {
+    const u8* from = p.compact + part.compact + part_line();
+    const int lines = part.past_groups ? 0 : left_of(part.lines - part_line(), 16);
+    if (lines == 16 && is_aligned(from, 16) && p.stride % 16 == 0) {
+#pragma unroll
+        for (int b = 0; b < kSwizzleBlocks; b++)
+            block[b] = b < part.blocks ? Unit::load(from + b * p.stride) : Unit{};
+    } else {
+#pragma unroll
+        for (int b = 0; b < kSwizzleBlocks; b++)
+            block[b] = Unit::load_partial(from + b * p.stride, b < part.blocks ? lines : 0);
+    }
+}
+
+// Swizzles scales whose lines are adjacent. shared: room for the swizzled tiles.
+__device__ __forceinline__ void swizzle_adjacent(const LayoutParams& p, const Tiles& tiles, u32* shared) {
+    Unit block[kSwizzleBlocks];
+    load_adjacent(p, tiles[part_tile()], block);
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        u32 word[4];
+        transpose_4x4(block[0].word[w], block[1].word[w], block[2].word[w], block[3].word[w], word);
+#pragma unroll
+        for (int i = 0; i < 4; i++) *part_in_shared(shared, 4 * w + i) = word[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < kUnits; u++) {
+        const ScaleTile tile = tiles[whole_tile(u)];
+        const u32* const words = unit_in_shared(shared, whole_tile(u), whole_line());
+        const Unit unit = Unit::load_shared(reinterpret_cast<const u8*>(words));
+        if (tile.exists) unit.store(p.swizzled + tile.swizzled + whole_line() * 16);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 swizzle_scales(const __grid_constant__ LayoutParams p) {
     __shared__ GroupTile groups[kTiles];
     const Tiles tiles(p, groups);
     find_groups_of_tiles(tiles, groups);
     if constexpr (ADJACENT == 0) {
-        const ScaleTile tile = tiles[row_tile()];
-        const u8* from = p.compact + tile.compact;
-        Unit unit[kUnits]{};
-        if (tile.lines && tile.blocks && !tile.past_groups) {
-            if (WORDS || are_words(from, p.stride, tile.blocks))
-                load_rows<true>(from, p.stride, tile.lines, kSwizzleBlocks, unit);
-            else load_rows<WORDS != 0>(from, p.stride, tile.lines, tile.blocks, unit);
-        }
-        if (!tile.exists) return;
-#pragma unroll
-        for (int u = 0; u < kUnits; u++) unit[u].store(p.swizzled + tile.swizzled + row_line(u) * 16);
+        swizzle_lines(p, tiles);
     } else {
         __shared__ __align__(16) u32 shared[kTiles * kTileWords];
-        const ScaleTile part = tiles[part_tile()];
-        const u8* from = p.compact + part.compact + part_line();
-        const int lines = part.past_groups ? 0 : left_of(part.lines - part_line(), 16);
-        Unit block[kSwizzleBlocks];
-        if (lines == 16 && is_aligned(from, 16) && p.stride % 16 == 0) {
-#pragma unroll
-            for (int b = 0; b < kSwizzleBlocks; b++)
-                block[b] = b < part.blocks ? Unit::load(from + b * p.stride) : Unit{};
-        } else {
-#pragma unroll
-            for (int b = 0; b < kSwizzleBlocks; b++)
-                block[b] = Unit::load_partial(from + b * p.stride, b < part.blocks ? lines : 0);
-        }
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-            u32 word[4];
-            transpose_4x4(block[0].word[w], block[1].word[w], block[2].word[w], block[3].word[w], word);
-#pragma unroll
-            for (int i = 0; i < 4; i++) *part_in_shared(shared, 4 * w + i) = word[i];
-        }
-        __syncthreads();
-#pragma unroll
-        for (int u = 0; u < kUnits; u++) {
-            const ScaleTile tile = tiles[whole_tile(u)];
-            const u32* const words = unit_in_shared(shared, whole_tile(u), whole_line());
-            const Unit unit = Unit::load_shared(reinterpret_cast<const u8*>(words));
-            if (tile.exists) unit.store(p.swizzled + tile.swizzled + whole_line() * 16);
-        }
+        swizzle_adjacent(p, tiles, shared);
     }
 }
 #endif
 
 #ifdef ENTRY_unswizzle_scales
+// Writes compact scales whose lines are `stride` bytes apart.
+__device__ __forceinline__ void unswizzle_lines(const LayoutParams& p, const Tiles& tiles) {
+    const ScaleTile tile = tiles[row_tile()];
+    Unit unit[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; u++) unit[u] = load_unit(p, tile, row_line(u));
+    u8* to = p.compact + tile.compact;
+    if (are_words(to, p.stride, tile.blocks))
+        store_rows<true>(unit, to, p.stride, tile.lines, kSwizzleBlocks);
+    else store_rows<false>(unit, to, p.stride, tile.lines, tile.blocks);
+}
+
+// Stores this thread's 16 lines of a tile, block by block.
+__device__ __forceinline__ void store_adjacent(const LayoutParams& p, const ScaleTile& part,
+                                               const Unit (&block)[kSwizzleBlocks]) {
+    u8* to = p.compact + part.compact + part_line();
+    const int lines = left_of(part.lines - part_line(), 16);
+    const bool whole = lines == 16 && is_aligned(to, 16) && p.stride % 16 == 0;
+#pragma unroll
+    for (int b = 0; b < kSwizzleBlocks; b++) {
+        if (b >= part.blocks) break;
+        if (whole) block[b].store(to + b * p.stride);
+        else block[b].store_partial(to + b * p.stride, lines);
+    }
+}
+
+// Writes compact scales whose lines are adjacent. shared: room for the swizzled tiles.
+__device__ __forceinline__ void unswizzle_adjacent(const LayoutParams& p, const Tiles& tiles, u32* shared) {
+    Unit unit[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; u++) unit[u] = load_unit(p, tiles[whole_tile(u)], whole_line());
+#pragma unroll
+    for (int u = 0; u < kUnits; u++) {
+        u32* const words = unit_in_shared(shared, whole_tile(u), whole_line());
+        unit[u].store(reinterpret_cast<u8*>(words));
+    }
+    __syncthreads();
+    Unit block[kSwizzleBlocks];
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        u32 byte[4];
+        transpose_4x4(*part_in_shared(shared, 4 * w), *part_in_shared(shared, 4 * w + 1),
+                      *part_in_shared(shared, 4 * w + 2), *part_in_shared(shared, 4 * w + 3), byte);
+#pragma unroll
+        for (int b = 0; b < kSwizzleBlocks; b++) block[b].word[w] = byte[b];
+    }
+    store_adjacent(p, tiles[part_tile()], block);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 unswizzle_scales(const __grid_constant__ LayoutParams p) {
     __shared__ GroupTile groups[kTiles];
     const Tiles tiles(p, groups);
     find_groups_of_tiles(tiles, groups);
     if constexpr (ADJACENT == 0) {
-        const ScaleTile tile = tiles[row_tile()];
-        Unit unit[kUnits];
-#pragma unroll
-        for (int u = 0; u < kUnits; u++) unit[u] = load_unit(p, tile, row_line(u));
-        u8* to = p.compact + tile.compact;
-        if (are_words(to, p.stride, tile.blocks))
-            store_rows<true>(unit, to, p.stride, tile.lines, kSwizzleBlocks);
-        else store_rows<false>(unit, to, p.stride, tile.lines, tile.blocks);
+        unswizzle_lines(p, tiles);
     } else {
         __shared__ __align__(16) u32 shared[kTiles * kTileWords];
-        Unit unit[kUnits];
-#pragma unroll
-        for (int u = 0; u < kUnits; u++) unit[u] = load_unit(p, tiles[whole_tile(u)], whole_line());
-#pragma unroll
-        for (int u = 0; u < kUnits; u++) {
-            u32* const words = unit_in_shared(shared, whole_tile(u), whole_line());
-            unit[u].store(reinterpret_cast<u8*>(words));
-        }
-        __syncthreads();
-        const ScaleTile part = tiles[part_tile()];
-        Unit block[kSwizzleBlocks];
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-            u32 byte[4];
-            transpose_4x4(*part_in_shared(shared, 4 * w), *part_in_shared(shared, 4 * w + 1),
-                          *part_in_shared(shared, 4 * w + 2),
-                          *part_in_shared(shared, 4 * w + 3), byte);
-#pragma unroll
-            for (int b = 0; b < kSwizzleBlocks; b++) block[b].word[w] = byte[b];
-        }
-        u8* to = p.compact + part.compact + part_line();
-        const int lines = left_of(part.lines - part_line(), 16);
-        const bool whole = lines == 16 && is_aligned(to, 16) && p.stride % 16 == 0;
-#pragma unroll
-        for (int b = 0; b < kSwizzleBlocks; b++) {
-            if (b >= part.blocks) break;
-            if (whole) block[b].store(to + b * p.stride);
-            else block[b].store_partial(to + b * p.stride, lines);
-        }
+        unswizzle_adjacent(p, tiles, shared);
     }
 }
 #endif

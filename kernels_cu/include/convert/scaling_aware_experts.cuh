@@ -32,34 +32,34 @@ constexpr int kPatches = kTileRows / 16;                             // threads 
 constexpr bool kStacks = kMx || TARGET == 0;
 static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 
-// A tile's place in memory, and its expert.
-struct Place {
-    i64 group_start, group_lines;    // the expert's first row in the data, and how many rows it has
+// A tile of an expert, and where it is in memory.
+struct ExpertTile {
+    i64 group_start, group_rows;    // the expert's first row in the data, and how many rows it has
     i64 group_tile, group_down;      // rows of tiles before the expert, and its own
     i64 group_block, group_scales;   // the expert's first rows of target scales and of row scales
     int stack;                       // log2 of how many strips are below one another in a tile
-    i64 tile;                        // which of the expert's group_down rows of tiles
+    i64 index;                       // which of the expert's group_down rows of tiles
     int offset;                      // which of the block's tiles, counted as if none were stacked
     bool exists;                     // the block has such a tile
     // settle() computes the rest from these:
     const u8* from;
     const u8* scales;                // the scale of the tile's first row and block
-    u8* to;                          // where its first column goes; the next one is group_lines bytes on
+    u8* to;                          // where its first column goes; the next one is group_rows bytes on
     u8* targets;                     // the target scale of its first block and column
     u32* row_scales;                 // where the scale of its first row and block goes, or null
     i64 row_scale_pitch;             // distance to the scale of the next block
     u32 strip;
-    int lines, columns;              // how many rows and columns exist
+    int rows, columns;               // how many rows and columns exist
     int scale_blocks;                // how many blocks along a row exist
     bool past_groups;                // it follows the last expert
     bool aligned;                    // columns go to multiples of 16 bytes
-    bool plain;                      // all target scales exist, and four of them are one store
+    bool whole_targets;              // all target scales exist, and four of them are one store
     int above;                       // the block's tiles above it in the same columns
     bool continues;                  // the block's next tile is the one below
 
-    __device__ __forceinline__ i64 start() const { return group_start + tile * kTileRows; }
+    __device__ __forceinline__ i64 start() const { return group_start + index * kTileRows; }
     __device__ __forceinline__ i64 column() const { return (i64)strip * TILE_COLUMNS; }
-    __device__ __forceinline__ bool is_last_down() const { return tile + 1 == group_down; }
+    __device__ __forceinline__ bool is_last_down() const { return index + 1 == group_down; }
     // Returns how many strips of the tile exist.
     __device__ __forceinline__ u32 own_strips(const ScalingAwareParams& p) const {
         const u32 left = p.strips - strip;
@@ -71,38 +71,41 @@ struct Place {
     __device__ __forceinline__ int next_offset(const ScalingAwareParams& p) const {
         return offset + (int)own_strips(p);
     }
-    // A row of the tile is row line_of() of the expert's tile row and has the columns of strip strip_of().
-    __device__ __forceinline__ int line_of(int row) const {
+    // Strips are below one another in a tile. Returns which row of its strip a row of the tile is.
+    __device__ __forceinline__ int row_in_strip(int row) const {
         return kStacks ? row & (kTileRows >> stack) - 1 : row;
     }
+    // Returns which strip of the tile has a row of the tile.
     __device__ __forceinline__ int strip_of(int row) const {
         return kStacks ? (int)(((u32)row << stack) / kTileRows) : 0;
     }
 
-    __device__ __forceinline__ void settle(const ScalingAwareParams& p, bool first, int tiles) {
+    // Computes everything that follows from the expert, the index and the strip. tiles: how many the block
+    // of threads has.
+    __device__ __forceinline__ void settle(const ScalingAwareParams& p, int tiles) {
         const i64 first_column = column();
-        lines = left_of(group_lines - tile * kTileRows, kTileRows);
+        rows = left_of(group_rows - index * kTileRows, kTileRows);
         columns = left_of(p.columns - first_column, TILE_COLUMNS << stack);
         scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks << stack);
         from = p.data + start() * p.columns + first_column;
         scales = static_cast<const u8*>(p.scales);
         scales += (start() * p.scale_columns + first_column / BLOCK) * kScaleBytes;
-        to = p.out + group_start * p.columns + first_column * group_lines + tile * kTileRows;
+        to = p.out + group_start * p.columns + first_column * group_rows + index * kTileRows;
         targets = static_cast<u8*>(p.target_scales);
-        targets += ((group_block + tile * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
-        row_scale_pitch = (group_lines + 3) / 4 * 4, row_scales = nullptr;
+        targets += ((group_block + index * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
+        row_scale_pitch = (group_rows + 3) / 4 * 4, row_scales = nullptr;
         if (p.row_scales && !past_groups)
             row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns
-                         + first_column / BLOCK * row_scale_pitch + tile * kTileRows;
-        aligned = ((u64)group_lines | reinterpret_cast<u64>(to)) % 16 == 0;
-        plain = columns == TILE_COLUMNS << stack && p.target_pitch % 4 == 0
-                && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
+                         + first_column / BLOCK * row_scale_pitch + index * kTileRows;
+        aligned = ((u64)group_rows | reinterpret_cast<u64>(to)) % 16 == 0;
+        whole_targets = columns == TILE_COLUMNS << stack && p.target_pitch % 4 == 0
+                        && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
         exists = true, above = 0, continues = offset + 1 < tiles && !is_last_down();
     }
 
     // Moves to the tile below.
     __device__ __forceinline__ void step_down(const ScalingAwareParams& p, int tiles) {
-        tile++, offset++, lines = left_of(group_lines - tile * kTileRows, kTileRows);
+        index++, offset++, rows = left_of(group_rows - index * kTileRows, kTileRows);
         from += kTileRows * p.columns, scales += kTileRows * p.scale_columns * kScaleBytes, to += kTileRows;
         targets += kRowBlocks * p.target_pitch * kScaleBytes;
         if (row_scales) row_scales += kTileRows;
@@ -110,7 +113,7 @@ struct Place {
     }
 };
 
-// Loads the segment of a row of tiles, a word per lane. One whole warp calls it.
+// Loads the RowSegment of a row of tiles, a word per lane. One whole warp calls it.
 __device__ __forceinline__ u32 load_segment_word(const ScalingAwareParams& p, i64 row_of_tiles) {
     static_assert(sizeof(RowSegment) == 16 * sizeof(u32), "half a warp");
     return threadIdx.x % 32 < 16
@@ -120,11 +123,12 @@ __device__ __forceinline__ u32 load_segment_word(const ScalingAwareParams& p, i6
 
 // Returns the expert that has this row of tiles. One whole warp calls it. segment_word: a word of the segment
 // per lane.
-__device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_of_tiles, u32 segment_word) {
-    Place found{};
-    found.group_lines = p.rows, found.group_down = p.down;
-    const auto stack_of = [](i64 lines) {
-        return !kStacks || lines > kTileRows / 2 ? 0 : lines > kTileRows / 4 ? 1 : 2;
+__device__ __forceinline__ ExpertTile expert_of(const ScalingAwareParams& p, i64 row_of_tiles,
+                                                u32 segment_word) {
+    ExpertTile found{};
+    found.group_rows = p.rows, found.group_down = p.down;
+    const auto stack_of = [](i64 rows) {
+        return !kStacks || rows > kTileRows / 2 ? 0 : rows > kTileRows / 4 ? 1 : 2;
     };
     if (p.splits.groups < 0) {
         found.stack = stack_of(p.rows);
@@ -143,55 +147,56 @@ __device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_
     found.past_groups = segment.group < 0;
     if (found.past_groups) {                                         // `to` says where its rows begin.
         found.group_start = p.segments[found.group_tile].to;
-        found.group_lines = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
+        found.group_rows = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
     } else {
-        found.group_start = segment.start, found.group_lines = segment.given;
+        found.group_start = segment.start, found.group_rows = segment.given;
         found.group_down = (segment.given + kTileRows - 1) / kTileRows, found.stack = stack_of(segment.given);
     }
     return found;
 }
 
 // Loads the segment that find_next() needs, a word per lane.
-__device__ __forceinline__ u32 load_next_segment(const ScalingAwareParams& p, const Place& place, int tiles) {
-    const bool needed = place.exists && place.is_last(p) && place.next_offset(p) < tiles;
-    return needed ? load_segment_word(p, place.group_tile + place.group_down) : 0;
+__device__ __forceinline__ u32 load_next_segment(const ScalingAwareParams& p, const ExpertTile& tile,
+                                                 int tiles) {
+    const bool needed = tile.exists && tile.is_last(p) && tile.next_offset(p) < tiles;
+    return needed ? load_segment_word(p, tile.group_tile + tile.group_down) : 0;
 }
 
-// Finds the block's tile after `place`, if there is one. One whole warp calls it. tiles: how many the block
+// Finds the block's tile after `tile`, if there is one. One whole warp calls it. tiles: how many the block
 // has.
-__device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Place& place, u32 segment_word,
-                                          int tiles, Place* next) {
-    const bool exists = place.exists && place.next_offset(p) < tiles, of_next = exists && place.is_last(p);
-    Place found = of_next ? expert_of(p, place.group_tile + place.group_down, segment_word) : place;
+__device__ __forceinline__ void find_next(const ScalingAwareParams& p, const ExpertTile& tile,
+                                          u32 segment_word, int tiles, ExpertTile* next) {
+    const bool exists = tile.exists && tile.next_offset(p) < tiles, of_next = exists && tile.is_last(p);
+    ExpertTile found = of_next ? expert_of(p, tile.group_tile + tile.group_down, segment_word) : tile;
     if (threadIdx.x % 32 != 0) return;
     if (!exists) {
         next->exists = next->past_groups = false;
         return;
     }
-    if (!place.is_last_down()) found.step_down(p, tiles);
+    if (!tile.is_last_down()) found.step_down(p, tiles);
     else {
-        found.offset = place.next_offset(p), found.tile = 0;
-        found.strip = of_next ? 0 : place.strip + (1u << place.stack);
-        found.settle(p, false, tiles);
+        found.offset = tile.next_offset(p), found.index = 0;
+        found.strip = of_next ? 0 : tile.strip + (1u << tile.stack);
+        found.settle(p, tiles);
     }
     *next = found;
 }
 
-// Finds the block's first tile, which is the tile-th of all and belongs to the expert `found`. One whole warp
-// calls it. other: room for another place.
-__device__ __forceinline__ void find_first(const ScalingAwareParams& p, Place found, i64 tile, int tiles,
-                                           Place* place, Place* other) {
-    const i64 in_group = tile - found.group_tile * p.strips, strip = in_group / found.group_down;
+// Finds the block's first tile, which has this index among all tiles and belongs to the expert `found`. One
+// whole warp calls it. before: room for the tile that begins the stack of strips, if another block has it.
+__device__ __forceinline__ void find_first(const ScalingAwareParams& p, ExpertTile found, i64 index,
+                                           int tiles, ExpertTile* first, ExpertTile* before) {
+    const i64 in_group = index - found.group_tile * p.strips, strip = in_group / found.group_down;
     // If the block before has begun this stack of strips, it does all of it.
-    const int before = (int)strip & (1 << found.stack) - 1;
-    found.tile = in_group - strip * found.group_down;
-    found.strip = (u32)strip - before, found.offset = -before;
+    const int strips_before = (int)strip & (1 << found.stack) - 1;
+    found.index = in_group - strip * found.group_down;
+    found.strip = (u32)strip - strips_before, found.offset = -strips_before;
     if (threadIdx.x % 32 == 0) {
-        found.settle(p, true, tiles);
-        *(before ? other : place) = found;
+        found.settle(p, tiles);
+        *(strips_before ? before : first) = found;
     }
     __syncwarp();
-    if (before) find_next(p, *other, load_next_segment(p, *other, tiles), tiles, place);
+    if (strips_before) find_next(p, *before, load_next_segment(p, *before, tiles), tiles, first);
 }
 
 __device__ __forceinline__ void clear(u8* to, i64 bytes) {
@@ -203,19 +208,19 @@ __device__ __forceinline__ void clear(u8* to, i64 bytes) {
 }
 
 // Writes zeros for the tiles first to end - 1 after the last expert: their part of everything that no expert
-// has. place: the first tile after the last expert.
-__device__ __forceinline__ void clear_rest(const ScalingAwareParams& p, const Place& place, i64 first,
+// has. tile: the first one after the last expert.
+__device__ __forceinline__ void clear_rest(const ScalingAwareParams& p, const ExpertTile& tile, i64 first,
                                            i64 end) {
-    const i64 rest = (p.down - place.group_tile) * p.strips;
+    const i64 rest = (p.down - tile.group_tile) * p.strips;
     const auto clear_part = [&](u8* to, i64 bytes) {
         const i64 each = (bytes + rest - 1) / rest + 15 & -16, from = first * each, left = bytes - from;
         const i64 most = (end - first) * each;
         if (left > 0) clear(to + from, left < most ? left : most);
     };
-    clear_part(p.out + place.group_start * p.columns, (p.rows - place.group_start) * p.columns);
-    clear_part(static_cast<u8*>(p.target_scales) + place.group_block * p.target_pitch * kScaleBytes,
-               (p.target_rows - place.group_block) * p.target_pitch * kScaleBytes);
+    clear_part(p.out + tile.group_start * p.columns, (p.rows - tile.group_start) * p.columns);
+    clear_part(static_cast<u8*>(p.target_scales) + tile.group_block * p.target_pitch * kScaleBytes,
+               (p.target_rows - tile.group_block) * p.target_pitch * kScaleBytes);
     if (p.row_scales)
-        clear_part(reinterpret_cast<u8*>(p.row_scales + place.group_scales * p.scale_columns),
-                   (p.row_scale_rows - place.group_scales) * p.scale_columns * 4);
+        clear_part(reinterpret_cast<u8*>(p.row_scales + tile.group_scales * p.scale_columns),
+                   (p.row_scale_rows - tile.group_scales) * p.scale_columns * 4);
 }

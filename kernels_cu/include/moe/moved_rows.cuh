@@ -52,7 +52,8 @@ struct Shared {
     i64 start[kWindow];          // with an order: the first row of each group in `from`
 };
 
-__device__ __forceinline__ i64 aligned_up(i64 rows, i64 align) { return (rows + align - 1) & -align; }
+template <class T>
+__device__ __forceinline__ T aligned_up(T rows, T align) { return (rows + align - 1) & (T)(0 - align); }
 __device__ __forceinline__ i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
 // Computes the inclusive sums of both over the lanes at once.
@@ -105,26 +106,58 @@ struct LaneGroups {
         for (int u = 0; u < kCount; u++)
             size[u] = (T)(given[u] < 0 ? 0 : given[u] < p.most() ? given[u] : p.most());
     }
+    // Returns how many rows the lane's groups take if each is aligned.
+    __device__ __forceinline__ T rows(T align) const {
+        T sum = 0;
+#pragma unroll
+        for (int u = 0; u < kCount; u++) sum += aligned_up(size[u], align);
+        return sum;
+    }
 };
 
 // With fewer rows in both arrays T is u32, since no sum of a round's groups overflows.
 constexpr i64 kFewRows = 1 << 24;
+
+// Writes the sources of those of the block's rows that the groups of a round have. own: this lane's groups.
+// own_from, own_to: the first of their rows in `from` (0 with an order) and in `to`.
+template <class T, int kCount>
+__device__ __forceinline__ void write_sources(const GroupsParams& p, const LaneGroups<T, kCount>& own,
+                                              i64 round, T own_from, T own_to, i64 first_row, int count,
+                                              Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    const T first = (T)first_row, end = first + (T)count;
+#pragma unroll
+    for (int u = 0; u < kCount; u++) {
+        const bool here = own.size[u] > 0 && own_to < end && own_to + own.size[u] > first;
+#pragma unroll 1
+        for (u32 left = __ballot_sync(~0u, here); left; left &= left - 1) {
+            const int owner = __ffs(left) - 1;
+            const i64 begin = (i64)__shfl_sync(~0u, own_to, owner) - first_row;
+            const i64 rows = __shfl_sync(~0u, own.size[u], owner);
+            const i64 start = __shfl_sync(~0u, own_from, owner);
+            const int stop = left_of(begin + rows, count);
+            const i32 index = p.order ? (i32)p.group_at(round + owner * kCount + u) : 0;
+#pragma unroll 1
+            for (int r = left_of(begin, count) + lane; r < stop; r += 32)
+                shared.source[r] = start + r - begin, shared.group[r] = index;
+        }
+        if (!p.order) own_from += aligned_up(own.size[u], (T)p.align_from);
+        own_to += aligned_up(own.size[u], (T)p.align_to);
+    }
+}
 
 // Finds the sources of `count` rows from `first_row` on. With an order they are counted from the start of
 // their group. One whole warp calls it.
 template <class T>
 __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_row, int count,
                                                Shared& shared) {
-    const int lane = threadIdx.x % 32;
     const T first = (T)first_row, end = first + (T)count, most = (T)p.most();
-    const T align_from = (T)p.align_from, align_to = (T)p.align_to;
-    const auto aligned = [](T rows, T align) { return (rows + align - 1) & (T)(0 - align); };
     constexpr bool kEarly = sizeof(T) == 4;          // The next round's sizes are loaded during this one.
     // Four groups per lane and round take too many registers as i64.
     constexpr int kCount = kEarly ? kPerLane : 1;
     LaneGroups<T, kCount> next;
     if (kEarly && p.splits.groups > 0) next.load(p, 0, p.order);
-    for (int r = lane; r < count; r += 32) shared.source[r] = -1, shared.group[r] = -1;
+    for (int r = threadIdx.x % 32; r < count; r += 32) shared.source[r] = -1, shared.group[r] = -1;
     __syncwarp();
     T from = 0, to = 0;                              // how many rows precede this round's groups
     for (i64 round = 0; round < p.splits.groups && to < end; round += 32 * kCount) {
@@ -135,12 +168,7 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
         } else {
             own.load(p, round, p.order);
         }
-        T from_rows = 0, to_rows = 0;
-#pragma unroll
-        for (int u = 0; u < kCount; u++) {
-            from_rows += aligned(own.size[u], align_from);
-            to_rows += aligned(own.size[u], align_to);
-        }
+        const T from_rows = own.rows((T)p.align_from), to_rows = own.rows((T)p.align_to);
         // A round that ends before the first row costs only two sums.
         if constexpr (sizeof(T) == 4) {
             const T all = to + __reduce_add_sync(~0u, to_rows);
@@ -153,25 +181,8 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
         }
         T from_end = from_rows, to_end = to_rows;
         warp_prefix_sums(from_end, to_end);
-        T own_from = p.order ? 0 : from + from_end - from_rows, own_to = to + to_end - to_rows;
-#pragma unroll
-        for (int u = 0; u < kCount; u++) {
-            const bool here = own.size[u] > 0 && own_to < end && own_to + own.size[u] > first;
-#pragma unroll 1
-            for (u32 left = __ballot_sync(~0u, here); left; left &= left - 1) {
-                const int owner = __ffs(left) - 1;
-                const i64 begin = (i64)__shfl_sync(~0u, own_to, owner) - first_row;
-                const i64 rows = __shfl_sync(~0u, own.size[u], owner);
-                const i64 start = __shfl_sync(~0u, own_from, owner);
-                const int stop = left_of(begin + rows, count);
-                const i32 index = p.order ? (i32)p.group_at(round + owner * kCount + u) : 0;
-#pragma unroll 1
-                for (int r = left_of(begin, count) + lane; r < stop; r += 32)
-                    shared.source[r] = start + r - begin, shared.group[r] = index;
-            }
-            if (!p.order) own_from += aligned(own.size[u], align_from);
-            own_to += aligned(own.size[u], align_to);
-        }
+        const T own_from = p.order ? 0 : from + from_end - from_rows, own_to = to + to_end - to_rows;
+        write_sources(p, own, round, own_from, own_to, first_row, count, shared);
         from += __shfl_sync(~0u, from_end, 31);
         to += __shfl_sync(~0u, to_end, 31);
         from = from < most ? from : most;
@@ -210,24 +221,27 @@ __device__ __forceinline__ void add_starts(const GroupsParams& p, int count, Sha
     }
 }
 
+// Reports sizes that are negative or do not fit. One whole warp calls it.
+__device__ __forceinline__ void check_group_sizes(const GroupsParams& p) {
+    bool negative = false;
+    i64 sum = 0, from = 0;                           // of the sizes, and of the aligned sizes in `from`
+    for (i64 g = threadIdx.x; g < p.splits.groups; g += 32) {
+        const i64 size = p.size(g);
+        negative |= p.splits.load(g) < 0;
+        sum = smaller(sum + size, p.most());
+        from = smaller(from + aligned_up(size, p.align_from), p.most());
+    }
+    sum = __shfl_sync(~0u, warp_prefix_sum(sum), 31);
+    from = __shfl_sync(~0u, warp_prefix_sum(from), 31);
+    const bool fits = p.exact ? from == p.from_rows : from <= p.from_rows && sum <= p.rows;
+    const u32 any_negative = __ballot_sync(~0u, negative);
+    if (threadIdx.x == 0)
+        report(p.splits.errors, (any_negative ? kSplitNegative : 0u) | (fits ? 0u : kSplitSum));
+}
+
 // Reports sizes that do not fit, and an order that is no permutation. A whole block calls it.
 __device__ __forceinline__ void check_groups(const GroupsParams& p, Shared& shared) {
-    if (threadIdx.x < 32) {
-        bool negative = false;
-        i64 plain = 0, from = 0;
-        for (i64 g = threadIdx.x; g < p.splits.groups; g += 32) {
-            const i64 size = p.size(g);
-            negative |= p.splits.load(g) < 0;
-            plain = smaller(plain + size, p.most());
-            from = smaller(from + aligned_up(size, p.align_from), p.most());
-        }
-        plain = __shfl_sync(~0u, warp_prefix_sum(plain), 31);
-        from = __shfl_sync(~0u, warp_prefix_sum(from), 31);
-        const bool fits = p.exact ? from == p.from_rows : from <= p.from_rows && plain <= p.rows;
-        const u32 any_negative = __ballot_sync(~0u, negative);
-        if (threadIdx.x == 0)
-            report(p.splits.errors, (any_negative ? kSplitNegative : 0u) | (fits ? 0u : kSplitSum));
-    }
+    if (threadIdx.x < 32) check_group_sizes(p);
     if (!p.order) return;
     constexpr int kBits = kWindow * 64;              // The memory of the starts has a bit for each group.
     u32* seen = reinterpret_cast<u32*>(shared.start);

@@ -1,8 +1,8 @@
 // The scaling-aware transpose (scaling_aware.cu) copies the bytes of a tile into shared memory here.
 #pragma once
-#include "groups/scaling_aware_place.cuh"
+#include "convert/scaling_aware_experts.cuh"
 
-constexpr int kRawBytes = kTileRows * TILE_COLUMNS + 16;             // of a tile, see raw_unit()
+constexpr int kRawBytes = kTileRows * TILE_COLUMNS + 16;             // one tile; see raw_unit()
 
 // Returns where a 16-byte unit of a tile is in shared memory. A row has TILE_COLUMNS bytes, whose pairs of
 // units are XOR-swizzled such that the lanes of a warp, which read from rows 16 apart, meet no bank twice.
@@ -12,24 +12,26 @@ __device__ __forceinline__ int raw_unit(int row, int unit) {
     return row * TILE_COLUMNS + (unit ^ (row / 16 * 2 & 6)) * 16 + row / 64 * 16;
 }
 
+// Starts the copies of this thread's units. Units and rows that do not exist become zeros. kStacked: strips
+// may be below one another.
 template <bool kStacked>
-__device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const Place& place, u8* raw) {
+__device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw) {
     constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits, kEach = kTileRows / kStep;
     static_assert(kStep == 32, "the places of a thread's units differ by what n alone decides");
     const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
-    const int stack = kStacked ? place.stack : 0, left = place.columns - unit * 16;
-    const int lines = kStacked || left > 0 ? place.lines - first : 0;
+    const int stack = kStacked ? tile.stack : 0, left = tile.columns - unit * 16;
+    const int rows = kStacked || left > 0 ? tile.rows - first : 0;
     // `next` is the step in memory from even groups of 32 rows of the tile to odd ones, `after` from odd to
     // even.
     const i64 down = kStep * p.columns, next = stack == 2 ? TILE_COLUMNS : down;
     const i64 after = stack == 0 ? down : stack == 1 ? TILE_COLUMNS - down : TILE_COLUMNS;
-    const u8* from = place.from + (first * p.columns + unit * 16);
+    const u8* from = tile.from + (first * p.columns + unit * 16);
     const int even = raw_unit(first, unit), odd = even ^ 4 * 16;
 #pragma unroll
     for (int n = 0; n < kEach; from += n % 2 ? after : next, n++) {
-        const int columns = kStacked ? left - place.strip_of(n * kStep) * TILE_COLUMNS : left;
-        const int line = kStacked ? place.line_of(n * kStep) : n * kStep;
-        const bool exists = line < lines && (!kStacked || columns > 0);
+        const int columns = kStacked ? left - tile.strip_of(n * kStep) * TILE_COLUMNS : left;
+        const int row = kStacked ? tile.row_in_strip(n * kStep) : n * kStep;
+        const bool exists = row < rows && (!kStacked || columns > 0);
         u8* const to = raw + ((n % 2 ? odd : even) + n * kStep * TILE_COLUMNS + n / 2 * 16);
         if constexpr (ALIGNED) copy_async(to, from, exists);
         else {
@@ -47,11 +49,12 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
     }
 }
 
-__device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const Place& place, u8* raw) {
-    if (place.past_groups) return;
+// Starts the copy of a tile into shared memory.
+__device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw) {
+    if (tile.past_groups) return;
     // Without stacks the copies take fewer instructions.
-    if (ALIGNED && (!kStacks || place.stack == 0)) prefetch_rows<false>(p, place, raw);
-    else prefetch_rows<kStacks>(p, place, raw);
+    if (ALIGNED && (!kStacks || tile.stack == 0)) prefetch_rows<false>(p, tile, raw);
+    else prefetch_rows<kStacks>(p, tile, raw);
 }
 
 // Fetches the tile of a later block into the L2. That block is so near that the bytes wait only shortly.
