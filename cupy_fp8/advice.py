@@ -38,7 +38,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _OUR_BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 _MOST = 4               # names that a message suggests
-_MOST_BITS = 128        # of an integer that a message shows
+_MOST_BITS = 128        # bits of an integer that a message shows
 
 
 # ---- instead of a value ----

@@ -40,18 +40,19 @@ _CallKey = tuple[Any, tuple[Any, ...], bool, bool]
 
 
 class _Work(NamedTuple):
-    """Weights that one call quantises. outputs: earlier results, to be written in place; None: new memory."""
+    """Weights that one call quantises, by their indices among all. outputs: earlier results, to be written in
+    place; None: new memory."""
 
     rowwise: bool
     columnwise: bool
-    places: list[int]
+    indices: list[int]
     outputs: list[Quantized] | None
 
     def call(self, recipe: Recipe, weights: Sequence[Any], scales: Any, amaxes: Any,
              noop: Any) -> tuple[Op[Any], tuple[Any, ...]]:
         """The op and its arguments."""
-        scales, amaxes = (_chosen(a, self.places, len(weights)) for a in (scales, amaxes))
-        return call_of([weights[i] for i in self.places], recipe, rowwise=self.rowwise,
+        scales, amaxes = (_chosen(a, self.indices, len(weights)) for a in (scales, amaxes))
+        return call_of([weights[i] for i in self.indices], recipe, rowwise=self.rowwise,
                        columnwise=self.columnwise, scales=scales, amaxes=amaxes,
                        noop=None if self.outputs is None else noop)
 
@@ -150,7 +151,7 @@ class WeightCache:
         found = [results[key] for key in keys]
         with _LOCK:
             if self._cleared == cleared:                    # else another thread has called `clear`
-                fresh = [i for work in works if work.outputs is None for i in work.places]
+                fresh = [i for work in works if work.outputs is None for i in work.indices]
                 self._keep([(keys[i], weights[i], made[i]) for i in fresh])
                 works = self._works(weights, keys, {}, call, True)
                 if all(work.outputs is not None for work in works):
@@ -189,24 +190,24 @@ class WeightCache:
             if not complete or update:
                 outputs: list[Quantized] | None = [] if complete else None
                 work = works.setdefault((complete, row, column), _Work(row, column, [], outputs))
-                work.places.append(i)
+                work.indices.append(i)
                 if known is not None and work.outputs is not None:
                     work.outputs.append(known)
         return [works[kind] for kind in sorted(works)]
 
     def _run(self, works: list[_Work], weights: Sequence[Any], scales: Any, amaxes: Any,
              noop: Any) -> dict[int, Quantized]:
-        """Quantises the weights, and returns the results by the weights' places."""
+        """Quantises the weights, and returns the results by the weights' indices."""
         calls = [(work, *work.call(self.recipe, weights, scales, amaxes, noop)) for work in works]
         if len(calls) > 1:                      # no call may be refused after another has written
             for work, op, given in calls:
-                with _numbered(work.places):
+                with _numbered(work.indices):
                     validate_call(op, given, work.outputs)
         results: dict[int, Quantized] = {}
         for work, op, given in calls:
-            with _numbered(work.places):
+            with _numbered(work.indices):
                 made = run(op, given, work.outputs)
-            results.update(zip(work.places, made, strict=True))
+            results.update(zip(work.indices, made, strict=True))
         return results
 
     def _keep(self, fresh: list[tuple[_Key, Any, Quantized]]) -> None:
@@ -264,15 +265,15 @@ class WeightCache:
 
 
 @contextmanager
-def _numbered(places: list[int]) -> Iterator[None]:
+def _numbered(indices: list[int]) -> Iterator[None]:
     """Renames the arrays in error messages of `multi_quantize` to the weights that they are."""
-    def place(match: re.Match[str]) -> str:
-        return f"{'weights' if match[1] == 'xs' else match[1]}[{places[int(match[2])]}]"
+    def renamed(match: re.Match[str]) -> str:
+        return f"{'weights' if match[1] == 'xs' else match[1]}[{indices[int(match[2])]}]"
 
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(re.sub(r"\b(xs|scales|amaxes|outputs)\[(\d+)\]", place, str(error))) from None
+        raise type(error)(re.sub(r"\b(xs|scales|amaxes|outputs)\[(\d+)\]", renamed, str(error))) from None
 
 
 def _owner(weight: Any) -> Any:
@@ -296,7 +297,7 @@ def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
     try:
         if list(map(_DIMENSIONS, weights)).count(2) == len(weights):
             return tuple(map(len, weights))
-    except AttributeError:              # one is no array; _known raises the error
+    except AttributeError:              # A weight is no array: _known raises the error.
         pass
     return tuple(getattr(weight, "shape", None) for weight in weights)
 
@@ -321,10 +322,10 @@ def _forget(cache: weakref.ref[WeightCache], key: _Key, gone: weakref.ref[Any]) 
             found._forget_calls()
 
 
-def _chosen(a: Any, places: list[int], number: int) -> Any:
+def _chosen(a: Any, indices: list[int], number: int) -> Any:
     """The scales or amaxes of some of the weights."""
-    if len(places) == number:
+    if len(indices) == number:
         return a
     if isinstance(a, (list, tuple)):
-        return [a[i] for i in places]
-    return [a[i:i + 1] for i in places] if is_array(a) and a.ndim else a
+        return [a[i] for i in indices]
+    return [a[i:i + 1] for i in indices] if is_array(a) and a.ndim else a

@@ -50,14 +50,14 @@ class Call:
 
     x: Array                            # the first array: all others are of its kind and on its device
     xp: Any
-    result: Description                 # of what is written
-    allocation: Allocation              # of a result that is not given
-    arrays: Sequence[Array]             # those of the result, given or allocated
-    argument_names: tuple[str, ...]     # of the op, in the order in which they are given
+    result: Description                 # the description of what is written
+    allocation: Allocation              # the memory of a result that is not given
+    arrays: Sequence[Array]             # the arrays of the result, given or allocated
+    argument_names: tuple[str, ...]     # the names of the op's arguments, in their order
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
-        self.names: dict[str, str] = {}             # of arrays in lists: for messages
+        self.names: dict[str, str] = {}             # the names that arrays of lists have in messages
         self.noop_at = 0
         self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
         self.workspaces: list[Workspace] = []

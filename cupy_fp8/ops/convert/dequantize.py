@@ -30,10 +30,12 @@ _BLOCKS = Kernel("convert/dequantize", "dequantize_blocks", block=shapes.ELEMENT
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
 #: The fastest choice on an H200 (docs/lab-notes).
 _TRANSPOSED = shapes.Tile(128, 256, down_first=True)
-_CHUNKS = 2 * shapes.ELEMENTWISE_THREADS           # for a block of threads of dequantize_long_row
-# Chunks along a row of a tile of dequantize_blocks, which has fewer if rows are short.
+#: Chunks that a block of threads of dequantize_long_row takes.
+_CHUNKS = 2 * shapes.ELEMENTWISE_THREADS
+#: log2 of the chunks along a row of a tile of dequantize_blocks, which has fewer if rows are short.
 _CHUNKS_LOG2 = 5
-_STEPS, _STEPS_SWIZZLED = 4, 8              # rows for each of its threads
+#: Rows that each thread of dequantize_blocks takes.
+_STEPS, _STEPS_SWIZZLED = 4, 8
 
 
 @for_methods

@@ -187,10 +187,10 @@ class _Rebase(Op[_Inputs]):
         if not data.array.size:
             return
         scales_at, new_at = inputs.scales.at, written[1]
-        places = _source_strides(inputs)
+        strides = _source_strides(inputs)
         if inputs.before is not None and s.block is not None:
             scratch = _scratch(call, "compact_scales", inputs.before.shape)
-            scales_at, places = scratch.at, _strides(inputs.before.shape, s, s.block, "compact")
+            scales_at, strides = scratch.at, _strides(inputs.before.shape, s, s.block, "compact")
             yield from conversion_launches(call, inputs.before, inputs.scales, scales_at)
         layout, new_scales = inputs.layout, Input(data.array, 0)
         if inputs.after is not None:
@@ -209,7 +209,7 @@ class _Rebase(Op[_Inputs]):
             errors=call.error_word() if f32_scales else 0,
             changed=inputs.changed.at if inputs.changed else 0, rows=shape[-2], columns=shape[-1],
             row_shift=old[0], column_shift=old[1], new_row_shift=new[0], new_column_shift=new[1],
-            f32_scales=int(f32_scales), new_f32_scales=int(inputs.dtype == float32), **places._asdict(),
+            f32_scales=int(f32_scales), new_f32_scales=int(inputs.dtype == float32), **strides._asdict(),
             **{f"new_{name}": stride
                for name, stride in _strides(new_shape, s, inputs.block, layout)._asdict().items()},
             **tile._asdict(), **_padding(shape, new, layout, inputs.block))
@@ -258,7 +258,7 @@ def _scratch(call: Call, use: str, shape: tuple[int, ...]) -> Input:
 
 
 # ---- the launch ----
-class _Strides(NamedTuple):
+class _ScaleStrides(NamedTuple):
     """From a scale to that of the block below, to the right, and in the next matrix, of data as stored."""
 
     row_stride: int
@@ -266,27 +266,27 @@ class _Strides(NamedTuple):
     matrix_stride: int
 
 
-def _strides(shape: tuple[int, ...], s: Scaled, block: Block, layout: str) -> _Strides:
+def _strides(shape: tuple[int, ...], s: Scaled, block: Block, layout: str) -> _ScaleStrides:
     """Of C-contiguous scales of this shape."""
     return _turned((shape[-2] * shape[-1], shape[-1], 1), s, block, layout)
 
 
-def _source_strides(inputs: _Inputs) -> _Strides:
+def _source_strides(inputs: _Inputs) -> _ScaleStrides:
     s = inputs.s
     if s.block is None:
-        return _Strides(0, 0, 0)
+        return _ScaleStrides(0, 0, 0)
     strides = validate.matrix_strides(inputs.scales.array)
     assert strides is not None
     return _turned(strides, s, s.block, str(s.scale_layout))
 
 
-def _turned(strides: tuple[int, int, int], s: Scaled, block: Block, layout: str) -> _Strides:
+def _turned(strides: tuple[int, int, int], s: Scaled, block: Block, layout: str) -> _ScaleStrides:
     """strides: from matrix to matrix, row to row, column to column of the array of scales, whose rows are
     lines of blocks (compact), or whose columns are (compact of data stored transposed, and other layouts)."""
     matrix, row, column = strides
     if 1 in block and (layout != "compact" or s.transposed):
         row, column = column, row
-    return _Strides(row, column, matrix)
+    return _ScaleStrides(row, column, matrix)
 
 
 def block_shifts(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:

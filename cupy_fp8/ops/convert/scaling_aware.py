@@ -173,10 +173,10 @@ class _Inputs(NamedTuple):
     s: Scaled
     data: Input
     scales: Input
-    conversion: Conversion | None           # for scales that are not compact
+    conversion: Conversion | None           # makes the scales compact; None: they are
     groups: group_sizes.Groups
     target: str
-    layout: str                             # of the column-wise scales
+    layout: str                             # the layout of the column-wise scales
 
     @property
     def block(self) -> int:
@@ -215,7 +215,8 @@ class _TransposeRowBlocks(Op[_Inputs]):
                              f"transposed; got {s!r}")
         data, scales = call.read_scaled("q", s)
         dtype, held, found = _BLOCKS[s.block], scales.dtype, None
-        if held != dtype and s.scale_layout != "deepgemm_sm100":        # whose words become either
+        # Scales in words become either dtype.
+        if held != dtype and s.scale_layout != "deepgemm_sm100":
             raise TypeError(f"q.scale_inv: expected dtype {dtype} for blocks of {s.block}, got {held}")
         if s.scale_layout != "compact":
             found = conversion(str(s.scale_layout), "compact", s.shape, s.block, held, dtype)
@@ -278,7 +279,7 @@ class _Squares(NamedTuple):
     data: Input
     scales: Input                           # the rows of blocks of the transposed matrix
     conversion: Conversion
-    layout: str                             # of the column-wise scales
+    layout: str                             # the layout of the column-wise scales
 
 
 class _TransposeSquares(Op[_Squares]):

@@ -20,7 +20,7 @@ from ...layouts import cdiv, row_scale_rows, target_rows
 TARGETS = ("column", "tile")
 TILE_ROWS = 128
 
-_COLUMNS = 128                              # in a tile
+_COLUMNS = 128                              # columns of a tile
 _SMALL_EXPERT = 4 * TILE_ROWS               # rows of an expert, on average
 # A block of threads has a warp for every 16 columns.
 _KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose", block=2 * _COLUMNS)
@@ -103,7 +103,7 @@ def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shift
 def _tiles_of_a_block(x: Array, count: int, most: int) -> int:
     """Tiles for each block of threads: few, so that little of the GPU is idle during the last blocks."""
     if isinstance(x, np.ndarray):
-        return 3                            # on the CPU, so that tests see a tile follow another in every way
+        return 3                            # Tests on the CPU then see a tile follow another in every way.
     blocks = _BLOCKS_PER_MULTIPROCESSOR * kernels.multiprocessors(x.data.device_id)
     return max(1, min(most, count // blocks))
 

@@ -163,7 +163,7 @@ class Key(NamedTuple):
     accumulate: bool
     fast_accum: bool
     autotune: bool
-    alignment: int                      # of a's and b's data and of the result, in bytes
+    alignment: int                      # bytes: a's and b's data and the result begin at multiples of it
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={getattr(value, 'name', value)}" for name, value in self._asdict().items())
@@ -181,7 +181,7 @@ class Plan:
         self.c = library.layout(lib, _TYPES[key.to], n, m, batch)
         self.beta = _ONE_AT if key.accumulate else _ZERO_AT
         self.description, self.lock = self.describe(), threading.Lock()
-        self._addresses: list[int] = []                     # those that the description has
+        self._addresses: list[int] = []                     # the addresses that the description has
         self.algorithm: Heuristic | None = None
 
     @property

@@ -23,8 +23,8 @@ _ROWS, _COLUMNS, _BLOCK = 192, 128, 128
 _CLUSTER = 2                        # blocks that share tiles of A
 _PART_ROWS = 64
 _KERNEL = Kernel("matmul/wgmma", "wgmma_products", block=512, cluster=_CLUSTER, arch="sm_90a")
-_MAPS, _MAP_BYTES = 4, 128          # of groups, for each block
-_ROWS_OUT = 16                      # of boxes of D, where groups may end anywhere
+_MAPS, _MAP_BYTES = 4, 128          # tensor maps of groups that each block has, and the bytes of one
+_ROWS_OUT = 16                      # rows of a box of D, where groups may end anywhere
 _CLUSTERS_ON_CPU = 2
 #: Numbers of tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16

@@ -211,15 +211,15 @@ class _Unpad(_MoveGroups):
 class _Sort(_MoveGroups):
     def arguments(self, call: Call, x: Any, splits: Any, order: Any, check: Any) -> _Move:
         rows = read_rows(call, "x", x)
-        groups, places = call.splits("splits", splits, check), call.splits("order", order, check)
-        if places.number != groups.number:
+        groups, wanted = call.splits("splits", splits, check), call.splits("order", order, check)
+        if wanted.number != groups.number:
             raise ValueError(f"order: expected {groups.number} indices, one for each of splits, got "
-                             f"{places.number}")
+                             f"{wanted.number}")
         if groups.host is not None:
             _check_sizes(groups.host, rows.number, "x")
-        if places.host is not None:
-            _check_order(places.host)
-        return _Move(rows, groups, rows.number, order=places)
+        if wanted.host is not None:
+            _check_order(wanted.host)
+        return _Move(rows, groups, rows.number, order=wanted)
 
     def reference(self, inputs: _Move) -> Any:
         return reference.sort_chunks(inputs.rows.given, inputs.groups.host, inputs.order.host)

@@ -19,13 +19,13 @@ PERMUTE = Kernel("moe/permute", "permute", block=_THREADS)
 #: Its define TOPK is the routes of a token, one of TOPKS, or 0 for any number.
 UNPERMUTE = Kernel("moe/unpermute", "unpermute", block=_THREADS)
 BACKWARD = Kernel("moe/unpermute_backward", "unpermute_backward", block=_THREADS)
-_BYTES = 8 << 10            # that a block of permute copies, at most
+_BYTES = 8 << 10            # bytes that a block of permute copies, at most
 _UNITS = 4                  # loads that a thread of permute has in flight
-_CHUNKS = 2048              # of the result that a block of unpermute writes, at most
+_CHUNKS = 2048              # chunks of the result that a block of unpermute writes, at most
 TOPKS = (1, 2, 4, 6, 8)     # routes of a token that unpermute has programs for
 _MOST_ROUTES = 1024         # routes that a block of unpermute sorts, at most
 _MOST_TOKENS = 256
-_BLOCKS = 528               # that few tokens are divided among: four per multiprocessor of an H200
+_BLOCKS = 528               # blocks that share few tokens: four per multiprocessor of an H200
 _LANES = 32                 # rows that a block examines, at most, to clear unused ones
 #: Separate blocks clear the unused rows if these are more than this fraction of the used ones.
 _FEW_UNUSED = 4

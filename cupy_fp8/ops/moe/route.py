@@ -21,7 +21,7 @@ from ...routing import MOST_EXPERTS, Routing
 
 _WARPS = 8
 _COUNT, _RANK = (Kernel("moe/route", entry, block=32 * _WARPS) for entry in ("route_count", "route_rank"))
-_ROUTES = 64                # for a warp, at least
+_ROUTES = 64                # routes that a warp takes, at least
 _MOST_ALIGN = 128
 _MOST = 2**31 - 1           # the largest number of row_map
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)

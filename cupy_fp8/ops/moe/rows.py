@@ -19,7 +19,7 @@ class Rows(NamedTuple):
     given: Any
     data: Input
     scales: Input | None = None         # a row for each row of the data
-    one_scale: Input | None = None      # for all rows
+    one_scale: Input | None = None      # one scale that all rows share
 
     @property
     def number(self) -> int:

@@ -23,7 +23,8 @@ _COMPUTE_AMAX = Kernel("scales/amax", "compute_amax", block=_THREADS)
 _BLOCKS_PER_SM = 4
 _CHUNKS_PER_STEP = 4
 _BLOCKS_ON_CPU = 4
-_WORDS = 4                  # in the workspace: the amax, blocks_done, and the scale of current scaling
+#: u32 words of the workspace: the amax, blocks_done, and the scale of current scaling.
+_WORDS = 4
 _SCALE_OFFSET = 8
 
 

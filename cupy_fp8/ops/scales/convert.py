@@ -112,7 +112,7 @@ def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input
 class _Inputs(NamedTuple):
     scales: Input
     conversion: Conversion
-    options: dict[str, Any]         # of the reference
+    options: dict[str, Any]         # the keywords of the reference
 
 
 class _ConvertScales(Op[_Inputs]):
@@ -129,7 +129,7 @@ class _ConvertScales(Op[_Inputs]):
         shape, block = _as_tuple(shape), as_block(block)
         if not isinstance(block, tuple) or not all(b is None or isinstance(b, (int, np.integer))
                                                    for b in block):
-            scale_shape(shape, block, target)               # which says what a block is
+            scale_shape(shape, block, target)               # Its error says what a block is.
         to = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
         found = conversion(source, target, shape, block, scale_inv.dtype, to, strides)
         if scale_inv.shape != found.source_shape:
@@ -182,9 +182,9 @@ class Conversion(NamedTuple):
     """What follows from layouts, dtypes, the shape of the data and their blocks."""
 
     source_shape: tuple[int, ...]
-    shape: tuple[int, ...]          # of the result
+    shape: tuple[int, ...]          # the result's shape
     dtype: np.dtype[Any]
-    used: int                       # of the source's last axis; the rest is padding
+    used: int                       # elements along the source's last axis before its padding
     may_be_wrong: bool              # some f32 scales have no value in the result's dtype
     aligned_for: str                # the layout that must lie at a multiple of 16 bytes, or ''
     swizzles: bool | None           # True: swizzle_scales does the same; False: unswizzle_scales
@@ -192,7 +192,7 @@ class Conversion(NamedTuple):
     lines: tuple[int, ...]          # the shape of the scales, […, lines, blocks]
     variant: Variant
     grid: int                       # 0: nothing to do
-    members: dict[str, Any]         # of the struct ScaleLayoutParams, without the addresses
+    members: dict[str, Any]         # members of the struct ScaleLayoutParams, but for addresses
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,8 +200,8 @@ def conversion(source: str, target: str, shape: tuple[int, ...], block: Block, h
                dtype: np.dtype[Any] | None = None, strides: tuple[int, int, int] | None = None) -> Conversion:
     """held, dtype: the dtypes before and after. strides: those of compact scales that are not C-contiguous,
     from matrix to matrix, row to row, column to column."""
-    source_shape, target_shape = _scale_shape("source", source, shape, block), _scale_shape("target", target,
-                                                                                            shape, block)
+    source_shape = _scale_shape("source", source, shape, block)
+    target_shape = _scale_shape("target", target, shape, block)
     if held not in SCALE_DTYPES[source]:
         raise TypeError(f"scale_inv: expected dtype {names(SCALE_DTYPES[source])} of {source} scales, got "
                         f"{held}")
@@ -209,8 +209,8 @@ def conversion(source: str, target: str, shape: tuple[int, ...], block: Block, h
     if to not in SCALE_DTYPES[target]:
         raise TypeError(f"dtype: {target} scales are {names(SCALE_DTYPES[target])}, got {to}")
     grid = scale_grid(shape, block)
-    before, after = _layout(source, grid, block, shape[-2], strides), _layout(target, grid, block, shape[-2],
-                                                                              None)
+    before = _stored_scales(source, grid, block, shape[-2], strides)
+    after = _stored_scales(target, grid, block, shape[-2], None)
     tile = _SWIZZLED_TILE if after.order == _SWIZZLED else _TILE
     down, across = cdiv(after.lines, tile[0]), cdiv(after.blocks, tile[1])
     blocks = prod(grid.batch) * down * across
@@ -262,7 +262,7 @@ def _scale_shape(name: str, layout: str, shape: tuple[int, ...], block: Block) -
         raise ValueError(str(error).replace("scale_layout", name)) from None
 
 
-class _Layout(NamedTuple):
+class _StoredScales(NamedTuple):
     """Where a layout has the scale of (line, block). strides: the members of ScaleStrides; lines, blocks:
     their numbers with padding; order: which scales a thread takes; shift: log2 of the lines that share a line
     of scales."""
@@ -274,8 +274,8 @@ class _Layout(NamedTuple):
     shift: int = 0
 
 
-def _layout(layout: str, grid: ScaleGrid, block: Block, rows: int,
-            strides: tuple[int, int, int] | None) -> _Layout:
+def _stored_scales(layout: str, grid: ScaleGrid, block: Block, rows: int,
+                   strides: tuple[int, int, int] | None) -> _StoredScales:
     """strides: those of compact scales that are not C-contiguous."""
     lines, blocks = grid.outer, grid.blocks
     if layout == "swizzled":
@@ -284,23 +284,23 @@ def _layout(layout: str, grid: ScaleGrid, block: Block, rows: int,
         padded = round_up(lines, SWIZZLE_ROWS)
         strides_of_tiles = {"matrix": padded * tiles * SWIZZLE_COLUMNS, "line": 16, "line32": 4,
                             "line128": tiles * tile, "block": 1, "block4": tile}
-        return _Layout(strides_of_tiles, padded, tiles * SWIZZLE_COLUMNS, _SWIZZLED)
+        return _StoredScales(strides_of_tiles, padded, tiles * SWIZZLE_COLUMNS, _SWIZZLED)
     if layout == "deepgemm_sm100":
         repeated = 1 if 1 in block else block[0] or 1
         padded, words = round_up(lines if repeated == 1 else rows, PADDED_TO), cdiv(blocks, PACKED)
-        return _Layout(_strides(PACKED * padded * words, PACKED, 1, PACKED * padded), padded, words * PACKED,
-                       _PACKED, repeated.bit_length() - 1)
+        return _StoredScales(_strides(PACKED * padded * words, PACKED, 1, PACKED * padded), padded,
+                             words * PACKED, _PACKED, repeated.bit_length() - 1)
     if layout == "compact":
         matrix, line, step = (lines * blocks, *((1, lines) if grid.columnwise else (blocks, 1)))
         if strides is not None:
             matrix, line, step = (strides[0], strides[2], strides[1]) if grid.columnwise else strides
         order = _FOUR_LINES if grid.columnwise else _FOUR_BLOCKS
-        return _Layout(_strides(matrix, line, step, 4 * step), lines, blocks, order)
+        return _StoredScales(_strides(matrix, line, step, 4 * step), lines, blocks, order)
     if 1 not in block:
         padded = round_up(blocks, PADDED_TO)
-        return _Layout(_strides(lines * padded, padded, 1, 4), lines, padded, _FOUR_BLOCKS)
+        return _StoredScales(_strides(lines * padded, padded, 1, 4), lines, padded, _FOUR_BLOCKS)
     padded = round_up(lines, PADDED_TO)
-    return _Layout(_strides(padded * blocks, 1, padded, 4 * padded), padded, blocks, _FOUR_LINES)
+    return _StoredScales(_strides(padded * blocks, 1, padded, 4 * padded), padded, blocks, _FOUR_LINES)
 
 
 def _strides(matrix: int, line: int, block: int, block4: int) -> dict[str, int]:

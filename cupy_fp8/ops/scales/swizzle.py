@@ -33,8 +33,9 @@ from ...layouts import (
 
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales", block=64)
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales", block=64)
-_TILES = 8                  # of a block of threads, along a line
-_NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2        # GROUPED
+_TILES = 8                  # tiles that a block of threads takes along a line
+#: The define GROUPED.
+_NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2
 
 
 def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | None = None,
