@@ -4,7 +4,6 @@ for one scale per group, grouped_blocks.py those for blocks."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,15 @@ from ...arrays import Array, check_dimensions
 from ...calls import group_sizes, row_segments
 from ...calls.call import Call, Input, Op, run
 from ...calls.memory import Range
-from ...directions import check_directions
+from ...directions import check_directions, tensor_directions
 from ...formats import INPUT_DTYPES, float32
 from ...grouped import Grouped
 from ...kernels import Launch, Variant
 from ...layouts import padded_rows, round_up
-from ...recipes import (
-    BlockScaling,
-    MXScaling,
-    Recipe,
-    check_recipe,
-    check_scales,
-)
+from ...recipes import BlockScaling, MXScaling, Recipe, check_recipe, check_scales
 from . import grouped_blocks, grouped_tensor
-from .grouped_call import Arrays, GroupedFacts, GroupedResult, Inputs
+from .grouped_call import Inputs
+from .grouped_result import GroupedResult
 
 _INT64 = np.dtype(np.int64)
 _MOST_INT32 = 0x7FFFFFFF
@@ -132,32 +126,31 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
 class _GroupQuantize(Op[Inputs]):
     def arguments(self, call: Call, x: Any, splits: Any, recipe: Any, rowwise: Any, columnwise: Any,
                   scales: Any, amaxes: Any, noop: Any, align: Any, check: Any, offsets: Any) -> Inputs:
-        found = call.read("x", x, INPUT_DTYPES)
-        check_dimensions(found.shape, "x", 2, 2)
-        check_directions(found.shape, rowwise, columnwise)
-        groups, rows = call.splits("splits", splits, check), found.shape[0]
+        read_x = call.read("x", x, INPUT_DTYPES)
+        check_dimensions(read_x.shape, "x", 2, 2)
+        check_directions(read_x.shape, rowwise, columnwise)
+        wanted = bool(rowwise), bool(columnwise)
+        groups, (rows, columns) = call.splits("splits", splits, check), read_x.shape
         if groups.host is not None:
             group_sizes.check_at_most(groups.host, rows)
         align = group_sizes.check_align(align)
         check_recipe(recipe)
         check_scales(recipe, scales, amaxes, several=True)
-        each = (len(groups.array),)
-        scaled = None if scales is None else _scales(call, scales, each)
-        raised = None if amaxes is None else call.update("amaxes", amaxes, float32, each)
+        read_scales = None if scales is None else _read_scales(call, scales, groups)
+        updated_amaxes = None
+        if amaxes is not None:
+            updated_amaxes = call.update("amaxes", amaxes, float32, (len(groups.array),))
         call.noop(noop)
-        placed = None if offsets is None else _offsets(call, offsets, align, groups, check)
-        shape = _result_rows(groups, rows, align), found.shape[1]
-        quantization, (facts, arrays) = None, _one_scale_each(shape, each, recipe, rowwise, columnwise)
+        read_offsets = None if offsets is None else _read_offsets(call, offsets, align, groups, check)
+        shape = _result_rows(groups, rows, align), columns
         if isinstance(recipe, (BlockScaling, MXScaling)):
-            quantization = grouped_blocks.quantization_of(shape, found.dtype, recipe, bool(rowwise),
-                                                          bool(columnwise))
-            facts, arrays = grouped_blocks.described(quantization, *each)
-        if placed is None:
-            arrays["offsets"] = (each[0] + 1,), _INT64
-        if align > 1:
-            arrays["splits"] = each, groups.array.dtype
-        return Inputs(found, groups, recipe, bool(rowwise), bool(columnwise), scaled, raised, placed, align,
-                      quantization, GroupedResult(facts, arrays, groups, placed and placed.array))
+            quantization = grouped_blocks.quantization_of(shape, read_x.dtype, recipe, *wanted)
+            directions = quantization.directions
+        else:
+            quantization, directions = None, tensor_directions(shape, recipe.dtype, *wanted)
+        result = GroupedResult(directions, not isinstance(recipe, MXScaling), groups, offsets, align > 1)
+        return Inputs(read_x, groups, recipe, *wanted, read_scales, updated_amaxes, read_offsets, align,
+                      quantization, result)
 
     def reference(self, inputs: Inputs) -> Grouped:
         scales, amaxes, offsets = (a and a.array for a in (inputs.scales, inputs.amaxes, inputs.offsets))
@@ -166,21 +159,21 @@ class _GroupQuantize(Op[Inputs]):
             columnwise=inputs.columnwise, scales=scales, amaxes=amaxes, offsets=offsets, align=inputs.align)
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
-        of_kind = grouped_tensor if inputs.quantization is None else grouped_blocks
-        return of_kind.launches(call, inputs, inputs.result.places(written))
+        launches = grouped_tensor.launches if inputs.quantization is None else grouped_blocks.launches
+        return launches(call, inputs, inputs.result.addresses(written))
 
 
 _GROUP_QUANTIZE = _GroupQuantize()
 
 
-def _scales(call: Call, scales: Any, shape: tuple[int, ...]) -> Input:
-    found = call.read("scales", scales, (float32,))
+def _read_scales(call: Call, scales: Any, groups: group_sizes.Groups) -> Input:
+    found, shape = call.read("scales", scales, (float32,)), (len(groups.array),)
     if found.shape != shape:
         raise ValueError(f"scales: expected shape {shape}, one for each group, got {found.shape}")
     return found
 
 
-def _offsets(call: Call, offsets: Any, align: int, groups: group_sizes.Groups, check: bool) -> Input:
+def _read_offsets(call: Call, offsets: Any, align: int, groups: group_sizes.Groups, check: bool) -> Input:
     """Reads given offsets. They are never copied, since the result holds them."""
     if align > 1:
         raise ValueError(f"offsets: expected none with align={align}, got {type(offsets).__name__}; the call "
@@ -200,14 +193,6 @@ def _result_rows(groups: group_sizes.Groups, rows: int, align: int) -> int:
         raise ValueError(f"splits: expected int64, since {rows} rows rounded up to {align} are more than "
                          "int32 holds, got int32")
     return padded_rows(rows, len(groups.array), align)
-
-
-def _one_scale_each(shape: tuple[int, int], each: tuple[int], recipe: Recipe, rowwise: bool,
-                    columnwise: bool) -> tuple[GroupedFacts, Arrays]:
-    """The result of per-tensor recipes: its facts, and the shapes and dtypes of its data and scales."""
-    wanted = (("rowwise", rowwise), ("columnwise", columnwise))
-    data: Arrays = {name: ((prod(shape),), recipe.dtype) for name, is_wanted in wanted if is_wanted}
-    return GroupedFacts(shape), {**data, "scale_inv": (each, float32)}
 
 
 def variants() -> Iterator[Variant]:

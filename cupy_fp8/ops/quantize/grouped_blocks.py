@@ -13,15 +13,15 @@ import numpy as np
 
 from ...calls.call import Call
 from ...calls.row_segments import find_segments, pays
-from ...directions import Direction
 from ...formats import FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant
 from ...kernels.shapes import LANE_COLUMNS, WarpTiles
-from ...layouts import Block, cdiv, group_scales, group_unit, grouped_scale_shape, round_up
+from ...layouts import cdiv, group_scales, group_unit, grouped_scale_shape, round_up
 from ...recipes import BlockScaling, MXScaling
 from . import blocks, mx
 from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Axis, Members
-from .grouped_call import Arrays, GroupedFacts, Inputs, tiled
+from .grouped_call import Inputs, tiled
+from .grouped_result import scale_format
 from .quantized_result import Addresses
 
 AnyQuantization = blocks.BlockQuantization | mx.MxQuantization
@@ -48,37 +48,21 @@ def quantization_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Block
     return mx.MxQuantization(shape, source, False, mx.MxOptions.of(recipe, rowwise, columnwise))
 
 
-def described(quantization: AnyQuantization, count: int) -> tuple[GroupedFacts, Arrays]:
-    """The result for `count` groups: its facts, and the shapes and dtypes of its data and scales."""
-    shape = quantization.rows, quantization.columns
-    data: Arrays = {}
-    scales: Arrays = {}
-    for name, direction in quantization.directions.items():
-        data[name] = (quantization.size,), direction.dtype
-        stored = grouped_scale_shape(shape, count, *_scales_of(direction))
-        scales["scale_inv" if name == "rowwise" else f"{name}_scale_inv"] = stored, direction.scale_dtype
-    name, direction = next(iter(quantization.directions.items()))
-    block, scale_layout, _ = _scales_of(direction)
-    facts = GroupedFacts(shape, block if name == "rowwise" else (block[1], block[0]), scale_layout,
-                         transposed=isinstance(quantization, blocks.BlockQuantization),
-                         shared="data" in quantization.directions.shared)
-    return facts, {**data, **scales}
-
-
-def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
+def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
     """The launch for all groups, after one that finds each block's rows if that pays."""
     quantization, x = cast(AnyQuantization, inputs.quantization), inputs.x.array
     if None in quantization.block:
-        yield from _whole_vectors(call, inputs, places)
+        yield from _whole_vectors(call, inputs, addresses)
         return
     (rows, columns), own = axes_of(quantization)
     wide_loads = inputs.x.at % (LANE_COLUMNS * x.itemsize) == 0
-    members = {**quantization.warp_tile_members((rows, columns), _by_direction(places), wide_loads,
+    members = {**quantization.warp_tile_members((rows, columns), _by_direction(addresses), wide_loads,
                                                 grouped=True), **own}
     wide = members["vector"] == ALL_WIDE
     chosen, warp_tiles = variant(quantization, (rows.stored, columns.stored), wide)
-    tiling = tiled(call, inputs, places, warp_tiles.rows_of_block, warp_tiles.columns, clears=1)
-    scales, segments_at = [scales_of(quantization, inputs.number, axis) for axis in (rows, columns)], 0
+    tiling = tiled(call, inputs, addresses, warp_tiles.rows_of_block, warp_tiles.columns, without_rows=1)
+    scales = [group_scale_members(quantization, inputs.number, axis) for axis in (rows, columns)]
+    segments_at = 0
     if pays(x, tiling.grid):
         shifts = scales[0]["unit_shift"], scales[1]["unit_shift"]
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups, shifts)
@@ -88,16 +72,10 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
                       along_columns=scales[1])
 
 
-def _by_direction(places: dict[str, int]) -> Addresses:
-    return {"rowwise": (places["rowwise"], places["scale_inv"]),
-            "columnwise": (places["columnwise"], places["columnwise_scale_inv"])}
-
-
-def _scales_of(direction: Direction) -> tuple[Block, str, bool]:
-    """(block, layout of scales, whether data are stored transposed)."""
-    assert direction.block is not None
-    assert direction.scale_layout is not None
-    return direction.block, direction.scale_layout, direction.transposed
+def _by_direction(addresses: dict[str, int]) -> Addresses:
+    """(data, scale_inv) of each direction, from the addresses of a Grouped's arrays by name."""
+    return {"rowwise": (addresses["rowwise"], addresses["scale_inv"]),
+            "columnwise": (addresses["columnwise"], addresses["columnwise_scale_inv"])}
 
 
 def axes_of(quantization: AnyQuantization) -> tuple[tuple[Axis, Axis], Members]:
@@ -108,34 +86,34 @@ def axes_of(quantization: AnyQuantization) -> tuple[tuple[Axis, Axis], Members]:
     return quantization.axes, quantization.members
 
 
-def scales_of(quantization: AnyQuantization, count: int, axis: Axis) -> dict[str, int]:
+def group_scale_members(quantization: AnyQuantization, number: int, axis: Axis) -> dict[str, int]:
     """Members of the GroupScales of kernels_cu/include/groups/row_groups.cuh."""
     if axis.scales is None:
         return dict.fromkeys(("block_shift", "unit_shift", "unit", "all"), 0)
-    of = _scales_of(quantization.directions[axis.scales])
-    rows = of[0][0]
+    scales = scale_format(quantization.directions[axis.scales])
+    (rows, _), *_ = scales
     assert rows is not None
-    stored = prod(grouped_scale_shape((quantization.rows, quantization.columns), count, *of))
-    return {"block_shift": rows.bit_length() - 1, "unit_shift": group_unit(*of).bit_length() - 1,
-            "unit": group_scales(quantization.columns, *of), "all": stored}
+    stored = prod(grouped_scale_shape((quantization.rows, quantization.columns), number, *scales))
+    return {"block_shift": rows.bit_length() - 1, "unit_shift": group_unit(*scales).bit_length() - 1,
+            "unit": group_scales(quantization.columns, *scales), "all": stored}
 
 
 # ---- whole rows and whole columns ----
-def _whole_vectors(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
+def _whole_vectors(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
     """One launch if only rows are written. Otherwise a launch finds each block's rows and clears the amaxes,
     the second finds the amaxes, and the third quantises."""
     quantization, x = cast(blocks.BlockQuantization, inputs.quantization), inputs.x.array
     (rows, columns), own = axes_of(quantization)
     rows_alone = (rows.stored, columns.stored) == (AS_IS, ABSENT)
     tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_VECTOR_TILE.rows, _VECTOR_TILE.columns)
-    tiling = tiled(call, inputs, places, *tile, clears=1)
+    tiling = tiled(call, inputs, addresses, *tile, without_rows=1)
     chunk = _CHUNK_BYTES // x.itemsize if rows_alone else LANE_COLUMNS
     aligned = inputs.x.at % (chunk * x.itemsize) == 0
 
     def members(to: Addresses) -> Members:
         return {**quantization.warp_tile_members((rows, columns), to, aligned, chunk, grouped=True), **own}
 
-    scales = scales_of(quantization, inputs.number, rows)
+    scales = group_scale_members(quantization, inputs.number, rows)
     amaxes, clear = ({}, (0, 0)) if rows_alone else _amaxes(call, inputs, (rows, columns))
     groups = {**tiling.groups, "segments": 0}
     if clear[1] or pays(x, tiling.grid):
@@ -147,10 +125,10 @@ def _whole_vectors(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterat
     if not rows_alone:
         # This launch writes only amaxes. The other one clears what no group has, and writes offsets and
         # sizes.
-        silent = {**groups, "offsets_out": 0, "sizes_out": 0}
-        yield chosen.bind(x, tiling.grid, all={**array, **members({})}, groups=silent,
+        without_results = {**groups, "offsets_out": 0, "sizes_out": 0}
+        yield chosen.bind(x, tiling.grid, all={**array, **members({})}, groups=without_results,
                           along_rows=scales, **amaxes, phase=_FIND)
-    yield chosen.bind(x, tiling.grid, all={**array, **members(_by_direction(places))}, groups=groups,
+    yield chosen.bind(x, tiling.grid, all={**array, **members(_by_direction(addresses))}, groups=groups,
                       along_rows=scales, **amaxes, phase=_QUANTIZE, team=_team(quantization.columns, chunk))
 
 

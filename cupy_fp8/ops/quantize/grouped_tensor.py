@@ -28,27 +28,27 @@ _PART_BYTES = 64 << 10                      # of a row segment that a block of g
 _TALL = 4096                                # average rows of a group that make wide tiles faster
 
 
-def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
+def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
     """The launches that quantise with given scales, or with scales found first or from the same read of x."""
     recipe, scales_at, amaxes_at = inputs.recipe, 0, inputs.amaxes.at if inputs.amaxes else 0
     if isinstance(recipe, CurrentScaling):
         rule = scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale)
-        if choice := _single_read(inputs, places):
-            yield from _cast_current(call, inputs, places, choice, rule)
+        if choice := _single_read(inputs, addresses):
+            yield from _cast_current(call, inputs, addresses, choice, rule)
             return
         scales_at, found = _find_scales(call, inputs, amaxes_at, rule)
         yield from found
         amaxes_at = 0                                       # the first launch has raised them
     elif inputs.scales:
         scales_at = inputs.scales.at
-    yield from _cast(call, inputs, places, scales_at, amaxes_at)
+    yield from _cast(call, inputs, addresses, scales_at, amaxes_at)
 
 
-def _cast(call: Call, inputs: Inputs, places: dict[str, int], scales_at: int,
+def _cast(call: Call, inputs: Inputs, addresses: dict[str, int], scales_at: int,
           amaxes_at: int) -> Iterator[Launch]:
-    x, aligned = inputs.x.array, _is_aligned(inputs, places)
+    x, aligned = inputs.x.array, _is_aligned(inputs, addresses)
     tile = shapes.choose_tile(x, _large_tile(inputs)) if aligned else shapes.SMALL
-    tiling = tiled(call, inputs, places, tile.rows, tile.columns)
+    tiling = tiled(call, inputs, addresses, tile.rows, tile.columns)
     grid, segments_at = tiling.grid, 0
     if tile is not shapes.SMALL:
         # The program of large tiles needs the found segments. Its blocks take further tiles if there are any.
@@ -56,15 +56,15 @@ def _cast(call: Call, inputs: Inputs, places: dict[str, int], scales_at: int,
         yield find
         grid = tiling.fewest
     yield _cast_variant(x.dtype, inputs.recipe.dtype, tile).bind(
-        x, grid, x=inputs.x.at, data=places["rowwise"], data_t=places["columnwise"], scale=scales_at,
-        scale_inv=places["scale_inv"], amax=amaxes_at, noop=call.noop_at,
+        x, grid, x=inputs.x.at, data=addresses["rowwise"], data_t=addresses["columnwise"], scale=scales_at,
+        scale_inv=addresses["scale_inv"], amax=amaxes_at, noop=call.noop_at,
         groups={**tiling.groups, "segments": segments_at}, aligned=int(aligned),
         reverse=int(isinstance(inputs.recipe, CurrentScaling)), tiles=tiling.grid)
 
 
-def _is_aligned(inputs: Inputs, places: dict[str, int]) -> bool:
+def _is_aligned(inputs: Inputs, addresses: dict[str, int]) -> bool:
     """Whether every row of x and data allows chunked access."""
-    return inputs.x.shape[1] % 8 == 0 and inputs.x.at % 16 == 0 and places["rowwise"] % 8 == 0
+    return inputs.x.shape[1] % 8 == 0 and inputs.x.at % 16 == 0 and addresses["rowwise"] % 8 == 0
 
 
 def _large_tile(inputs: Inputs) -> shapes.Tile:
@@ -98,10 +98,10 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
     return scales_at, found
 
 
-def _single_read(inputs: Inputs, places: dict[str, int]) -> single_read.Choice | None:
+def _single_read(inputs: Inputs, addresses: dict[str, int]) -> single_read.Choice | None:
     """The choice for quantising groups from one read. It assumes that groups are about equally large, since
     only the device knows their sizes."""
-    if not (inputs.number and _is_aligned(inputs, places)):
+    if not (inputs.number and _is_aligned(inputs, addresses)):
         return None
     rows, columns = inputs.x.shape
     down = cdiv(cdiv(rows, inputs.number), single_read.TILE.rows)
@@ -109,17 +109,17 @@ def _single_read(inputs: Inputs, places: dict[str, int]) -> single_read.Choice |
     return single_read.choose(inputs.x.array, [down * across], inputs.number)
 
 
-def _cast_current(call: Call, inputs: Inputs, places: dict[str, int], choice: single_read.Choice,
+def _cast_current(call: Call, inputs: Inputs, addresses: dict[str, int], choice: single_read.Choice,
                   rule: tuple[float, float, bool]) -> Iterator[Launch]:
     x, tile = inputs.x.array, single_read.TILE
-    tiling = tiled(call, inputs, places, tile.rows, tile.columns)
+    tiling = tiled(call, inputs, addresses, tile.rows, tile.columns)
     find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups)
     yield find
     of_tiles = single_read.words(tiling.grid)
     words_at = call.workspace("group_current", of_tiles + 2 * inputs.number)
     yield _CURRENT.variant(shared=choice.shared, IN=x.dtype, OUT=inputs.recipe.dtype).bind(
-        x, choice.blocks, x=inputs.x.at, data=places["rowwise"], data_t=places["columnwise"],
-        scale_inv=places["scale_inv"], amax=inputs.amaxes.at if inputs.amaxes else 0, noop=call.noop_at,
+        x, choice.blocks, x=inputs.x.at, data=addresses["rowwise"], data_t=addresses["columnwise"],
+        scale_inv=addresses["scale_inv"], amax=inputs.amaxes.at if inputs.amaxes else 0, noop=call.noop_at,
         amax_of_launch=words_at + 4 * of_tiles, groups={**tiling.groups, "segments": segments_at},
         single_read=single_read.members(words_at, tiling.grid, choice, rule))
 
