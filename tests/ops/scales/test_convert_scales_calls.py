@@ -189,61 +189,6 @@ def test_scales_that_fit_the_next_op():
 GOOD: dict[str, Any] = {"source": "compact", "target": "gemm_ready", "shape": (9, 256), "block": (1, 128)}
 
 
-@pytest.mark.parametrize(("change", "error", "message"), [
-    ({"scale_inv": [[1.0]]}, TypeError, "scale_inv: expected a numpy.ndarray or cupy.ndarray, got list"),
-    ({"scale_inv": np.ones((9, 2))}, TypeError, "scale_inv: expected dtype float8_e8m0fnu, float32 of "
-     "compact scales, got float64"),
-    ({"scale_inv": np.ones((9, 2), np.uint8)}, TypeError, "scale_inv: expected dtype float8_e8m0fnu, float32 "
-     "of compact scales, got uint8"),
-    ({"scale_inv": np.ones((1, 12), np.float32), "source": "deepgemm_sm100"}, TypeError,
-     "scale_inv: expected dtype int32 of deepgemm_sm100 scales, got float32"),
-    ({"scale_inv": np.ones((2, 9), np.float32)}, ValueError,
-     r"scale_inv: expected shape \(9, 2\) \(compact scales of blocks \(1, 128\) of shape \(9, 256\)\), got "
-     r"\(2, 9\)"),
-    ({"scale_inv": np.ones((2, 9), np.float32), "source": "gemm_ready"}, ValueError, r"scale_inv: expected "
-     r"shape \(2, 12\) \(gemm_ready"),
-    ({"source": "rows"}, ValueError, r"source: expected one of \('compact', .*\), got 'rows'"),
-    ({"target": None}, ValueError, r"target: expected one of \('compact', .*\), got None"),
-    ({"block": (1, 48)}, ValueError, r"block: expected \(1, B\), \(B, 1\) or \(B, B'\)"),
-    ({"block": None}, ValueError, r"block: expected \(1, B\), \(B, 1\) or \(B, B'\)"),
-    ({"block": 128}, ValueError, r"block: expected \(1, B\), \(B, 1\) or \(B, B'\)"),
-    ({"shape": (256,)}, ValueError, r"block: \(1, 128\) needs two or more dimensions, got shape \(256,\)"),
-    ({"shape": (-9, 256)}, ValueError, "shape: expected extents of zero or more"),
-    ({"shape": (9.5, 256)}, TypeError, r"shape: expected integers, \(…, M, K\), got \(9\.5, 256\)"),
-    ({"shape": [9, 256.5]}, TypeError, r"shape: expected integers, \(…, M, K\), got \[9, 256\.5\]"),
-    ({"block": [1, 48]}, ValueError, r"block: expected \(1, B\), \(B, 1\) or \(B, B'\)"),
-    ({"shape": None}, TypeError, r"shape: expected integers, \(…, M, K\), got None"),
-    ({"block": SQUARE, "target": "swizzled"}, ValueError,
-     r"target: 'swizzled' belongs to blocks along one line, got block \(128, 128\); take compact or "
-     r"gemm_ready"),
-    ({"block": SQUARE, "source": "deepgemm_sm90"}, ValueError, "source: 'deepgemm_sm90' belongs to blocks "
-     "along one line"),
-    ({"dtype": float8_e8m0fnu}, TypeError, "dtype: gemm_ready scales are float32, got float8_e8m0fnu"),
-    ({"dtype": "float64", "target": "compact"}, TypeError, "dtype: compact scales are float8_e8m0fnu, "
-     "float32, got float64"),
-    ({"dtype": "number"}, TypeError, "dtype: expected one that scales have, got 'number'"),
-    ({"dtype": float32, "target": "deepgemm_sm100"}, TypeError, "dtype: deepgemm_sm100 scales are int32, got "
-     "float32"),
-])
-def test_refused(change, error, message, refused):
-    options: dict[str, Any] = {**GOOD, **change}
-    s = options.pop("scale_inv", np.ones((9, 2), np.float32))
-    refused(error, message, fp8.convert_scales, s, **options)
-
-
-def test_refused_memory(refused):
-    memory, overlaps = np.zeros(64, np.float32), "out: overlaps scale_inv in memory"
-    cases.poison(memory)
-    for s in (memory[:18].reshape(9, 2), memory[:18].reshape(2, 9).T, memory[:36].reshape(9, 4)[:, :2]):
-        refused(ValueError, overlaps, fp8.convert_scales, s, out=memory[17:41].reshape(2, 12), **GOOD)
-    refused(ValueError, overlaps, fp8.convert_scales, memory[:36].reshape(9, 4)[:, :2],
-            out=memory[33:57].reshape(2, 12), **GOOD)
-    out = np.zeros((2, 12), np.float32)
-    out.flags.writeable = False
-    refused(ValueError, "out: the array is read-only", fp8.convert_scales, np.ones((9, 2), np.float32),
-            out=out, **GOOD)
-
-
 @needs_host
 @pytest.mark.parametrize("target", ["swizzled", "deepgemm_sm100"])
 def test_who_reads_them_wants_them_aligned(target):
