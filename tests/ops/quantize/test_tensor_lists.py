@@ -229,64 +229,6 @@ def test_lists_of_many_megabytes(launched):
         assert fp8.bytes_equal(results[i], fp8.cast_transpose(x, scales[i:i + 1]))
 
 
-# ---- what is refused ----
-XS = matrices("whole")
-N, OUTPUTS, CURRENT = len(XS), outputs_for(XS), CurrentScaling()
-CAST: dict[str, Any] = {"scales": (1.0,) * N, "outputs": OUTPUTS}
-AT_LEAST_ONE = "rowwise, columnwise: expected at least one"
-
-
-def of_cast(error: type[Exception], message: str, **wrong: Any) -> tuple[Any, ...]:
-    """A call of multi_cast_transpose that differs so from a right one."""
-    return fp8.multi_cast_transpose, error, message, {"xs": XS, **CAST, **wrong}
-
-
-def of_quantize(error: type[Exception], message: str, recipe: Any, **options: Any) -> tuple[Any, ...]:
-    return fp8.multi_quantize, error, message, {"xs": XS, "recipe": recipe, **options}
-
-
-@pytest.mark.parametrize(("op", "error", "message", "given"), [
-    of_cast(TypeError, "xs: expected a list, got ndarray", xs=XS[0]),
-    of_cast(ValueError, rf"scales: expected {N}, one for each array of xs, got {N - 1}",
-            scales=[1.0] * (N - 1)),
-    of_cast(ValueError, rf"scales: expected shape \({N},\)", scales=np.ones(N + 1, np.float32)),
-    of_cast(ValueError, "scales: expected one for each array, got None", scales=None),
-    of_cast(TypeError, "scales: expected dtype float32, got float64", scales=np.ones(N)),
-    of_cast(TypeError, r"scales\[1\]: expected", scales=[1.0, "two", *[1.0] * (N - 2)]),
-    of_cast(ValueError, "amaxes: expected", amaxes=[]),
-    of_cast(TypeError, r"amaxes\[0\]: expected", amaxes=[1.0] * N),
-    of_cast(ValueError, "outputs: expected", outputs=OUTPUTS[1:]),
-    of_cast(TypeError, "outputs: expected a list", outputs=OUTPUTS[0]),
-    of_cast(TypeError, r"outputs\[1\]: .*expected a Quantized", outputs=[OUTPUTS[0], None, *OUTPUTS[2:]]),
-    of_cast(ValueError, r"outputs\[0\]\.rowwise: expected per-tensor data of shape",
-            outputs=[OUTPUTS[1], OUTPUTS[0], *OUTPUTS[2:]]),
-    of_cast(ValueError, r"outputs\[1\]: no columnwise part",
-            outputs=[OUTPUTS[0], DELAYED.empty(XS[1].shape, like=np), *OUTPUTS[2:]]),
-    of_cast(ValueError, r"outputs\[1\].*overlaps outputs\[0\]",
-            outputs=[OUTPUTS[0], *[OUTPUTS[0]] * (N - 1)], xs=[XS[0]] * N),
-    of_cast(TypeError, r"xs\[1\]: expected dtype bfloat16, that of xs\[0\], got float32",
-            xs=[XS[0], XS[1].astype(np.float32), *XS[2:]]),
-    of_cast(ValueError, r"xs\[2\]: expected an array of two dimensions",
-            xs=[*XS[:2], XS[2].reshape(-1), *XS[3:]]),
-    of_cast(TypeError, "dtype", dtype=float16),
-    of_cast(ValueError, "noop: needs outputs=", outputs=None, noop=one(0)),
-    of_cast(ValueError, "scales: expected none", xs=[], outputs=[]),
-    of_quantize(TypeError, "recipe: expected", "current"),
-    of_quantize(TypeError, "recipe: expected", [1]),
-    of_quantize(ValueError, "scales: delayed scaling needs", DELAYED),
-    of_quantize(ValueError, "scales: current scaling", CURRENT, scales=[1.0] * 5),
-    of_quantize(ValueError, "scales, amaxes: belong", MXScaling(), amaxes=[1.0] * 5),
-    *(of_quantize(ValueError, AT_LEAST_ONE, recipe, rowwise=False) for recipe in KINDS[1:]),
-    of_quantize(TypeError, "columnwise: ", MXScaling(), columnwise="yes"),
-    of_quantize(ValueError, "noop: needs outputs=", MXScaling(), noop=np.zeros(1, np.float32)),
-])
-def test_lists_that_do_not_fit(op, error, message, given):
-    poison(OUTPUTS)
-    with pytest.raises(error, match="^" + message):
-        op(**given)
-    assert all((a.view(np.uint8) == 0xAA).all() for a in arrays(*OUTPUTS))
-
-
 def test_arrays_may_share_an_amax(run):
     x, y = (run.array(cases.values("normal", (16, 8), float32, seed)) for seed in (0, 1))
     shared = run.array(one(0))
