@@ -13,7 +13,7 @@ from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
 
 T, V = TypeError, ValueError
 SWIZZLE, UNSWIZZLE, CONVERT = fp8.swizzle_scales, fp8.unswizzle_scales, fp8.convert_scales
-DEQUANTIZE, REBASE, AWARE = fp8.dequantize, fp8.rebase_scales, fp8.scaling_aware_transpose
+REBASE, AWARE = fp8.rebase_scales, fp8.scaling_aware_transpose
 BLOCK, MX = fp8.quantize_block, fp8.quantize_mx
 SQUARE: Any = (128, 128)
 
@@ -84,6 +84,11 @@ LAYOUTS: list[Line] = [
     line(V, "amax: expected shape (3,), one for each column of history, got (4,)",
          fp8.update_delayed_scaling, ones(2, 3), ones(3), dtype=float8_e4m3fn, amax=ones(4)),
     line(T, "margin: expected an integer, got 0.5", fp8.compute_scale, ones(3), margin=0.5),
+    *[line(error, message, fp8.DelayedScalingState, *args, like="numpy") for error, message, *args in (
+        (T, "n: expected an integer, got 1.5", 1.5, DelayedScaling()),
+        (V, "n: expected 0 or more tensors, got -1", -1, DelayedScaling()),
+        (T, "recipe: expected a DelayedScaling, got str", 2, "max"),
+        (T, "recipe: expected a DelayedScaling, got the class", 2, DelayedScaling))],
     line(V, "algo: expected one of ('max', 'most_recent'), got 'mean'", DelayedScaling, algo="mean"),
     line(V, "history_len: expected an integer of 1 or more, got 0", DelayedScaling, history_len=0),
     *[line(V, "eps: expected a finite float32 of 0 or more, got ", fp8.compute_scale, ones(3), eps=eps)

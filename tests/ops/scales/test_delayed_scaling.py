@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import ones
 
 import cupy_fp8 as fp8
-from cupy_fp8 import DelayedScaling, DelayedScalingState, backend, reference, testing
+from cupy_fp8 import backend, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import OPS, Case, values
 from cupy_fp8.cli.selftest import check
-from cupy_fp8.formats import FORMATS, float8_e4m3fn, float8_e5m2, float16, float32
+from cupy_fp8.formats import FORMATS, float8_e4m3fn, float8_e5m2, float32
 from cupy_fp8.ops.scales import scale as scale_ops
 from cupy_fp8.testing import assert_bytes_equal
 
@@ -177,35 +176,6 @@ def test_a_broken_update_is_caught(broken, message):
     case = Case("update_delayed_scaling", float32, (5, 7), "normal", options={"dtype": float8_e4m3fn})
     with testing.executor("reference") as run, pytest.raises(AssertionError, match=message):
         check(dataclasses.replace(OPS["update_delayed_scaling"], function=broken), case, run)
-
-
-# ---- what is refused ----
-@pytest.mark.parametrize(("history", "scale", "kwargs", "error", "message"), [
-    (ones(3), ones(3), {}, ValueError, r"^history: expected shape \[L, n\] with L of 1 or more, got \(3,\)"),
-    (ones(2, 3, 1), ones(3), {}, ValueError, r"^history: expected shape \[L, n\].*got \(2, 3, 1\)"),
-    (ones(0, 3), ones(3), {}, ValueError, r"^history: expected shape \[L, n\] with L of 1 or more, got \(0, "
-     r"3\)"),
-    (ones(2, 3), ones(3), {"dtype": float16}, TypeError, "^dtype: expected one of float8_e4m3fn, "
-     "float8_e5m2, got float16"),
-    (ones(2, 3), ones(3), {"margin": 1.0}, TypeError, "^margin: expected an integer, got 1.0"),
-    (ones(2, 3), ones(3), {"algo": "mean"}, ValueError, r"^algo: expected one of \('max', 'most_recent'\), "
-     r"got 'mean'"),
-    (ones(2, 3), ones(3), {"amax": ones(4)}, ValueError, r"^amax: expected shape \(3,\), one for each column "
-     r"of history, got \(4,\)"),
-    (ones(2, 3), ones(3), {"amax": ones(1, 3)}, ValueError, r"^amax: expected shape \(3,\).*got \(1, 3\)"),
-])
-def test_update_refuses(refused, history, scale, kwargs, error, message):
-    refused(error, message, fp8.update_delayed_scaling, history, scale, **{"dtype": float8_e4m3fn, **kwargs})
-
-
-@pytest.mark.parametrize(("args", "error", "message"), [
-    ((1.5, DelayedScaling()), TypeError, "^n: expected an integer, got 1.5"),
-    ((-1, DelayedScaling()), ValueError, "^n: expected 0 or more tensors, got -1"),
-    ((2, "max"), TypeError, "^recipe: expected a DelayedScaling, got str"),
-    ((2, DelayedScaling), TypeError, "^recipe: expected a DelayedScaling, got the class"),
-])
-def test_state_refuses(refused, args, error, message):
-    refused(error, message, DelayedScalingState, *args, like="numpy")
 
 
 # ---- on a GPU ----
