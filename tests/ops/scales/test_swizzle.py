@@ -258,6 +258,22 @@ def test_a_swizzle_that_forgets_padding_is_caught():
         check(dataclasses.replace(op, function=forgets), next(op.cases()), run)
 
 
+@needs_host
+def test_swizzled_scales_are_aligned():
+    """Both sides of a matrix product need it; the kernels move 16 bytes at a time."""
+    memory = scales(1024)
+    lead = -memory.ctypes.data % 16 + 8
+    s = memory[lead : lead + 512].reshape(128, 4)
+    with testing.executor("host"):
+        with pytest.raises(ValueError, match=r"^out: address 0x.*8 is not a multiple of 16"):
+            fp8.swizzle_scales(scales(9, 4), out=s)
+        with pytest.raises(ValueError, match=r"^s: address 0x.*8 is not a multiple of 16"):
+            fp8.unswizzle_scales(s, shape=(9, 4), out=scales(9, 4))
+    want = fp8.swizzle_scales(scales(9, 4))
+    # the reference does not care
+    testing.assert_bytes_equal(fp8.swizzle_scales(scales(9, 4), out=s), want)
+
+
 # ---- on a GPU ----
 @pytest.mark.gpu
 @pytest.mark.full
