@@ -1,5 +1,5 @@
-"""A Scaled made by hand is checked where it is made: every part that does not fit the others is refused, by
-name."""
+"""A Scaled made by hand is checked where it is made, and one made otherwise by the calls that take it: every
+part that does not fit the others is refused, by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from block_data import result
+from messages import check, poisoned
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Scaled, testing
+from cupy_fp8 import Quantized, Scaled, testing
 from cupy_fp8.formats import float8_e4m3fn, float8_e8m0fnu, float32
 from cupy_fp8.layouts import SCALE_DTYPES, scale_shape
 
@@ -24,7 +25,8 @@ TENSOR: dict[str, Any] = {"block": None, "scale_layout": None, "scale_inv": np.o
 LAYOUT_NAMES = tuple(SCALE_DTYPES)
 
 
-@pytest.mark.parametrize(("change", "error", "message"), [
+#: How parts differ from those that fit, the error, and the start of its message.
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     # The layout of the scales is forgotten, wrong, or given for a single scale.
     ({"scale_layout": None}, ValueError,
      f"scale_layout: expected one of {LAYOUT_NAMES} for blocks (1, 128), got None; these scales fit "),
@@ -54,7 +56,8 @@ LAYOUT_NAMES = tuple(SCALE_DTYPES)
     # The block is none.
     ({"block": (1, 100)}, ValueError,
      "block: expected (1, B), (B, 1) or (B, B'), a power of two of 32 or more each, or None"),
-    ({"block": 128}, ValueError, "block: expected (1, B), (B, 1) or (B, B')"),
+    *(({"block": block}, ValueError, "block: expected (1, B), (B, 1) or (B, B')")
+      for block in (128, (1, 16), (1, 1), (None, None), (None, 32), (1, -32), (1, 32.0), (1, 32, 1))),
     ({"block": (128, 128), "scale_layout": "swizzled"}, ValueError,
      "scale_layout: 'swizzled' belongs to blocks along one line, got block"),
     # The data are not of the shape.
@@ -74,10 +77,22 @@ LAYOUT_NAMES = tuple(SCALE_DTYPES)
     ({"scale_inv": 1.0}, TypeError, "scale_inv: expected a numpy.ndarray or cupy.ndarray, got float"),
     ({**TENSOR, "scale_inv": np.float32(1)}, TypeError,
      "scale_inv: expected a numpy.ndarray or cupy.ndarray, got float32"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), MISTAKES)
 def test_parts_that_do_not_fit(change, error, message):
     with pytest.raises(error, match="^" + re.escape(message)):
         Scaled(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    row for row in MISTAKES if not row[2].startswith(("transposed", "scale_layout: expected None"))])
+def test_a_call_refuses_them_too(change, error, message):
+    """In a result that no constructor has checked."""
+    s, out = Scaled._of(**{**GOOD, **change}), poisoned(np.empty(SHAPE, float32))
+    for q in (s, Quantized(None, s)):
+        check(error, f"q.{message.partition(' ')[0]} ", fp8.dequantize, (q,), {"out": out})
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)

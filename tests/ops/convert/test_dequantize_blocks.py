@@ -246,6 +246,17 @@ def test_what_quantize_mx_makes(shape, layout, transposed, run):
                                                                                                         -2)))
 
 
+def test_overlap_with_a_strided_view_of_the_scales():
+    """What lies between the first and the last scale of a view, not as many bytes as it has scales."""
+    memory = np.zeros(1 << 16, np.uint8)
+    scale_inv = memory[:64 * 400].view(float8_e8m0fnu).reshape(64, 400)[:, :3]
+    s = Scaled(np.zeros((64, 96), float8_e4m3fn), scale_inv, (64, 96), block=ROW, scale_layout="compact")
+    start = (-memory.ctypes.data % 4) + 63 * 400 - 100
+    assert memory.ctypes.data + start > scale_inv.ctypes.data + scale_inv.nbytes
+    with testing.executor("host"), pytest.raises(ValueError, match=r"^out: overlaps q.scale_inv in memory"):
+        fp8.dequantize(s, out=memory[start:start + 64 * 96 * 4].view(np.float32).reshape(64, 96))
+
+
 # ---- on a GPU ----
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*cases.LARGE_SHAPES, (4096, 4096), (3, 1056, 992)], ids=str)
