@@ -34,26 +34,6 @@ def test_delayed_scaling_is_comparable():
                           margin=3) == DelayedScaling(float8_e4m3fn, 3, 1, "most_recent")
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    ({"dtype": bfloat16}, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got bfloat16"),
-    ({"dtype": fp8.float8_e8m0fnu}, TypeError,
-     "dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu"),
-    ({"dtype": "nope"}, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got 'nope'"),
-    ({"algo": "mean"}, ValueError, r"algo: expected one of \('max', 'most_recent'\), got 'mean'"),
-    ({"algo": None}, ValueError, "algo: expected one of .*, got None"),
-    ({"history_len": 0}, ValueError, "history_len: expected an integer of 1 or more, got 0"),
-    ({"history_len": -4}, ValueError, "history_len: expected an integer of 1 or more, got -4"),
-    ({"history_len": 2.0}, ValueError, "history_len: expected an integer of 1 or more, got 2.0"),
-    ({"history_len": None}, ValueError, "history_len: expected an integer of 1 or more, got None"),
-    ({"margin": 0.5}, TypeError, "margin: expected an integer, got 0.5"),
-    ({"margin": "1"}, TypeError, "margin: expected an integer, got '1'"),
-    ({"margin": None}, TypeError, "margin: expected an integer, got None"),
-], ids=str)  # fmt: skip
-def test_delayed_scaling_validates(options, error, message):
-    with pytest.raises(error, match=f"^{message}$"):
-        DelayedScaling(**options)
-
-
 @kind_parameter
 @pytest.mark.parametrize("dtype", [float8_e4m3fn, float8_e5m2], ids=str)
 @direction_parameter

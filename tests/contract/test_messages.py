@@ -141,6 +141,12 @@ LINES: list[Line] = [
     line(ValueError,
          "out.columnwise.data: expected out.rowwise.data itself, since both directions are the same here", CT,
          ones(SQUARE), 2.0, transposed=False, out=Quantized(row(SQUARE), row(SQUARE))),
+    line(ValueError, "dbias: " + TWO_OR_MORE, Q, ones((24,)), 2.0, dbias=True),
+    line(ValueError, "dbias: " + TWO_OR_MORE, EMPTY, (24,), dbias=True),
+    line(ValueError, "out: no dbias, but dbias=True was asked for", Q, X, 2.0, dbias=True,
+         out=Quantized(row())),
+    line(ValueError, "out: has a dbias, but dbias=False was asked for", Q, X, 2.0,
+         out=fp8.quantize_tensor(X, 1.0, dbias=True)),
     line(TypeError, "out[1]: expected None, since no probs were given", fp8.unpermute_backward, X, None,
          fp8.route(np.zeros((4, 1), np.int64), num_experts=1), out=(ones(), one())),
 

@@ -15,7 +15,7 @@ from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cases.programs import WITHOUT_OP
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e4m3fn, float32
-from cupy_fp8.kernels import Launch, sources
+from cupy_fp8.kernels import Kernel, Launch, sources
 
 CASES = [one.case for one in covering.observed()]
 QUICK = {id(one.case) for one in covering.quick_cases()}
@@ -26,6 +26,14 @@ QUICK = {id(one.case) for one in covering.quick_cases()}
 def test_equals_reference(case, executor):
     with testing.executor(executor) as run:
         check(OPS[case.op], case, run)
+
+
+def test_the_reference_makes_no_kernels(monkeypatch):
+    """Which would look for a GPU or for a compiler."""
+    monkeypatch.setattr(Kernel, "variant", lambda *_, **options: pytest.fail(f"a kernel was made: {options}"))
+    with testing.executor("reference") as run:
+        for op in OPS.values():
+            check(op, next(op.cases()), run)
 
 
 def background_jobs(items, background):

@@ -89,19 +89,6 @@ def test_recipes_make_room_for_it(recipe, run):
     assert wrapped.dbias.dtype == float32
 
 
-def test_what_is_asked_for_is_named():
-    x = np.ones((16, 8), np.float32)
-    without, with_it = fp8.quantize_tensor(x, 1.0), fp8.quantize_tensor(x, 1.0, dbias=True)
-    for message, call in (
-            ("dbias: expected an array of two or more dimensions",
-             lambda: fp8.quantize_tensor(x.reshape(-1), 1.0, dbias=True)),
-            ("dbias: expected an array of two or more", lambda: DelayedScaling().empty((8,), dbias=True)),
-            ("out: no dbias, but dbias=True", lambda: fp8.quantize_tensor(x, 1.0, dbias=True, out=without)),
-            ("out: has a dbias, but dbias=False", lambda: fp8.quantize_tensor(x, 1.0, out=with_it))):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
 @pytest.mark.gpu
 def test_a_graph_keeps_its_memory():
     """Calls with another dtype, between capture and replay, use the memory for the sums of tiles that the

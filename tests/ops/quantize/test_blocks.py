@@ -282,6 +282,15 @@ def test_squares_are_the_same_in_both_directions(shape, run):
     assert both.columnwise is both.rowwise
 
 
+@pytest.mark.parametrize("profile", ["te", "deepgemm", "torchao"])
+def test_an_eps_of_minus_zero_is_zero(profile, run):
+    x = np.zeros((2, 256), float32)
+    x[0, 3], x[0, 200] = 3, 1e-30
+    for eps in (-0.0, 0.0):
+        testing.assert_bytes_equal(fp8.quantize_block(run.array(x), profile=profile, eps=eps),
+                                   reference.quantize_block(x, profile=profile, eps=0.0))
+
+
 def test_a_block_names_the_rowwise_tile(run):
     """(128, 1) is (1, 128) of the transposed array."""
     host = cases.values("normal", (130, 300), float16)
