@@ -149,7 +149,7 @@ def forms(message: str, call: Any, out: Any, **options: Any) -> Line:
     return line(V, message, call, X, columnwise=True, out=poisoned(out), **options)
 
 
-SAME = "out.columnwise.data: expected out.rowwise.data itself, since both directions are the same here"
+SAME = "out.columnwise.scale_inv: expected out.rowwise.scale_inv itself, since both directions are the same"
 PER_TENSOR = "scale, amax: belong to per-tensor recipes"
 ALONG = "scale_layout: 'deepgemm_sm90' belongs to blocks along one line; DeepGEMM takes scales of 128 x 128"
 
@@ -183,15 +183,15 @@ QUANTISERS: list[Line] = [
          MXScaling().empty, (4, 65), buffers={"rowwise": (ones(4, 65, dtype=float8_e4m3fn), e8m0(4, 2))}),
     line(T, "buffers['rowwise'] scale_inv: expected dtype float8_e8m0fnu, got float32", MXScaling().empty,
          (4, 64), buffers={"rowwise": (ones(4, 64, dtype=float8_e4m3fn), ones(4, 2))}),
-    forms("out.rowwise: expected block-scaled data of shape (4, 64), not stored transposed, block (1, 128)",
+    forms("out.rowwise: expected block-scaled data of shape (4, 64) not stored transposed, block (1, 128)",
           BLOCK, BLOCK(X, block=(1, 64), columnwise=True)),
-    forms("out.columnwise: expected block-scaled data of shape (4, 64), not stored transposed", BLOCK,
+    forms("out.columnwise: expected block-scaled data of shape (4, 64) not stored transposed", BLOCK,
           BLOCK(X, columnwise=True), transposed=False),
     forms(SAME, BLOCK, Quantized(*(BLOCK(X, block=SQUARE).rowwise for _ in range(2))), block=SQUARE,
           transposed=False),
-    forms("out.rowwise: expected MX data of shape (4, 64), not stored transposed, block (1, 32), scales swi",
+    forms("out.rowwise: expected MX data of shape (4, 64) not stored transposed, block (1, 32), scales swi",
           MX, MX(X, columnwise=True), scale_layout="swizzled"),
-    forms("out.columnwise: expected MX data of shape (4, 64), stored transposed", MX, MX(X, columnwise=True),
+    forms("out.columnwise: expected MX data of shape (4, 64) stored transposed", MX, MX(X, columnwise=True),
           transposed=True),
 ]
 
@@ -235,7 +235,7 @@ SWIGLU: list[Line] = [
       for clamp in (0.0, 1e-60, float("nan"))],
     swiglu(V, "form: expected one of ('swiglu', 'gpt_oss'), got 'geglu'", form="geglu"),
     swiglu(V, "out.rowwise: expected block-scaled data", BlockScaling(), out=OUT),
-    swiglu(V, "out.rowwise: expected MX data of shape (8, 16), not stored transposed", out=WIDE),
+    swiglu(V, "out.rowwise: expected MX data of shape (8, 16) not stored transposed", out=WIDE),
     backward(T, "grad: expected dtype float32, got bfloat16", GRAD.astype(bfloat16)),
     backward(V, "grad: expected shape (8, 16) for an x of shape (8, 32), got (8, 32)", GATED),
     backward(T, "out: expected a tuple of two (an earlier result), got Quantized", out=WIDE),
