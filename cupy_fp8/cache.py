@@ -16,7 +16,7 @@ import numpy as np
 from . import backend
 from .arrays import Array, address, is_array
 from .calls.call import Op, run, validate_call
-from .calls.memory import identities
+from .calls.keys import identities
 from .calls.tensor_lists import checked
 from .directions import check_directions
 from .formats import flags

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from ..arrays import Array, address
 from ..kernels import Launch, executor_of
-from . import memory, remembered, validate
+from . import keys, memory, remembered, validate
 from .arguments import Call, Input
 from .results import Allocation, Description, given_result
 
@@ -56,7 +56,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     """Call an op: returns its result, or `out` after writing it."""
     described = None
     try:
-        described = memory.describe(op, given, out)
+        described = keys.describe(op, given, out)
         known = described and remembered.find(described, out)
     except TypeError:                   # an option that cannot be hashed: the op says what is wrong with it
         known = described = None

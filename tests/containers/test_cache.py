@@ -21,7 +21,7 @@ from cupy_fp8 import (
     cases,
     testing,
 )
-from cupy_fp8.calls.memory import identities
+from cupy_fp8.calls.keys import identities
 from cupy_fp8.formats import bfloat16
 
 

@@ -18,7 +18,7 @@ from places import Place, every_example
 
 import cupy_fp8 as fp8
 from cupy_fp8 import advice, recipes, testing
-from cupy_fp8.calls import memory, remembered
+from cupy_fp8.calls import keys, remembered
 from cupy_fp8.formats import BYTE_DTYPES
 
 F8: Any = fp8                       # whose types mypy does not compare
@@ -300,8 +300,8 @@ def test_a_name_and_its_dtype_are_remembered_apart(place: Place):
             assert by_name.dtype == by_dtype.dtype == dtype
             testing.assert_bytes_equal(by_name, by_dtype)
     if place.devices:
-        described = memory.describe("op", (x, "e4m3"), None)
-        assert described != memory.describe("op", (x, "e5m2"), None)
+        described = keys.describe("op", (x, "e4m3"), None)
+        assert described != keys.describe("op", (x, "e5m2"), None)
         assert len(remembered._calls) == 4
 
 

@@ -35,6 +35,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits, is_contiguous
 from cupy_fp8.calls import call, remembered, results
+from cupy_fp8.calls.relocation import CallMemory
 from cupy_fp8.kernels import owner_of
 
 workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
@@ -140,10 +141,10 @@ def test_two_arrays_that_were_one(example, device):
 
 
 def test_a_pointer_that_leads_elsewhere():
-    known = remembered._Known([(8192, 1), (4096, 16)], {64}, placed=False)
-    assert known.slots([(0, 4100), (1, 0), (2, 64), (5, 8192)]) == [(0, 1, 4), (5, 0, 0)]
-    for value in (4095, 4112, 8193, 63):
-        assert known.slots([(0, 4096), (1, value)]) is None
+    memory = CallMemory([(8192, 1), (4096, 16)], {64}, at_fixed_addresses=False)
+    assert memory.relocations([(0, 4100), (1, 0), (2, 64), (5, 8192)]) == [(0, 1, 4), (5, 0, 0)]
+    for pointer in (4095, 4112, 8193, 63):
+        assert memory.relocations([(0, 4096), (1, pointer)]) is None
 
 
 @pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), fp8.MXScaling()], ids=str)

@@ -22,7 +22,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
 from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.calls import call as calls
-from cupy_fp8.calls import memory
+from cupy_fp8.calls import keys
 from cupy_fp8.calls.memory import Range
 from cupy_fp8.calls.results import Written
 from cupy_fp8.cases import Case, Registration
@@ -185,7 +185,7 @@ def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[Written]]:
         raise _Validated
 
     validate = calls.validate_call
-    with (mock.patch.object(calls, "validate_call", noted), mock.patch.object(memory, "describe", _never),
+    with (mock.patch.object(calls, "validate_call", noted), mock.patch.object(keys, "describe", _never),
           suppress(_Validated)):
         call()
     return ranges, written

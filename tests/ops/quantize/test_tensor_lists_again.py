@@ -29,7 +29,7 @@ from cupy_fp8 import (
     cases,
     testing,
 )
-from cupy_fp8.calls import memory, tables
+from cupy_fp8.calls import keys, tables
 from cupy_fp8.calls.results import Written, places
 from cupy_fp8.calls.tables import Records, Table
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16
@@ -136,18 +136,18 @@ def _array(ptr: int, shape: tuple[int, ...]) -> Any:
 
 def test_a_list_of_gpu_arrays_is_described_once_while_they_live(monkeypatch):
     described: list[int] = []
-    real = memory._of_parts
-    monkeypatch.setattr(memory, "_KINDS", dict(memory._KINDS))
+    real = keys._of_parts
+    monkeypatch.setattr(keys, "_KINDS", dict(keys._KINDS))
 
     def noted(parts: Any, *rest: Any) -> bool:
         described.append(len(parts))
         return real(parts, *rest)
 
-    monkeypatch.setattr(memory, "_of_parts", noted)
+    monkeypatch.setattr(keys, "_of_parts", noted)
     xs = [_array(512 * i, (2, 3)) for i in range(3)]
 
     def describe(xs: list[Any]) -> Any:
-        return memory.describe("op", (xs,), None)
+        return keys.describe("op", (xs,), None)
 
     first = describe(xs)
     assert describe(list(xs)) == first
@@ -159,12 +159,12 @@ def test_a_list_of_gpu_arrays_is_described_once_while_they_live(monkeypatch):
     assert describe(xs) != first                            # a shape that is assigned is noticed
     xs[1].shape = (2, 3)
     assert describe(xs) == first
-    key = memory.identities(xs)
-    assert key in memory._lists
+    key = keys.identities(xs)
+    assert key in keys._lists
     del xs[0]
     gc.collect()
-    assert key not in memory._lists
-    assert memory.describe("op", ([0.0, 1.0],), None) != memory.describe("op", ([-0.0, 1.0],), None)
+    assert key not in keys._lists
+    assert keys.describe("op", ([0.0, 1.0],), None) != keys.describe("op", ([-0.0, 1.0],), None)
 
 
 @needs_host

@@ -1,0 +1,273 @@
+"""What a call is known by: whatever its launches depend on but for the contents of arrays. Calls with equal
+keys launch the same, so a key must tell apart everything that an op looks at.
+
+A key costs most of the host time of a repeated call. So what was found about types, lists and results is
+remembered too: `_signatures`, `_lists`, `_tokens` and the attribute `_described` of results hold nothing that
+could not be found again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..grouped import Grouped
+from ..kernels import executor_of
+from ..results import Quantized, Scaled
+from ..routing import Routing
+from .memory import ALIGNMENT, ALLOCATION_ALIGNMENT
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Memo(dict[_Key, _Value]):
+    """A dictionary that is emptied when it has `most` entries, of what can be found again in a slower way."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def put(self, key: _Key, value: _Value) -> None:
+        if len(self) >= self._most:
+            self.clear()
+        self[key] = value
+
+    def keep(self, key: _Key, value: _Value) -> _Value:
+        """The value of a key: this one, or the one that another thread has put there first."""
+        if len(self) >= self._most:
+            self.clear()
+        return self.setdefault(key, value)
+
+
+# ---- arguments ----
+#: Appends the facts of an argument that is no plain option (shapes, dtypes, metadata) and its addresses;
+#: False where such a call is never remembered.
+_Describe = Callable[[Any, list[Any], list[Any]], bool]
+
+
+def describe(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """(facts, addresses) of a call. Facts are the op, its options and whatever else of its arguments matters
+    to its launches; they can be hashed if the options can. Addresses are those of its arrays, those of a list
+    as `Addresses`. None for calls of the reference. TypeError if a list has a member that cannot be hashed.
+    """
+    given = out, *given
+    kinds = tuple(map(type, given))
+    signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
+    facts: list[Any] = [op, signature, signature.options(given)]
+    addresses: list[Any] = []
+    for position, describe in signature.described:
+        if not describe(given[position], facts, addresses):
+            return None
+    return tuple(facts), addresses
+
+
+class _Signature:
+    """The types of a call's arguments: each sequence of types has one such object, which stands for it among
+    the facts. Since types count, 1, 1.0 and True are three options.
+
+    options: gives the arguments that are compared as they are, from all of them
+    described: the positions of the others, and how to describe them
+    """
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        how = [_how_to_describe(kind) for kind in kinds]
+        plain = [position for position, describe in enumerate(how) if describe is None]
+        self.options = itemgetter(*plain) if plain else lambda _: None
+        self.described = [(position, describe) for position, describe in enumerate(how) if describe]
+
+
+_signatures: Memo[tuple[type, ...], _Signature] = Memo(4096)
+
+
+def _how_to_describe(kind: type) -> _Describe | None:
+    """None for options: equal ones of one type mean the same."""
+    if issubclass(kind, np.generic):                # equal numbers of other types can mean something else
+        return _never
+    return _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
+
+
+def _never(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
+    return False
+
+
+def _of_float(a: float, facts: list[Any], addresses: list[Any]) -> bool:
+    facts += (a, math.copysign(1, a))               # -0.0 equals 0.0, and is another scale
+    return True
+
+
+def _of_arrays(kind: type) -> _Describe | None:
+    """How arrays of this kind are described. CuPy's kind is added when one is seen: CuPy may not be there."""
+    if kind not in _KINDS and kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy":
+        _KINDS[kind] = _of_cupy
+    return _KINDS.get(kind)
+
+
+def _of_cupy(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
+    memory = a.data
+    addresses.append(memory.ptr)
+    facts += (a.shape, a.dtype, memory.device_id, memory.ptr % ALLOCATION_ALIGNMENT == 0)
+    if not a._c_contiguous:
+        facts.append(a.strides)
+    return True
+
+
+def _of_numpy(a: np.ndarray, facts: list[Any], addresses: list[Any]) -> bool:
+    """Only for kernels on the CPU: a call of the reference is never repeated."""
+    addresses.append(a.ctypes.data)
+    facts += (a.shape, a.dtype, a.strides, a.flags.writeable)
+    return executor_of(np) == "host"
+
+
+def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[Any]) -> bool:
+    """A result of several arrays, or an option such as a block."""
+    if given and type(given[-1]) is int:            # a shape or a block: only numbers, whose types count
+        facts += (given, tuple(map(type, given)))
+        return True
+    return _of_parts(given, facts, addresses)
+
+
+def _of_parts(parts: Sequence[Any], facts: list[Any], addresses: list[Any]) -> bool:
+    """Arrays, numbers and whatever else, each by itself."""
+    kinds = tuple(map(type, parts))
+    signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
+    facts += (signature, signature.options(parts))
+    return all(describe(parts[i], facts, addresses) for i, describe in signature.described)
+
+
+# ---- lists ----
+class Once:
+    """A tuple that is hashed once, and known to equal itself without a look at its members."""
+
+    def __init__(self, value: tuple[Any, ...]) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is type(self) and self.value == other.value)
+
+
+class Addresses(Once):
+    """The addresses of the arrays of a list."""
+
+    @functools.cached_property
+    def alignments(self) -> bytes:
+        return bytes(at % ALIGNMENT for at in self.value)
+
+
+def flat(addresses: Iterable[Any]) -> list[int]:
+    """Addresses, also those of lists, one by one."""
+    found: list[int] = []
+    for at in addresses:
+        found += (at,) if type(at) is int else at.value
+    return found
+
+
+class _Members(NamedTuple):
+    """What `describe` says of a list, and the shapes of its arrays, which can be assigned to. `alive` watches
+    its members: their identities are others' once they are gone."""
+
+    facts: Once
+    addresses: Addresses
+    shapes: tuple[tuple[int, ...], ...] | None
+    alive: list[weakref.ref[Any]]
+
+
+#: What was described of lists, by the identities of their members.
+_lists: Memo[bytes, _Members] = Memo(1024)
+_SHAPE = attrgetter("shape")
+
+
+def identities(objects: Sequence[Any]) -> bytes:
+    """Their identities as bytes: made in less than half the time that `id` takes, and compared at once."""
+    return np.fromiter(objects, object, len(objects)).tobytes()
+
+
+def _of_list(members: list[Any], facts: list[Any], addresses: list[Any]) -> bool:
+    """Lists of CuPy arrays, or of results of these, are described once for as long as their members live. A
+    call with a list of integers is not remembered: most are sizes, which it copies."""
+    kinds = set(map(type, members))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is int:
+        return False
+    if kind is float:
+        facts.append(array("d", members).tobytes())                 # tells -0 from 0
+        return True
+    of_arrays = kind is not None and _of_arrays(kind) is _of_cupy
+    key = identities(members) if of_arrays or kind is Quantized else b""
+    found = _lists.get(key) if key else None
+    if found is None or (of_arrays and found.shapes != tuple(map(_SHAPE, members))):
+        own_facts: list[Any] = []
+        own_addresses: list[Any] = []
+        if not _of_parts(members, own_facts, own_addresses):
+            return False
+        shapes = tuple(map(_SHAPE, members)) if of_arrays else None
+        found = _Members(Once(tuple(own_facts)), Addresses(tuple(flat(own_addresses))), shapes, [])
+        if of_arrays or (kind is Quantized and all("_described" in q.__dict__ for q in members)):
+            _lists.put(key, found)
+            forget = functools.partial(_forget_list, key)
+            found.alive.extend(weakref.ref(member, forget) for member in members)
+    facts.append(found.facts)
+    addresses.append(found.addresses)
+    return True
+
+
+def _forget_list(key: bytes, _: Any) -> None:
+    _lists.pop(key, None)
+
+
+# ---- results ----
+#: Equal facts of results have one such object, which is compared and hashed at once.
+_tokens: Memo[tuple[Any, ...], object] = Memo(4096)
+
+
+def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
+    """For results with these fields. On a GPU a result's description is kept with it, as `_described`, so its
+    fields are read once: results are frozen, and CuPy's memory stays where it is."""
+
+    def describe(result: Any, facts: list[Any], addresses: list[Any]) -> bool:
+        known = result.__dict__.get("_described")
+        if known is None:
+            parts = fields(result)
+            own_facts: list[Any] = []
+            own_addresses: list[Any] = []
+            if not _of_parts(parts, own_facts, own_addresses):
+                return False
+            known = tuple(own_facts), own_addresses
+            if all(map(_stays, parts)):
+                known = _tokens.keep(known[0], object()), own_addresses
+                result.__dict__["_described"] = known
+        facts.append(known[0])
+        addresses += known[1]
+        return True
+
+    return describe
+
+
+def _stays(part: Any) -> bool:
+    """Whether what is described of a result's part cannot change. A NumPy array can become read-only."""
+    return "_described" in part.__dict__ if isinstance(part, Scaled) else type(part) is not np.ndarray
+
+
+#: How to describe each kind of object that has memory; anything else is a plain option.
+_KINDS: dict[type, _Describe] = {
+    float: _of_float,
+    np.ndarray: _of_numpy,
+    tuple: _of_tuple,
+    list: _of_list,
+    Scaled: _of_result(attrgetter("data", "scale_inv", "shape", "transposed", "block", "scale_layout")),
+    Quantized: _of_result(attrgetter("_row", "_column", "dbias")),
+    Grouped: _of_result(attrgetter(
+        "splits", "offsets", "rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "shape", "block",
+        "scale_layout", "transposed")),
+    Routing: _of_result(lambda r: (*r._arrays().values(), r.rows, r.align)),
+}
