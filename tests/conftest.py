@@ -15,14 +15,13 @@ import pytest
 import tiers
 from background import Background
 from processes import pytest_runtestloop
-from refusals import refused
 from tiers import deselect_left_out, pytest_generate_tests, pytest_report_header
 
 from cupy_fp8 import backend, device_errors, testing
 from cupy_fp8.calls import remembered
 from cupy_fp8.kernels import Launch
 
-__all__ = ["pytest_generate_tests", "pytest_report_header", "pytest_runtestloop", "refused"]
+__all__ = ["pytest_generate_tests", "pytest_report_header", "pytest_runtestloop"]
 
 _BACKGROUND = pytest.StashKey[Background]()
 

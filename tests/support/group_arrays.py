@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
 from scale_arrays import guarded, raw
 
 import cupy_fp8 as fp8
@@ -63,10 +62,6 @@ def poison(arrays: Iterable[Any]) -> None:
         cases.poison(a)
 
 
-def is_poisoned(arrays: Iterable[Any]) -> bool:
-    return all((raw(a).view(np.uint8) == 0xAA).all() for a in arrays)
-
-
 def expect_groups(g: Grouped, x: np.ndarray, sizes: Any, recipe: Any, scales: np.ndarray | None = None,
                   **directions: bool) -> None:
     """Every member is what the recipe makes of its rows; data and scales follow one another, and the rest is
@@ -112,13 +107,3 @@ def padded(x: np.ndarray, sizes: Any, align: int) -> tuple[np.ndarray, np.ndarra
     """The rows of groups, each followed by rows of zeros, and their sizes."""
     sizes = np.asarray(sizes, np.int64)
     return reference.pad_groups(x[: sizes.sum()], sizes, align), -(-sizes // align) * align
-
-
-def refused(error: type[Exception], message: str, call: Callable[[], Any], out: Grouped,
-            names: Iterable[str] = PARTS[1:]) -> None:
-    """The call raises the error, and has written nothing to these arrays of `out`."""
-    parts = parts_of(out, names).values()
-    poison(parts)
-    with pytest.raises(error, match="^" + message):
-        call()
-    assert is_poisoned(parts), "memory was written"

@@ -83,17 +83,6 @@ def expect(run: testing.Executor, wanted: Any, function: Callable[..., Any], *ar
     return made
 
 
-def refused(error: type[Exception], message: str, function: Callable[..., Any], *args: Any,
-            out_name: str = "out", **kwargs: Any) -> None:
-    """The call raises this error itself, and writes nothing into `out`."""
-    held = [a for a in arrays_of(kwargs.get(out_name)) if isinstance(a, np.ndarray)]
-    before = [a.tobytes() for a in held]
-    with pytest.raises(error, match="^" + message) as caught:
-        function(*args, **kwargs)
-    assert caught.type is error
-    assert [a.tobytes() for a in held] == before, "memory was written"
-
-
 def noted(run: testing.Executor, found: list[str]) -> None:
     """The device's word says this, and no more; the reference notes nothing."""
     assert list(fp8.device_errors(clear=True)) == (found if run.name != "reference" else [])

@@ -239,14 +239,6 @@ def test_refused(error, message, given, options):
         CALL(*given, **options)
 
 
-def test_overlaps_are_refused():
-    memory = np.ones((12 * 8,), np.float32)
-    out, bias = memory.reshape(12, 8), memory[8:16]
-    for options in ({"out": out, "dtype": float32}, {"accumulate": out}):
-        with pytest.raises(ValueError, match="overlaps bias in memory"):
-            CALL(A, B, bias=bias, **options)
-
-
 def test_columns_of_blocks_are_refused():
     """Blocks along the rows, of data that are not stored transposed."""
     s = Scaled(np.ones((128, 64), float8_e4m3fn), np.ones((1, 64), np.float32), (128, 64), False, (128, 1),
