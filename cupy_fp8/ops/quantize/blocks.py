@@ -21,8 +21,19 @@ from ...methods import for_methods
 from ...options import block_eps, block_pow2, check_block_options
 from ...recipes import BlockScaling
 from ...results import Quantized
-from . import block_results
-from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Axis, BlockOp, Inputs, Members
+from .block_quantization import (
+    ABSENT,
+    ALL_WIDE,
+    AS_IS,
+    TRANSPOSED,
+    Axis,
+    BlockOp,
+    Inputs,
+    Members,
+    Quantization,
+    logical_shape,
+    stored_as,
+)
 from .quantized_result import Addresses
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
@@ -133,7 +144,7 @@ class BlockOptions(NamedTuple):
 
 
 # ---- what follows from shape and options ----
-class BlockQuantization(block_results.Quantization):
+class BlockQuantization(Quantization):
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool,
                  options: BlockOptions) -> None:
         block, to, rowwise, columnwise, transposed, pow2_scale, eps, profile, scale_layout = options
@@ -141,7 +152,7 @@ class BlockQuantization(block_results.Quantization):
         least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
         pow2 = block_pow2(pow2_scale, profile)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        directions = block_directions(block_results.logical(shape, swapped), to, *switches, block,
+        directions = block_directions(logical_shape(shape, swapped), to, *switches, block,
                                       scale_layout)
         super().__init__(shape, source, swapped, options, directions, "block-scaled")
         self.compact, self.square = scale_layout == "compact", 1 not in block
@@ -152,7 +163,7 @@ class BlockQuantization(block_results.Quantization):
         rows, columns = (name if name in names else None for name in (
             ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
         written: list[tuple[int, str | None]] = [
-            (block_results.stored(self.directions[name], self.swapped) if name else ABSENT, name)
+            (stored_as(self.directions[name], self.swapped) if name else ABSENT, name)
             for name in (rows, columns)]
         if self.square:
             # Both directions have the same codes, so each order in which they are stored is written once.
@@ -228,7 +239,7 @@ def _whole_vectors_launch(call: Call, inputs: Inputs, name: str, addresses: Addr
     """The launch of quantize_whole_vectors, which writes one direction of blocks of whole rows or columns."""
     quantization, x, direction = inputs.quantization, inputs.x, inputs.quantization.directions[name]
     along_rows = (direction.block[0] == 1) != quantization.swapped
-    axis = Axis(name, block_results.stored(direction, quantization.swapped), name,
+    axis = Axis(name, stored_as(direction, quantization.swapped), name,
                 _strides(direction, quantization.swapped))
     tile = _ACROSS if along_rows else _GATHERED
     tiles = cdiv(quantization.rows, tile.rows) if along_rows else cdiv(quantization.columns, tile.columns)

@@ -19,7 +19,7 @@ from ...kernels.shapes import LANE_COLUMNS, WarpTiles
 from ...layouts import cdiv, group_scales, group_unit, grouped_scale_shape, round_up
 from ...recipes import BlockScaling, MXScaling
 from . import blocks, mx
-from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Axis, Members
+from .block_quantization import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Axis, Members
 from .grouped_call import Inputs, tiled
 from .grouped_result import scale_format
 from .quantized_result import Addresses

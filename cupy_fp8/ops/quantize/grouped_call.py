@@ -10,7 +10,7 @@ from ...calls.group_sizes import Groups
 from ...kernels import grid_size
 from ...layouts import cdiv, padded_rows
 from ...recipes import Recipe
-from .block_results import Quantization
+from .block_quantization import Quantization
 from .grouped_result import GroupedResult
 
 

@@ -33,8 +33,8 @@ def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[
     recipe, scales_at, amaxes_at = inputs.recipe, 0, inputs.amaxes.at if inputs.amaxes else 0
     if isinstance(recipe, CurrentScaling):
         rule = scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale)
-        if choice := _single_read(inputs, addresses):
-            yield from _cast_current(call, inputs, addresses, choice, rule)
+        if staging := _single_read(inputs, addresses):
+            yield from _cast_current(call, inputs, addresses, staging, rule)
             return
         scales_at, found = _find_scales(call, inputs, amaxes_at, rule)
         yield from found
@@ -98,8 +98,8 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
     return scales_at, found
 
 
-def _single_read(inputs: Inputs, addresses: dict[str, int]) -> single_read.Choice | None:
-    """The choice for quantising groups from one read. It assumes that groups are about equally large, since
+def _single_read(inputs: Inputs, addresses: dict[str, int]) -> single_read.Staging | None:
+    """The staging for quantising groups from one read. It assumes that groups are about equally large, since
     only the device knows their sizes."""
     if not (inputs.number and _is_aligned(inputs, addresses)):
         return None
@@ -109,7 +109,7 @@ def _single_read(inputs: Inputs, addresses: dict[str, int]) -> single_read.Choic
     return single_read.choose(inputs.x.array, [down * across], inputs.number)
 
 
-def _cast_current(call: Call, inputs: Inputs, addresses: dict[str, int], choice: single_read.Choice,
+def _cast_current(call: Call, inputs: Inputs, addresses: dict[str, int], staging: single_read.Staging,
                   rule: tuple[float, float, bool]) -> Iterator[Launch]:
     x, tile = inputs.x.array, single_read.TILE
     tiling = tiled(call, inputs, addresses, tile.rows, tile.columns)
@@ -117,11 +117,11 @@ def _cast_current(call: Call, inputs: Inputs, addresses: dict[str, int], choice:
     yield find
     of_tiles = single_read.words(tiling.grid)
     words_at = call.workspace("group_current", of_tiles + 2 * inputs.number)
-    yield _CURRENT.variant(shared=choice.shared, IN=x.dtype, OUT=inputs.recipe.dtype).bind(
-        x, choice.blocks, x=inputs.x.at, data=addresses["rowwise"], data_t=addresses["columnwise"],
+    yield _CURRENT.variant(shared=staging.shared, IN=x.dtype, OUT=inputs.recipe.dtype).bind(
+        x, staging.blocks, x=inputs.x.at, data=addresses["rowwise"], data_t=addresses["columnwise"],
         scale_inv=addresses["scale_inv"], amax=inputs.amaxes.at if inputs.amaxes else 0, noop=call.noop_at,
         amax_of_launch=words_at + 4 * of_tiles, groups={**tiling.groups, "segments": segments_at},
-        single_read=single_read.members(words_at, tiling.grid, choice, rule))
+        single_read=single_read.members(words_at, tiling.grid, staging, rule))
 
 
 # ---- variants ----

@@ -21,8 +21,20 @@ from ...methods import for_methods
 from ...options import check_mx_options
 from ...recipes import MXScaling
 from ...results import Quantized
-from . import block_results
-from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Axis, BlockOp, Inputs, Members
+from .block_quantization import (
+    ABSENT,
+    ALL_WIDE,
+    AS_IS,
+    TRANSPOSED,
+    Axis,
+    BlockOp,
+    Inputs,
+    Members,
+    Quantization,
+    destinations,
+    logical_shape,
+    stored_as,
+)
 from .quantized_result import Addresses
 
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows", block=shapes.ELEMENTWISE_THREADS)
@@ -117,13 +129,13 @@ class MxOptions(NamedTuple):
 
 
 # ---- what follows from shape and options ----
-class MxQuantization(block_results.Quantization):
+class MxQuantization(Quantization):
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool,
                  options: MxOptions) -> None:
         to, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
         check_mx_options(mode, profile, block, scale_layout)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        directions = mx_directions(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
+        directions = mx_directions(logical_shape(shape, swapped), to, *switches, block, scale_layout)
         super().__init__(shape, source, swapped, options, directions, "MX")
         square = block == (_BLOCK, _BLOCK)
         #: Whether scales that are neighbours down a column of memory are neighbours in scale_inv.
@@ -137,7 +149,7 @@ class MxQuantization(block_results.Quantization):
 def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tuple[Axis, Axis]:
     """What is written along rows and along columns of memory."""
     names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
-    stored = [block_results.stored(directions.get(name), swapped) for name in names]
+    stored = [stored_as(directions.get(name), swapped) for name in names]
     data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
     if square:
         # Both directions have the same codes, so each order in which they are stored is written once.
@@ -199,7 +211,7 @@ def _rows_launch(call: Call, inputs: Inputs, addresses: Addresses) -> Launch | N
         return None
     if (direction.block, direction.scale_layout) != ((1, _BLOCK), "compact") or quantization.columns % _BLOCK:
         return None
-    members = block_results.destinations(quantization.axes, addresses)
+    members = destinations(quantization.axes, addresses)
     grid, vector = shapes.elementwise_grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
                                             members["rows_data"])
     return _ROWS.variant(IN=quantization.source, OUT=quantization.to).bind(

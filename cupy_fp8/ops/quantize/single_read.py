@@ -31,7 +31,7 @@ _PREFERRED_STAGES = 5
 _FEWEST_TILES = 8
 
 
-class _Machine(NamedTuple):
+class _Capacity(NamedTuple):
     """How many blocks of threads a GPU holds at a time, and how many stages each of them has."""
 
     blocks: int
@@ -44,17 +44,17 @@ class _Machine(NamedTuple):
         return (stages + 1) * self.blocks
 
 
-_CPU = _Machine(blocks=3, stages=1, most_stages=2, fewest=0)
+_CPU = _Capacity(blocks=3, stages=1, most_stages=2, fewest=0)
 
 
 @functools.cache
-def _gpu(device_id: int) -> _Machine:
+def _gpu(device_id: int) -> _Capacity:
     fit = (kernels.shared_memory_per_block(device_id) - _STATIC_SHARED - TILE.shared) // _STAGE_BYTES
     most = min(fit, _MOST_STAGES) if fit >= _FEWEST_STAGES else 0
-    return _Machine(kernels.multiprocessors(device_id), min(most, _PREFERRED_STAGES), most, _FEWEST_TILES)
+    return _Capacity(kernels.multiprocessors(device_id), min(most, _PREFERRED_STAGES), most, _FEWEST_TILES)
 
 
-class Choice(NamedTuple):
+class Staging(NamedTuple):
     """The stages and the blocks of threads of a launch."""
 
     stages: int
@@ -66,18 +66,18 @@ class Choice(NamedTuple):
         return self.stages * _STAGE_BYTES + TILE.shared
 
 
-def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
-    """The choice for matrices of so many tiles each, the list repeated `times` times. None if two launches
+def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Staging | None:
+    """The staging for matrices of so many tiles each, the list repeated `times` times. None if two launches
     are faster: for little data, and if most of it would be read twice all the same. x: one of the matrices,
     whose rows all allow chunked access."""
-    machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
+    capacity = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
     total = sum(matrices)
-    if x.dtype.itemsize != 2 or not machine.most_stages or times * total < machine.fewest * machine.blocks:
+    if x.dtype.itemsize != 2 or not capacity.most_stages or times * total < capacity.fewest * capacity.blocks:
         return None
-    stages = machine.stages if 2 * max(matrices) <= machine.most(machine.stages) else machine.most_stages
-    if 2 * sum(count for count in matrices if count <= machine.most(stages)) < total:
+    stages = capacity.stages if 2 * max(matrices) <= capacity.most(capacity.stages) else capacity.most_stages
+    if 2 * sum(count for count in matrices if count <= capacity.most(stages)) < total:
         return None
-    return Choice(stages, max(1, min(machine.blocks, times * total)))
+    return Staging(stages, max(1, min(capacity.blocks, times * total)))
 
 
 def words(count: int) -> int:
@@ -85,11 +85,11 @@ def words(count: int) -> int:
     return _STATE_WORDS + 2 * count
 
 
-def members(at: int, tiles: int, choice: Choice, rule: tuple[float, float, bool]) -> dict[str, Any]:
+def members(at: int, tiles: int, staging: Staging, rule: tuple[float, float, bool]) -> dict[str, Any]:
     """The struct SingleRead for so many tiles of all matrices. at: the workspace's address, a multiple of 8.
     rule: target, eps, pow2_scale."""
     target, eps, pow2 = rule
-    return {"state": at, "told": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": choice.stages,
+    return {"state": at, "told": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": staging.stages,
             "target": target, "eps": eps, "pow2": int(pow2)}
 
 

@@ -183,7 +183,7 @@ def launches(call: Call, inputs: Inputs, result: QuantizedResult, written: Seque
     if dprobs_at:
         # The partial sums of a tile of columns are a row: summing down these rows sums over the columns of x.
         shape = (2 if inputs.interleaved else 1) * inputs.half, rows
-        sums = ColumnSums(x, dprobs_at, call.scratch("swiglu_dprobs", partial_sums(shape)), shape)
+        sums = ColumnSums(shape, dprobs_at, call.scratch("swiglu_dprobs", partial_sums(shape)))
         swiglu["sums"] = sums.tiles_at(_TILE.columns)
     column_data = addresses.get("data_t", 0) or addresses.get("column_data", 0)
     if _is_wide(inputs, addresses.get("data", 0) if output.transposed
@@ -224,7 +224,7 @@ def _is_wide(inputs: Inputs, data: int) -> bool:
     return inputs.half % 8 == 0 and read % 16 == 0 and data % 8 == 0
 
 
-def _cast(call: Call, inputs: Inputs, program: _Choice, members: Members,
+def _cast(call: Call, inputs: Inputs, program: _Program, members: Members,
           addresses: Members) -> Iterator[Launch]:
     """The launch that casts with one scale; for current scaling another one before it finds that scale."""
     x, recipe, amax_at = inputs.x.array, inputs.output.recipe, inputs.amax_at
@@ -241,7 +241,7 @@ def _cast(call: Call, inputs: Inputs, program: _Choice, members: Members,
 
 
 # ---- programs ----
-class _Choice(NamedTuple):
+class _Program(NamedTuple):
     """A program for a call, its grid, and how many tiles of a column a block of threads takes."""
 
     variant: Variant
@@ -254,19 +254,19 @@ class _Choice(NamedTuple):
         return self.variant.bind(x, self.grid, shared=shared, **members)
 
 
-def _program(inputs: Inputs, swiglu: Members) -> _Choice:
+def _program(inputs: Inputs, swiglu: Members) -> _Program:
     """The program that a call takes. swiglu: the members of SwigluCall."""
     output, backward, source = inputs.output, inputs.grad is not None, inputs.x.dtype
     found = _variants(output.kernel, source, output.recipe.dtype, backward)
     path = _path(inputs, swiglu)
     variant = found.get(path) or found[ANY if path == QUOTIENTS else WIDE]
     if variant is found[ANY]:
-        return _Choice(variant, _TILE.grid(output.shape), 1)
+        return _Program(variant, _TILE.grid(output.shape), 1)
     # These write the tiles of da and of db at once.
     once, each = (output.shape[0], inputs.half), 1
     while each < _most_tiles(variant) and _TILE.grid(once) // (2 * each) >= _ENOUGH_BLOCKS:
         each *= 2
-    return _Choice(variant, _TILE._replace(rows=each * _TILE.rows).grid(once), each)
+    return _Program(variant, _TILE._replace(rows=each * _TILE.rows).grid(once), each)
 
 
 def _path(inputs: Inputs, swiglu: Members) -> str:

@@ -29,7 +29,8 @@ _CAST = Kernel("quantize/tensor", "cast", block=shapes.ELEMENTWISE_THREADS)
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
 #: The fastest choice on an H200 (docs/lab-notes).
 _COLUMNWISE = shapes.Tile(256, 128, down_first=True)
-_ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2        # of DIRECTIONS
+#: Bits of the define DIRECTIONS.
+_ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2
 #: DIRECTIONS and DBIAS of the programs for whole patches.
 _WHOLE = ((3, False), (2, False), (3, True), (1, True))
 
@@ -131,15 +132,17 @@ def destinations(result: QuantizedResult, written: Sequence[int]) -> dict[str, i
 
 # ---- the call and its launches ----
 class _Inputs(NamedTuple):
+    """scale: as it was given. rule: target, eps and pow2_scale of current scaling; None with a given scale.
+    directions: rowwise, columnwise and transposed."""
+
     x: Input
-    scale: Any                          # as it was given
+    scale: Any
     scale_at: int
     scale_value: float
-    # for current scaling: target, eps and whether scales are powers of two
     rule: tuple[float, float, bool] | None
     amax: Array | None
     amax_at: int
-    directions: dict[str, bool]         # rowwise, columnwise, transposed
+    directions: dict[str, bool]
     result: QuantizedResult
     dtype: np.dtype[Any]
 
@@ -212,7 +215,7 @@ def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any],
     sums = None
     if dbias:
         dbias_at = addresses.pop("dbias")
-        sums = ColumnSums(x, dbias_at, call.scratch("bias_gradient", partial_sums(x.shape)))
+        sums = ColumnSums(x.shape, dbias_at, call.scratch("bias_gradient", partial_sums(x.shape)))
         members["column_sums"] = sums.tiles_at(tile.rows)
     variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias, whole * directions)
     yield variant.bind(x, tile.grid(x.shape), shared=_shared(tile, directions, dbias), **members,

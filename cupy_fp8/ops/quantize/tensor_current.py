@@ -19,7 +19,7 @@ _STATIC_SHARED = 1024       # bytes for the kernel's own variables
 _CHUNK_BYTES = 16
 
 
-class _Machine:
+class _Grid:
     """What a grid can hold: one block per multiprocessor, and so many rounds of chunks in each block."""
 
     def __init__(self, blocks: int, threads: int, shared_bytes: int) -> None:
@@ -29,12 +29,12 @@ class _Machine:
         self.shared = self.rounds_in_shared * round_bytes
 
 
-_CPU = _Machine(blocks=4, threads=256, shared_bytes=10 << 10)
+_CPU = _Grid(blocks=4, threads=256, shared_bytes=10 << 10)
 
 
 @functools.cache
-def _gpu(device_id: int) -> _Machine:
-    return _Machine(multiprocessors(device_id), 1024, shared_memory_per_block(device_id))
+def _gpu(device_id: int) -> _Grid:
+    return _Grid(multiprocessors(device_id), 1024, shared_memory_per_block(device_id))
 
 
 def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float, bool],
@@ -43,27 +43,27 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float,
     the kernel needs. addresses: those of the result. The launch takes no more shared memory than it needs,
     because rounds in registers arrive through the L1."""
     a, chunk = x.array, _CHUNK_BYTES // x.dtype.itemsize
-    machine = _CPU if isinstance(a, np.ndarray) else _gpu(a.data.device_id)
+    grid = _CPU if isinstance(a, np.ndarray) else _gpu(a.data.device_id)
     chunks = a.size // chunk
-    blocks = min(machine.blocks, -(-chunks // machine.threads)) or 1
-    rounds = -(-chunks // (blocks * machine.threads))
+    blocks = min(grid.blocks, -(-chunks // grid.threads)) or 1
+    rounds = -(-chunks // (blocks * grid.threads))
     in_registers = _CAST_CURRENT.constant("kHeld")
-    if rounds > in_registers + machine.rounds_in_shared or x.at % _CHUNK_BYTES or addresses["data"] % chunk:
+    if rounds > in_registers + grid.rounds_in_shared or x.at % _CHUNK_BYTES or addresses["data"] % chunk:
         return None
     target, eps, pow2 = rule
     # Blocks find there what others told in this launch, so each number of blocks has words of its own.
     words_at = call.workspace(f"current scaling by {blocks} blocks", 1 + blocks)
-    return _variant(x.dtype, dtype, machine).bind(
-        a, blocks, shared=max(1, rounds - in_registers) * machine.threads * _CHUNK_BYTES, x=x.at, **addresses,
+    return _variant(x.dtype, dtype, grid).bind(
+        a, blocks, shared=max(1, rounds - in_registers) * grid.threads * _CHUNK_BYTES, x=x.at, **addresses,
         noop=call.noop_at, workspace=words_at, n=a.size, target=target, eps=eps, pow2=int(pow2),
         rounds=rounds)
 
 
-def _variant(source: np.dtype[Any], to: np.dtype[Any], machine: _Machine) -> Variant:
-    return _CAST_CURRENT.variant(block=machine.threads, shared=machine.shared, IN=source, OUT=to)
+def _variant(source: np.dtype[Any], to: np.dtype[Any], grid: _Grid) -> Variant:
+    return _CAST_CURRENT.variant(block=grid.threads, shared=grid.shared, IN=source, OUT=to)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
-        yield _variant(source, to, _Machine(1, 1024, _STATIC_SHARED))
+        yield _variant(source, to, _Grid(1, 1024, _STATIC_SHARED))

@@ -156,7 +156,7 @@ class _Inputs(NamedTuple):
 _result_of = functools.lru_cache(maxsize=1024)(tensor.per_tensor_result)
 
 
-class _QuantizeList(Op[_Inputs]):
+class _PerTensorList(Op[_Inputs]):
     """Quantises matrices with one scale each."""
 
     def arguments(self, call: Call, xs: Any, scales: Any, amaxes: Any, noop: Any, recipe: Any, rowwise: Any,
@@ -190,15 +190,15 @@ class _QuantizeList(Op[_Inputs]):
             return []
         if not inputs.rule:
             return [_cast(call, matrices, inputs.recipe.dtype)]
-        choice = None
+        staging = None
         if all(each.aligned for each in matrices):
-            choice = single_read.choose(call.x, [each.tiles(single_read.TILE) for each in matrices])
-        if choice:
-            return [_read_once(call, matrices, inputs.recipe.dtype, inputs.rule, choice)]
+            staging = single_read.choose(call.x, [each.tiles(single_read.TILE) for each in matrices])
+        if staging:
+            return [_read_once(call, matrices, inputs.recipe.dtype, inputs.rule, staging)]
         return _read_twice(call, matrices, inputs.recipe.dtype, inputs.rule)
 
 
-class _CastTransposeList(_QuantizeList):
+class _CastTransposeList(_PerTensorList):
     """Quantises matrices with given scales in both directions."""
 
     def arguments(self, call: Call, *given: Any) -> _Inputs:
@@ -210,7 +210,7 @@ class _CastTransposeList(_QuantizeList):
         return super().arguments(call, xs, scales, amaxes, noop, recipe, True, True)
 
 
-_QUANTIZE, _CAST_TRANSPOSE = _QuantizeList(), _CastTransposeList()
+_QUANTIZE, _CAST_TRANSPOSE = _PerTensorList(), _CastTransposeList()
 
 
 def _rule(recipe: Any, scales: Any) -> _Rule | None:
@@ -280,14 +280,14 @@ def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> byt
 
 
 def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule,
-               choice: single_read.Choice) -> Launch:
+               staging: single_read.Staging) -> Launch:
     """The launch of current scaling if matrices wait in the multiprocessors for their scales."""
     x, count = matrices[0].x.array, sum(each.tiles(single_read.TILE) for each in matrices)
     table = _table(matrices, single_read.TILE, 4 * single_read.words(count))
     at = table.make(call, _packed(matrices, table))
-    return _CURRENT.variant(shared=choice.shared, IN=x.dtype, OUT=to).bind(
-        x, choice.blocks, tensors=at, tensor_of=at + table.numbers, noop=call.noop_at,
-        single_read=single_read.members(at + table.zeros, count, choice, rule))
+    return _CURRENT.variant(shared=staging.shared, IN=x.dtype, OUT=to).bind(
+        x, staging.blocks, tensors=at, tensor_of=at + table.numbers, noop=call.noop_at,
+        single_read=single_read.members(at + table.zeros, count, staging, rule))
 
 
 def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule) -> Iterator[Launch]:

@@ -22,18 +22,20 @@ from ...kernels.shapes import LANE_COLUMNS
 from ...layouts import cdiv
 from ...recipes import BlockScaling, MXScaling
 from ...results import Quantized
-from . import block_results, blocks, grouped_blocks, mx
-from .block_results import TRANSPOSED, WIDE_COLUMNS, WIDE_ROWS, WIDE_X, BlockOp
+from . import block_quantization, blocks, grouped_blocks, mx
+from .block_quantization import TRANSPOSED, WIDE_COLUMNS, WIDE_ROWS, WIDE_X, BlockOp
 
 
 class _Inputs(NamedTuple):
-    op: BlockOp                         # the op for one array
-    arrays: list[block_results.Inputs]  # that op's inputs, for each array
+    """op, arrays: the op for one array, and its inputs for each array."""
+
+    op: BlockOp
+    arrays: list[block_quantization.Inputs]
     recipe: BlockScaling | MXScaling
     directions: dict[str, bool]
 
 
-class _QuantizeList(Op[_Inputs]):
+class _BlockList(Op[_Inputs]):
     def arguments(self, call: Call, xs: Any, noop: Any, recipe: BlockScaling | MXScaling, rowwise: Any,
                   columnwise: Any) -> _Inputs:
         directions = flag(rowwise, "rowwise"), flag(columnwise, "columnwise")
@@ -81,7 +83,7 @@ class _QuantizeList(Op[_Inputs]):
         yield from alone
 
 
-QUANTIZE = _QuantizeList()
+QUANTIZE = _BlockList()
 
 
 # ---- launches ----
@@ -90,7 +92,7 @@ class _Listed(NamedTuple):
 
     x: Input
     quantization: grouped_blocks.AnyQuantization
-    members: block_results.Members
+    members: block_quantization.Members
 
     @property
     def allows_wide(self) -> bool:
@@ -110,7 +112,7 @@ class _Listed(NamedTuple):
 
 
 def _members(quantization: grouped_blocks.AnyQuantization, written: Sequence[int],
-             x: Input) -> block_results.Members:
+             x: Input) -> block_quantization.Members:
     aligned = x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0
     axes, members = grouped_blocks.axes_of(quantization)
     addresses = quantization.result.addresses(written)

@@ -48,7 +48,7 @@ def expect_list(results: list[Any], xs: list[np.ndarray], amaxes: Any = None, st
 
 
 def machine(monkeypatch, blocks, stages, most_stages=None):
-    monkeypatch.setattr(single_read, "_CPU", single_read._Machine(blocks, stages, most_stages or stages, 0))
+    monkeypatch.setattr(single_read, "_CPU", single_read._Capacity(blocks, stages, most_stages or stages, 0))
 
 
 @needs_host
@@ -61,7 +61,7 @@ def test_any_list(monkeypatch, shapes, blocks, stages, kind, dtype, directions, 
     twice."""
     with monkeypatch.context() as patch, testing.executor("host") as run:
         machine(patch, blocks, stages)
-        patch.setattr(single_read._Machine, "most", lambda self, _: HUGE)
+        patch.setattr(single_read._Capacity, "most", lambda self, _: HUGE)
         xs = []
         for i, (rows, units) in enumerate(shapes):
             x, _ = guarded(run, (rows, 8 * units), np.dtype(dtype), 0)
@@ -80,7 +80,7 @@ def test_any_list(monkeypatch, shapes, blocks, stages, kind, dtype, directions, 
 def test_any_groups(monkeypatch, splits, spare, units, blocks, stages, align, kind, directions, seed):
     with monkeypatch.context() as patch, testing.executor("host") as run:
         machine(patch, blocks, stages)
-        patch.setattr(single_read._Machine, "most", lambda self, _: HUGE)
+        patch.setattr(single_read._Capacity, "most", lambda self, _: HUGE)
         x, _ = guarded(run, (sum(splits) + spare, 8 * units), bfloat16, 0)
         bits(x)[...] = bits(values(kind, x.shape, bfloat16, seed))
         amaxes, want_amaxes = (np.full(len(splits), 2.0, np.float32) for _ in range(2))
@@ -158,20 +158,20 @@ def test_the_largest_element_is_found_wherever_it_is(run):
 
 def test_a_choice_counts_what_fits(monkeypatch):
     cpu = np.zeros((1, 8), float16)
-    machine = single_read._Machine(blocks=3, stages=3, most_stages=4, fewest=2)
+    machine = single_read._Capacity(blocks=3, stages=3, most_stages=4, fewest=2)
     monkeypatch.setattr(single_read, "_CPU", machine)
     assert (machine.most(3), machine.most(4)) == (12, 15)
-    assert single_read.choose(cpu, [6, 1]) == single_read.Choice(3, 3)
-    assert single_read.choose(cpu, [7]) == single_read.choose(cpu, [15]) == single_read.Choice(4, 3)
+    assert single_read.choose(cpu, [6, 1]) == single_read.Staging(3, 3)
+    assert single_read.choose(cpu, [7]) == single_read.choose(cpu, [15]) == single_read.Staging(4, 3)
     assert single_read.choose(cpu, [16]) is None, "most would be read twice"
-    assert single_read.choose(cpu, [16, 15, 1]) == single_read.Choice(4, 3)
+    assert single_read.choose(cpu, [16, 15, 1]) == single_read.Staging(4, 3)
     assert single_read.choose(cpu, [16, 14, 1]) is None
     assert single_read.choose(cpu, [5]) is None, "too little"
     assert single_read.choose(cpu.astype(float32), [6]) is None
     monkeypatch.setattr(single_read, "_CPU", machine._replace(most_stages=0))
     assert single_read.choose(cpu, [6]) is None
     monkeypatch.setattr(single_read, "_CPU", machine._replace(fewest=0))
-    assert single_read.choose(cpu, [2]) == single_read.Choice(3, 2)
+    assert single_read.choose(cpu, [2]) == single_read.Staging(3, 2)
 
 
 @pytest.mark.gpu

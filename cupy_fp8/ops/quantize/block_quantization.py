@@ -1,4 +1,5 @@
-"""What quantisers in blocks share: what follows from shapes and options, and members of the kernels' structs.
+"""What quantisers in blocks share: the op, what follows from shapes and options, and members of the kernels'
+structs.
 
 Kernels know only memory, where the last two axes of x may be swapped. Blocks *along rows* lie along a row of
 memory, blocks *along columns* down a column; which of them are the row-wise ones depends on how x lies there.
@@ -46,7 +47,7 @@ class Axis(NamedTuple):
     strides: Mapping[str, int]
 
 
-def stored(direction: Direction | None, swapped: bool) -> int:
+def stored_as(direction: Direction | None, swapped: bool) -> int:
     """How the data of a direction are stored. swapped: whether x lies in memory with its last two axes
     swapped."""
     return ABSENT if direction is None else AS_IS if direction.transposed == swapped else TRANSPOSED
@@ -108,7 +109,9 @@ class Quantization:
 
 # ---- the ops ----
 class Inputs(NamedTuple):
-    x: Input                            # as it lies in memory
+    """x is read as it lies in memory, maybe with its last two axes swapped."""
+
+    x: Input
     quantization: Any
     options: Options
 
@@ -148,6 +151,6 @@ def lies_swapped(x: Any) -> bool:
     return bool(x.ndim >= 2 and is_contiguous(x.swapaxes(-1, -2)))
 
 
-def logical(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
+def logical_shape(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
     """The shape of x, given the shape in which it lies in memory."""
     return swap_last(shape) if swapped else shape
