@@ -288,9 +288,8 @@ def _same(x: Any, y: Any) -> bool:
         return False
     if not is_array(x):
         return bool(x == y)
-    return isinstance(y,
-                      backend.module_of(x).ndarray) and x.dtype == y.dtype and x.shape == y.shape and bool(
-        (bits(x) == bits(y)).all())
+    same_kind = isinstance(y, backend.module_of(x).ndarray)
+    return same_kind and x.dtype == y.dtype and x.shape == y.shape and bool((bits(x) == bits(y)).all())
 
 
 def is_array(a: Any) -> bool:

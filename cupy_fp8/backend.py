@@ -61,8 +61,7 @@ def check_device(device_id: int) -> None:
     capability = cupy().cuda.Device(device_id).compute_capability
     if int(capability) < 80:
         raise DeviceError(f"GPU {device_id} has compute capability {int(capability) / 10}; the kernels need "
-                          f"8.0 or later "
-                          "(pass NumPy arrays to use the reference)")
+                          "8.0 or later (pass NumPy arrays to use the reference)")
 
 
 def default_module() -> Any:

@@ -174,8 +174,7 @@ class Grouped(Result):
         for i, (size, offset) in enumerate(zip(sizes, offsets[:-1], strict=True)):
             if size < 0 or offset < 0 or offset + size * columns > rows * columns:
                 raise ValueError(f"splits: group {i} of {size} rows at element {offset} is not within the "
-                                 f"{rows} x {columns} elements "
-                                 "there are")
+                                 f"{rows} x {columns} elements there are")
         return sizes, offsets
 
     def _members(self, sizes: list[int], offsets: list[int]) -> Callable[[int], Any]:

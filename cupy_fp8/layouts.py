@@ -23,8 +23,7 @@ _BLOCK_TYPES = frozenset((int, type(None)))
 #: The layouts of block scales, and the dtypes that they hold (int32: words of four E8M0 scales).
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,),
-    "deepgemm_sm90": (float32,),
-    "deepgemm_sm100": (int32,)}
+    "deepgemm_sm90": (float32,), "deepgemm_sm100": (int32,)}
 #: The layouts in which equally many elements lie between one scale and the next everywhere, along lines and
 #: along blocks.
 LAYOUTS_WITH_STRIDES = ("compact", "gemm_ready", "deepgemm_sm90")
@@ -239,8 +238,8 @@ def scale_shape(shape: tuple[int, ...], block: Block | None, layout: str | None,
     block = as_block(block)
     if not _is_block(block):
         raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or "
-                         "more each, or None for a whole "
-                         f"line beside a 1; got {shown(block)}{block_instead(block)}")
+                         f"more each, or None for a whole line beside a 1; got {shown(block)}"
+                         f"{block_instead(block)}")
     if len(shape) < 2:
         raise ValueError(f"block: {block} needs two or more dimensions, got shape {shape}")
     assert block is not None                # _is_block has checked it
@@ -288,8 +287,7 @@ def group_scales(columns: int, block: Block, layout: str,
     return down * across
 
 
-def grouped_scale_shape(shape: tuple[int, int], groups: int, block: Block,
-                        layout: str,
+def grouped_scale_shape(shape: tuple[int, int], groups: int, block: Block, layout: str,
                         transposed: bool = False) -> tuple[int, ...]:
     """The shape of the scales of `groups` groups of rows of an array of this shape: a bound for groups of any
     sizes. Each group's scales have the `scale_shape` of the group alone, one group after the other. The shape
@@ -312,8 +310,7 @@ def grouped_scale_shape(shape: tuple[int, int], groups: int, block: Block,
 
 
 _SHAPES = {"compact": compact_shape, "swizzled": swizzled_shape, "gemm_ready": padded_shape,
-           "deepgemm_sm90": padded_shape,
-           "deepgemm_sm100": packed_shape}
+           "deepgemm_sm90": padded_shape, "deepgemm_sm100": packed_shape}
 
 
 def _is_block(block: object) -> bool:

@@ -61,8 +61,7 @@ class Scaled(_Values):
     def __init__(self, data: Array, scale_inv: Array, shape: Shape, transposed: bool = False,
                  block: Sequence[int | None] | None = None, scale_layout: str | None = None) -> None:
         self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape),
-                             transposed=flag(transposed, "transposed"),
-                             block=as_block(block),
+                             transposed=flag(transposed, "transposed"), block=as_block(block),
                              scale_layout=scale_layout)
         check_parts(self)
 

@@ -58,8 +58,7 @@ def _check_block_scales(s: Parts, layout: str | None, where: str) -> None:
                         f"{s.scale_inv.dtype}")
     if s.scale_inv.shape != shape:
         raise ValueError(f"{where}scale_inv: expected shape {shape} ({layout} scales of blocks "
-                         f"{s.block} of shape {s.shape}), "
-                         f"got {s.scale_inv.shape}")
+                         f"{s.block} of shape {s.shape}), got {s.scale_inv.shape}")
 
 
 def check_parts(s: Parts) -> None:

@@ -49,10 +49,9 @@ def _run(conversion: convert.Conversion, options: argparse.Namespace) -> None:
         print("Other parts are missing: whichever ends last writes the index.")
     rebased = [report for report in reports if report.changes.changed]
     if rebased:
-        print(
-            f"{sum(r.changes.changed for r in rebased):,} of {sum(r.changes.elements for r in reports):,} "
-            "values changed by "
-              "rounding" + ("" if options.report or options.verify else " of re-based data"))
+        print(f"{sum(r.changes.changed for r in rebased):,} of {sum(r.changes.elements for r in reports):,} "
+              "values changed by rounding"
+              + ("" if options.report or options.verify else " of re-based data"))
     if options.report:
         with replacing(options.report) as file:
             file.write(json.dumps({"recipe": options.recipe, "tensors": [r.as_json() for r in reports]},
@@ -76,10 +75,8 @@ def _convert(conversion: convert.Conversion, shard: str, where: str) -> list[Rep
     else:
         seconds = time.perf_counter() - start
         converted = sum(report.after != "as it is" for report in made)
-        print(
-            f"{where}: {converted} tensors converted, {len(made) - converted} as they are; "
-            f"{size / 1e6:,.0f} MB in "
-              f"{seconds:.1f} s, {size / 1e6 / seconds:,.0f} MB/s", flush=True)
+        print(f"{where}: {converted} tensors converted, {len(made) - converted} as they are; "
+              f"{size / 1e6:,.0f} MB in {seconds:.1f} s, {size / 1e6 / seconds:,.0f} MB/s", flush=True)
     return made
 
 
@@ -108,8 +105,8 @@ def _part(text: str) -> tuple[int, int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 convert", description=__doc__, epilog=(
         "These stay as they are unless --include names them: tensors of one dimension and "
-        f"{', '.join(convert.STAYS)}. A conversion "
-        "that was interrupted goes on where it was: give the same command again."))
+        f"{', '.join(convert.STAYS)}. A conversion that was interrupted goes on where it was: give the same "
+        "command again."))
     parser.add_argument("source", metavar="IN", help="a .safetensors file, or a folder of shards")
     parser.add_argument("destination", metavar="OUT",
                         help="a folder, or a .safetensors file for a source of one file")

@@ -30,8 +30,7 @@ class Fact(enum.IntFlag):
 MESSAGES = {
     Fact.SPLIT_NEGATIVE: "splits: a negative size; it counted as 0",
     Fact.SPLIT_SUM: "splits: sizes that do not add up: more than there is, or less where groups are to have "
-                    "all of it; groups past the end "
-                    "were cut short, what no group covers left out",
+                    "all of it; groups past the end were cut short, what no group covers left out",
     Fact.SCALE_NOT_POWER_OF_TWO: "scale_inv: a scale that is not a power of two, or is none that E8M0 holds; "
                                  "what depends on it became NaN",
     Fact.OFFSET_OVERFLOW: "splits: offsets that their dtype does not hold; they became its largest value",
@@ -66,9 +65,8 @@ def _make(device: int) -> int:
             else:
                 if capturing(device):
                     raise ValueError("this is the first call with facts on the device, and the word that "
-                                     "notes what is wrong with them "
-                                     "cannot be allocated while a CUDA graph is captured; call once before "
-                                     "the capture")
+                                     "notes what is wrong with them cannot be allocated while a CUDA graph "
+                                     "is captured; call once before the capture")
                 cp = backend.cupy()
                 with cp.cuda.Device(device):
                     word = cp.zeros(1, np.uint32)

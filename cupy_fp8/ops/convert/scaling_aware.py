@@ -149,13 +149,12 @@ class _Result(Description):
             raise ValueError("out: has a dbias, which a scaling-aware transpose does not write")
         if _facts(row) != self._row or self._memory_of(row) != self._own:
             what = "q's own data with gemm_ready scales" if self._writes_row_scales else "q itself"
-            raise ValueError(f"out.rowwise: expected {what}, got {row!r}; "
-                             "a result belongs to the memory of the q that it was made for")
+            raise ValueError(f"out.rowwise: expected {what}, got {row!r}; a result belongs to the memory of "
+                             "the q that it was made for")
         if _facts(column) != self._column:
             shape, _, block, layout = self._column
             raise ValueError(f"out.columnwise: expected data of shape {shape} stored transposed, block "
-                             f"{block}, "
-                             f"{layout} scales; got {column!r}, scales {column.scale_layout}")
+                             f"{block}, {layout} scales; got {column!r}, scales {column.scale_layout}")
         return [*column, *([row.scale_inv] if self._writes_row_scales else [])]
 
     def store(self, out: Any, made: Any) -> None:
@@ -269,9 +268,8 @@ class _TransposeRowBlocks(Op[_Inputs]):
             yield segments.launch
         row_scales_at = written[2] if inputs.block == 128 else 0
         yield launch(inputs.data, inputs.block, inputs.target, groups.number, tiles, scales=scales_at,
-                     out=written[0],
-                     target_scales=written[1], row_scales=row_scales_at, segments=segments_at, splits=splits,
-                     target_pitch=inputs.pitch)
+                     out=written[0], target_scales=written[1], row_scales=row_scales_at,
+                     segments=segments_at, splits=splits, target_pitch=inputs.pitch)
 
 
 class _Squares(NamedTuple):
@@ -309,8 +307,7 @@ class _TransposeSquares(Op[_Squares]):
     def reference(self, inputs: _Squares) -> Any:
         s, stored = inputs.s, swap_last(inputs.s.shape)
         scale_inv = reference.convert_scales(inputs.scales.array, source="compact", target=inputs.layout,
-                                             shape=stored,
-                                             block=_SQUARE)
+                                             shape=stored, block=_SQUARE)
         return (Scaled._of(reference.transpose(inputs.data.array), scale_inv, s.shape, True, _SQUARE,
                            inputs.layout),)
 

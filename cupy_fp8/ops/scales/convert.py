@@ -134,8 +134,7 @@ class _ConvertScales(Op[_Inputs]):
         found = conversion(source, target, shape, block, scale_inv.dtype, to, strides)
         if scale_inv.shape != found.source_shape:
             raise ValueError(f"scale_inv: expected shape {found.source_shape} ({source} scales of blocks "
-                             f"{block} of "
-                             f"shape {shape}), got {scale_inv.shape}")
+                             f"{block} of shape {shape}), got {scale_inv.shape}")
         scales = (call.read("scale_inv", scale_inv, (scale_inv.dtype,)) if strides is None
                   else call.read_strided("scale_inv", scale_inv))
         if (flag(check, "check") or call.xp is np) and found.may_be_wrong:

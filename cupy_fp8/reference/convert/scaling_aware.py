@@ -107,8 +107,8 @@ def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str,
          else tile_target(v, power, exists, block))
     out = moved(v, power - t[:, None, :], exists, zero, data.dtype)
     out = out.reshape(blocks * block, columns)[:rows]
-    return np.ascontiguousarray(bits(out).T).view(data.dtype), stored_scales(t, np.asarray(wrong.any(axis=1)),
-                                                                              dtype)
+    scales = stored_scales(t, np.asarray(wrong.any(axis=1)), dtype)
+    return np.ascontiguousarray(bits(out).T).view(data.dtype), scales
 
 
 def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
