@@ -15,8 +15,8 @@ from ..results import Scaled
 from ..routing import Routing
 from ..scaled_parts import check_block_scales, check_data_shape
 from . import group_sizes, validate
+from .descriptions import Allocation, Description
 from .memory import Range
-from .results import Allocation, Description
 from .tables import Records, Table, table
 
 _U32 = np.dtype(np.uint32)

@@ -17,7 +17,7 @@ from ..arrays import Array, address
 from ..kernels import Launch, executor_of
 from . import keys, memory, remembered, validate
 from .arguments import Call, Input
-from .results import Allocation, Description, given_result
+from .descriptions import Allocation, Description, given_result
 
 __all__ = ["Call", "Input", "Op", "run", "validate_call"]
 

@@ -89,7 +89,7 @@ _signatures: Memo[tuple[type, ...], _Signature] = Memo(4096)
 
 def _how_to_describe(kind: type) -> _Describe | None:
     """None for options: equal ones of one type mean the same."""
-    if issubclass(kind, np.generic):                # equal numbers of other types can mean something else
+    if issubclass(kind, np.generic):                # Equal numbers of other types can mean something else.
         return _never
     return _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
 
@@ -99,7 +99,7 @@ def _never(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
 
 
 def _of_float(a: float, facts: list[Any], addresses: list[Any]) -> bool:
-    facts += (a, math.copysign(1, a))               # -0.0 equals 0.0, and is another scale
+    facts += (a, math.copysign(1, a))               # -0.0 equals 0.0, but is another scale.
     return True
 
 
@@ -128,7 +128,7 @@ def _of_numpy(a: np.ndarray, facts: list[Any], addresses: list[Any]) -> bool:
 
 def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[Any]) -> bool:
     """A result of several arrays, or an option such as a block."""
-    if given and type(given[-1]) is int:            # a shape or a block: only numbers, whose types count
+    if given and type(given[-1]) is int:            # A shape or a block has only numbers, whose types count.
         facts += (given, tuple(map(type, given)))
         return True
     return _of_parts(given, facts, addresses)
@@ -200,7 +200,7 @@ def _of_list(members: list[Any], facts: list[Any], addresses: list[Any]) -> bool
     if kind is int:
         return False
     if kind is float:
-        facts.append(array("d", members).tobytes())                 # tells -0 from 0
+        facts.append(array("d", members).tobytes())                 # Bytes tell -0 from 0.
         return True
     of_arrays = kind is not None and _of_arrays(kind) is _of_cupy
     key = identities(members) if of_arrays or kind is Quantized else b""

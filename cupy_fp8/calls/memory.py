@@ -32,12 +32,12 @@ def check_separate(ranges: Iterable[Range]) -> None:
 
 def _overlap(ranges: list[Range]) -> bool:
     """Whether any two share a byte, of which one is written. None is empty."""
-    read_end = written_end = 0                      # of those that begin before
+    read_end = written_end = 0                      # the ends of the ranges before
     for start, end, written, _ in sorted(ranges):
         if start < written_end or (written and start < read_end):
             return True
         if written:
-            written_end = end                       # It began behind all that were written.
+            written_end = end                       # It begins after the end of all written ones.
         else:
             read_end = max(read_end, end)
     return False

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _THREADS = 256
 _SEGMENTS = Kernel("groups/row_segments", "group_find_segments", block=_THREADS)
 _ROWS = Kernel("groups/row_segments", "group_find_rows", block=_THREADS)
-_CHUNK_BYTES = 16               # cleared at once
-_MOST_CHUNKS = 4                # that a thread clears where segments are few
-_MANY = 8                       # blocks per multiprocessor from which on a launch of its own pays
+_CHUNK_BYTES = 16               # bytes that a thread clears at once
+_MOST_CHUNKS = 4                # chunks that a thread clears if segments are few
+_MANY = 8                       # blocks per multiprocessor from which on a launch that finds rows pays
 
 
 class Found(NamedTuple):

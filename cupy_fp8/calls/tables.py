@@ -35,7 +35,7 @@ class Records(bytes):
 class Table:
     """Records in the memory of x's device."""
 
-    captured = False                    # by a graph, which may read them for as long as the result lives
+    captured = False                    # whether a graph may read it for as long as the result lives
 
     def __init__(self, x: Array, records: Records) -> None:
         self.records, self.device = records, None if isinstance(x, np.ndarray) else x.data.device_id

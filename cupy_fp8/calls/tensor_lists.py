@@ -16,8 +16,8 @@ from ..formats import float32
 from ..kernels.structs import Layout
 from . import validate
 from .call import Call
+from .descriptions import Description
 from .memory import Range
-from .results import Description
 from .tables import Records
 
 _T = TypeVar("_T")

@@ -21,7 +21,7 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x",
     xp = backend.module_of(x, name, "float32" if float32 in dtypes else dtypes[0].name, dimensions)
     check_dtype(x, dtypes, name)
     if xp is np and type(x) is not np.ndarray:
-        x = x.view(np.ndarray)                  # products and sums of numpy.matrix are other ones
+        x = x.view(np.ndarray)                  # Products and sums of numpy.matrix mean something else.
     if not is_contiguous(x):
         if xp is not np and kernels.capturing(x.data.device_id):
             raise ValueError(

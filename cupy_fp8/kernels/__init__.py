@@ -1,4 +1,12 @@
-"""Finding, compiling and launching the kernels of kernels_cu/, on a GPU or (in tests) on the CPU."""
+"""Finding, compiling and launching the kernels of kernels_cu/, on a GPU or (in tests) on the CPU.
+
+A `Kernel` names an entry point. `Kernel.variant` chooses its types and options, and `Variant.bind` makes a
+`Launch` from members of its parameter struct, which `structs` reads from the CUDA source. `Launch.run` loads
+the variant if it is its first, and calls the `driver`. `sources` makes the programs, `cubin` compiles those
+for one architecture alone; `shapes` cuts arrays into grids. Beside its arguments a launch may have a
+`workspace` (kept by `owned` with the result), the word of `errors` and a `tensor_map`. `device` has the facts
+of a GPU, and says what runs NumPy arrays.
+"""
 
 from . import tensor_map
 from .device import (

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_MOST_PARAMETER_BYTES = 1 << 15     # CUDA takes less
+_MOST_PARAMETER_BYTES = 1 << 15     # CUDA refuses more parameters than this.
 
 
 class _Thread(threading.local):
@@ -18,7 +18,7 @@ class _Thread(threading.local):
         self.buffer = ctypes.create_string_buffer(_MOST_PARAMETER_BYTES)
         self._pointer = ctypes.c_void_p(ctypes.addressof(self.buffer))
         self.pointers = ctypes.addressof(self._pointer)
-        cuda.runtime.free(0)                # makes the device's context current in this thread
+        cuda.runtime.free(0)                # This makes the device's context current in the thread.
 
 
 class Driver:

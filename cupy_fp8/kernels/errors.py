@@ -44,7 +44,7 @@ MESSAGES = {
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU
-_words: dict[int, tuple[Any, int]] = {}      # by device: the word (u32 [1]) and its address
+_words: dict[int, tuple[Any, int]] = {}      # the word (u32 [1]) of each device and its address
 _lock = threading.Lock()
 
 
@@ -70,7 +70,7 @@ def _make(device: int) -> int:
                 cp = backend.cupy()
                 with cp.cuda.Device(device):
                     word = cp.zeros(1, np.uint32)
-                    cp.cuda.get_current_stream().synchronize()      # other streams may be the next to use it
+                    cp.cuda.get_current_stream().synchronize()      # Other streams may use it next.
                 _words[device] = word, word.data.ptr
         return _words[device][1]
 
@@ -112,5 +112,5 @@ def device_errors(*, clear: bool = False) -> tuple[str, ...]:
     found = Fact(int(word[0]))
     if clear:
         word.fill(0)
-        _wait(device)                                       # so that later launches on other streams see it
+        _wait(device)                                       # Later launches on other streams see it so.
     return tuple(message for fact, message in MESSAGES.items() if fact in found)

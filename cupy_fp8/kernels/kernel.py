@@ -96,7 +96,7 @@ class Variant:
         self.cooperative = kernel.cooperative
         #: The handle of the loaded function by device.
         self.functions: dict[int, int] = {}
-        self._modules: list[Any] = []                      # keeps the loaded code alive
+        self._modules: list[Any] = []                      # These keep the loaded code alive.
         self._lock = threading.Lock()
 
     @functools.cached_property
@@ -124,7 +124,7 @@ class Variant:
             return
         cuda = backend.cupy().cuda
         with cuda.Device(device):
-            cuda.runtime.free(0)                           # makes the device's context current in this thread
+            cuda.runtime.free(0)            # This makes the device's context current in the thread.
             self.load(device)
 
     def load(self, device: int) -> int:

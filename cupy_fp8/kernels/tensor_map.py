@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 _SWIZZLE_128, _L2_128, _ZEROS_OUTSIDE, _NOT_INTERLEAVED = 3, 2, 0, 0
-_TYPES = {1: 0, 2: 1, 4: 7}            # uint8, uint16, float32, by bytes of an element
+_TYPES = {1: 0, 2: 1, 4: 7}            # CUDA's uint8, uint16 and float32, by bytes of an element
 _BOX_BYTES, _BYTES, _ALIGNMENT = 128, 128, 64
 
 

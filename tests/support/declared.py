@@ -23,8 +23,8 @@ from cupy_fp8 import cases, testing
 from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.calls import call as calls
 from cupy_fp8.calls import keys
+from cupy_fp8.calls.descriptions import Written
 from cupy_fp8.calls.memory import Range
-from cupy_fp8.calls.results import Written
 from cupy_fp8.cases import Case, Registration
 from cupy_fp8.formats import INPUT_DTYPES
 

@@ -19,7 +19,7 @@ from cupy_fp8 import cases
 from cupy_fp8.__main__ import main
 from cupy_fp8.arrays import Array
 from cupy_fp8.calls.call import Call, Input, Op, run
-from cupy_fp8.calls.results import Description, one_array
+from cupy_fp8.calls.descriptions import Description, one_array
 from cupy_fp8.cases import ALIGNED_MATRIX, MATRIX, SHAPES, Case, Timed, source, values
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float32, lookup
 from cupy_fp8.kernels import Kernel, Launch, Variant, grid_size

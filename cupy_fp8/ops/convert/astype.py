@@ -11,7 +11,7 @@ import numpy as np
 from ... import reference
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, one_array
+from ...calls.descriptions import Description, one_array
 from ...formats import BYTE_DTYPES, FORMATS, flag, lookup
 from ...kernels import Kernel, Launch, Variant, shapes
 from ...layouts import swap_last

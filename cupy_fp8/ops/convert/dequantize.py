@@ -15,7 +15,7 @@ from ...advice import shown, type_name, without_rest
 from ...arrays import Array, bits, is_array, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, one_array
+from ...calls.descriptions import Description, one_array
 from ...formats import FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Kernel, Launch, Variant, grid_size, shapes

@@ -14,7 +14,7 @@ from ... import reference
 from ...arrays import Array, address, asnumpy
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, Written
+from ...calls.descriptions import Description, Written
 from ...formats import FP8_DTYPES, as_dtype, flag, float8_e8m0fnu, float32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import (

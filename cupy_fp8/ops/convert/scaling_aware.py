@@ -12,7 +12,7 @@ from ...advice import shown
 from ...arrays import Array, address, asnumpy, bits, is_contiguous
 from ...calls import group_sizes, validate
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, Written
+from ...calls.descriptions import Description, Written
 from ...calls.row_segments import find_segments
 from ...formats import flag, float8_e8m0fnu, float32
 from ...kernels import Launch

@@ -12,7 +12,7 @@ from ... import reference
 from ...arrays import Array
 from ...backend import DeviceError
 from ...calls.call import Call, Op, run
-from ...calls.results import Description, one_array
+from ...calls.descriptions import Description, one_array
 from ...formats import INPUT_DTYPES, bfloat16, flag, float32, lookup
 from ...kernels import Launch
 from ...results import Quantized, Scaled

@@ -11,8 +11,8 @@ from ... import reference
 from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Op, run
+from ...calls.descriptions import Description, one_array
 from ...calls.group_sizes import Groups
-from ...calls.results import Description, one_array
 from ...formats import INPUT_DTYPES, bfloat16, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Launch

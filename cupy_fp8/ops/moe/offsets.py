@@ -14,8 +14,8 @@ from ...advice import shown
 from ...arrays import Array, address, check_dimensions, is_contiguous
 from ...calls import group_sizes
 from ...calls.call import Call, Op, run
+from ...calls.descriptions import Description, Written
 from ...calls.group_sizes import DTYPES, Groups, check_at_most, check_offsets, none_negative
-from ...calls.results import Description, Written
 from ...calls.tables import Records
 from ...formats import flag, names
 from ...kernels import Kernel, Launch, Variant, grid_size

@@ -12,7 +12,7 @@ import numpy as np
 from ... import backend, reference
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, Pair, one_array, pair
+from ...calls.descriptions import Description, Pair, one_array, pair
 from ...formats import INPUT_DTYPES, float32
 from ...kernels import Launch
 from ...layouts import cdiv

@@ -12,8 +12,8 @@ from ...advice import shown
 from ...arrays import Array, asnumpy
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
+from ...calls.descriptions import Description, Written
 from ...calls.group_sizes import integer
-from ...calls.results import Description, Written
 from ...formats import flag
 from ...kernels import Kernel, Launch, Variant
 from ...layouts import cdiv, round_up

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ... import backend
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input
-from ...calls.results import Description, Written, one_array
+from ...calls.descriptions import Description, Written, one_array
 from ...results import Quantized, Scaled
 from ..scales.convert import with_compact_scales
 

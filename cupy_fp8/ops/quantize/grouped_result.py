@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays import Array, address
+from ...calls.descriptions import Description, Written
 from ...calls.group_sizes import Groups
-from ...calls.results import Description, Written
 from ...directions import Direction, Directions
 from ...formats import float32
 from ...grouped import Grouped

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...arrays import Array
-from ...calls.results import Description, Written
+from ...calls.descriptions import Description, Written
 from ...directions import Direction, Directions, dbias_shape
 from ...formats import float32
 from ...results import Quantized, Scaled

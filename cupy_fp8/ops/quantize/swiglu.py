@@ -12,8 +12,8 @@ from ...advice import shown
 from ...arrays import Array
 from ...calls import group_sizes
 from ...calls.call import Call, Input, Op, run
+from ...calls.descriptions import Description, Pair, one_array
 from ...calls.group_sizes import Groups
-from ...calls.results import Description, Pair, one_array
 from ...formats import INPUT_DTYPES, flag, float32
 from ...kernels import Launch
 from ...recipes import Recipe, check_scales

@@ -12,7 +12,7 @@ from ... import reference
 from ...advice import shown
 from ...arrays import Array, is_array
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, Written
+from ...calls.descriptions import Description, Written
 from ...formats import INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant, multiprocessors
 

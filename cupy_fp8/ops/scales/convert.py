@@ -15,7 +15,7 @@ from ...advice import shown
 from ...arrays import Array, _as_shape, address, asnumpy, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, one_array
+from ...calls.descriptions import Description, one_array
 from ...formats import as_dtype, flag, float8_e8m0fnu, float32, int32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import (

@@ -13,7 +13,7 @@ from ... import reference
 from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, Updated, one_array
+from ...calls.descriptions import Description, Updated, one_array
 from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size, multiprocessors, shapes
 from ...options import ALGORITHMS, checked_eps, checked_margin

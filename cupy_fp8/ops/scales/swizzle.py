@@ -15,8 +15,8 @@ from ... import backend, reference
 from ...advice import shown
 from ...arrays import Array, is_contiguous
 from ...calls.call import Call, Input, Op, run
+from ...calls.descriptions import Description, Written
 from ...calls.group_sizes import NO_GROUPS, Groups, none_negative
-from ...calls.results import Description, Written
 from ...formats import flag, float8_e8m0fnu
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import (

@@ -30,7 +30,7 @@ from cupy_fp8 import (
     testing,
 )
 from cupy_fp8.calls import keys, tables
-from cupy_fp8.calls.results import Written, places
+from cupy_fp8.calls.descriptions import Written, divide
 from cupy_fp8.calls.tables import Records, Table
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16
 
@@ -111,9 +111,9 @@ def test_tables_that_a_graph_captured_stay():
 def test_large_results_have_memory_of_their_own():
     """An array keeps its whole allocation alive: large ones share none."""
     small, large = Written("a", (3,), np.dtype(np.float32)), Written("b", (9 << 20,), np.dtype(np.uint8))
-    assert places([small, small, large, large, small]) == ([(0, 0), (0, 256), (0, 512), (1, 0), (2, 0)],
+    assert divide([small, small, large, large, small]) == ([(0, 0), (0, 256), (0, 512), (1, 0), (2, 0)],
                                                            [512 + (9 << 20), 9 << 20, 256])
-    assert places([]) == ([], [0])
+    assert divide([]) == ([], [0])
 
 
 class _Pointer:

@@ -119,7 +119,7 @@ class Allocation:
     where they are large, since an allocation is there for as long as one of its arrays."""
 
     def __init__(self, like: Array, arrays: Sequence[Written]) -> None:
-        found, self._sizes = places(arrays)
+        found, self._sizes = divide(arrays)
         self._arrays = [(a.shape, a.dtype, *place) for a, place in zip(arrays, found, strict=True)]
         self._device = None if isinstance(like, np.ndarray) else like.data.device_id
         self._cupy = None if self._device is None else backend.cupy()
@@ -140,7 +140,7 @@ class Allocation:
         return arrays, [begins[which] + start for _, _, which, start in self._arrays]
 
 
-def places(arrays: Sequence[Written]) -> tuple[list[tuple[int, int]], list[int]]:
+def divide(arrays: Sequence[Written]) -> tuple[list[tuple[int, int]], list[int]]:
     """Which allocation each array is in, and where it begins there; and the bytes of each allocation. An
     allocation that is large already gets no further array."""
     found, sizes = [], [0]
