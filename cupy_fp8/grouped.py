@@ -138,10 +138,10 @@ class Grouped(Result):
             raise TypeError(f"Grouped: expected an integer index, got {shown(index)}") from None
         if not -len(self) <= at < len(self):
             raise IndexError(f"Grouped: index {at} is out of range for {len(self)} groups")
-        return self._members(*self._places())(at % len(self))
+        return self._members(*self._sizes_and_offsets())(at % len(self))
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._members(*self._places()), range(len(self)))
+        return map(self._members(*self._sizes_and_offsets()), range(len(self)))
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> Array:
         """The values [M, K], with 0 in rows of no group. Waits for offsets on the device, then takes one
@@ -159,7 +159,7 @@ class Grouped(Result):
     def _any(self) -> Array:
         return self.columnwise if self.rowwise is None else self.rowwise
 
-    def _places(self) -> tuple[list[int], list[int]]:
+    def _sizes_and_offsets(self) -> tuple[list[int], list[int]]:
         """(sizes, offsets) on the host."""
         if not isinstance(self.offsets, np.ndarray) and capturing(self.offsets.data.device_id):
             raise ValueError("Grouped: members are found by their offsets on the device, which cannot be "

@@ -137,7 +137,7 @@ class _DequantizeGroups(Op[_Groups]):
         to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
         call.read("q.data", g._any, FP8_DTYPES)
         call.repeatable = False                                 # a later call may find other sizes
-        sizes, starts = g._places()
+        sizes, starts = g._sizes_and_offsets()
         member = g._members(sizes, starts)
         return _Groups(g.shape, [_read(call, member(i)._any, to) for i in range(len(g))], starts, to)
 

@@ -38,7 +38,7 @@ from .quantized_result import Addresses
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _WHOLE_VECTORS = Kernel("quantize/whole_vectors", "quantize_whole_vectors")
-# Elements of the smallest block, a quarter of a warp tile's row.
+#: The smallest block has so many elements, a quarter of a warp tile's row.
 _SMALLEST = 32
 _NO_SCALES = {"row": 1, "column": 1}
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)

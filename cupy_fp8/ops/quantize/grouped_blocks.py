@@ -28,13 +28,17 @@ AnyQuantization = blocks.BlockQuantization | mx.MxQuantization
 
 _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
-_TILES_PER_BLOCK = 2            # that write transposed data; with more, multiprocessors are idle at the end
+#: A block of threads that writes transposed data takes so many tiles. With more, multiprocessors are idle at
+#: the end.
+_TILES_PER_BLOCK = 2
 _WHOLE_VECTORS = Kernel("quantize/grouped_rows_columns", "group_quantize_whole_vectors")
-_VECTOR_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
-_SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
+_VECTOR_TILE = WarpTiles(8, 1, down_first=False)        # It writes 256 bytes of a transposed row.
+#: Rows of a segment, elements of a row that a block of threads takes, and its threads (SegmentOfRows).
+_SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows", block=_THREADS)
 _CHUNK_BYTES, _WARP = 16, 32
-_FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
+#: The passes of the kernel of whole columns.
+_FIND, _QUANTIZE = 0, 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,7 +142,7 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
     quantization = cast(AnyQuantization, inputs.quantization)
     of_rows = quantization.rows if axes[0].scales else 0
     of_columns = inputs.number * quantization.columns if axes[1].scales else 0
-    words = round_up(of_rows + of_columns, 4)                   # whole chunks
+    words = round_up(of_rows + of_columns, 4)                   # The other launch clears whole chunks.
     at = call.workspace("group_amaxes", words)
     return {"row_amaxes": at if axes[0].scales else 0,
             "column_amaxes": at + 4 * of_rows if axes[1].scales else 0}, (at, 4 * max(words, 4))

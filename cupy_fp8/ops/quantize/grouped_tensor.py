@@ -24,8 +24,8 @@ _AMAX = Kernel("quantize/grouped_amax", "group_amax_scale", block=256)
 _CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
 _CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", block=single_read.THREADS,
                   cooperative=True)
-_PART_BYTES = 64 << 10                      # of a row segment that a block of group_amax_scale reads
-_TALL = 4096                                # average rows of a group that make wide tiles faster
+_PART_BYTES = 64 << 10              # A block of group_amax_scale reads so many bytes of a row segment.
+_TALL = 4096                        # From so many rows of an average group on, wide tiles are faster.
 
 
 def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
@@ -38,7 +38,7 @@ def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[
             return
         scales_at, found = _find_scales(call, inputs, amaxes_at, rule)
         yield from found
-        amaxes_at = 0                                       # the first launch has raised them
+        amaxes_at = 0                                       # The first launch has raised them.
     elif inputs.scales:
         scales_at = inputs.scales.at
     yield from _cast(call, inputs, addresses, scales_at, amaxes_at)

@@ -147,7 +147,8 @@ class MxQuantization(Quantization):
 
 
 def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tuple[Axis, Axis]:
-    """What is written along rows and along columns of memory."""
+    """What is written for the blocks along rows of memory, which are the row-wise ones unless x lies swapped,
+    and for those along columns."""
     names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
     stored = [stored_as(directions.get(name), swapped) for name in names]
     data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
@@ -213,7 +214,7 @@ def _rows_launch(call: Call, inputs: Inputs, addresses: Addresses) -> Launch | N
         return None
     members = destinations(quantization.axes, addresses)
     grid, vector = shapes.elementwise_grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
-                                            members["rows_data"])
+                                           members["rows_data"])
     return _ROWS.variant(IN=quantization.source, OUT=quantization.to).bind(
         x.array, grid, x=x.at, noop=call.noop_at, **members, **quantization.members, vector=vector)
 

@@ -32,12 +32,15 @@ _FEWEST_TILES = 8
 
 
 class _Capacity(NamedTuple):
-    """How many blocks of threads a GPU holds at a time, and how many stages each of them has."""
+    """How many blocks of threads a GPU holds at a time, and how many stages each of them has.
+
+    stages: of each block, for matrices that take at most half of the room. most_stages: for larger ones; 0 if
+    the GPU has too little shared memory. fewest: from so many tiles per block on one launch is worthwhile."""
 
     blocks: int
-    stages: int             # for matrices that take at most half of the room
-    most_stages: int        # 0: the GPU has too little shared memory
-    fewest: int             # tiles per block that make one launch worthwhile
+    stages: int
+    most_stages: int
+    fewest: int
 
     def most(self, stages: int) -> int:
         """Tiles of the largest matrix that is read once: a block holds one more tile in registers."""

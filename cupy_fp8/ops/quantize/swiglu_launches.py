@@ -54,20 +54,24 @@ _WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
 
 
 class Inputs(NamedTuple):
-    """The validated arguments of a call."""
+    """The validated arguments of a call.
+
+    grad: the gradient of y; a call with it computes that of x. groups: the rows of experts that have biases
+    of their own. scale: (address, 0) or (0, value). limit: infinity without clamp. options: those of the
+    reference, by name."""
 
     x: Input
-    grad: Input | None                  # the gradient of y; the call then computes that of x
+    grad: Input | None
     probs: Input | None
     bias: Input | None
-    groups: Groups | None               # the experts' rows, if they have biases of their own
-    scale: tuple[int, float]            # (address, 0) or (0, value)
+    groups: Groups | None
+    scale: tuple[int, float]
     amax_at: int
-    limit: float                        # infinity without clamp
+    limit: float
     gpt_oss: bool
     interleaved: bool
     output: Output
-    options: dict[str, Any]             # as the reference names them
+    options: dict[str, Any]
 
     @property
     def half(self) -> int:
@@ -76,13 +80,16 @@ class Inputs(NamedTuple):
 
 # ---- how recipes store a matrix ----
 class Output:
-    """How a recipe stores a matrix: the kernel, the description of its result, and members of its struct."""
+    """How a recipe stores a matrix: the kernel, the description of its result, and members of its struct.
+
+    row_block: so many elements of a row share a scale, and all of them belong to da or to db. divides:
+    whether elements are divided by scale_inv. transposed: how column-wise data are stored."""
 
     kernel: Kernel
     result: QuantizedResult
-    row_block = 1                       # elements of a row that share a scale, and belong to da or to db
-    divides = False                     # whether elements are divided by scale_inv
-    transposed = True                   # how column-wise data are stored
+    row_block = 1
+    divides = False
+    transposed = True
 
     def __init__(self, shape: tuple[int, int], recipe: Any, rowwise: bool, columnwise: bool) -> None:
         self.shape, self.recipe, self.rowwise, self.columnwise = shape, recipe, rowwise, columnwise

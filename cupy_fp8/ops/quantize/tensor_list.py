@@ -144,12 +144,15 @@ def call_of(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool, columnwise: b
 
 # ---- arguments and result ----
 class _Inputs(NamedTuple):
+    """scales: the address or the value of each. amaxes: their addresses. given: the reference's options, as
+    they were given. rule: that of current scaling."""
+
     xs: list[Input]
-    scales: list[tuple[int, float]] | None          # addresses or values
-    amaxes: list[int] | None                        # addresses
-    given: dict[str, Any]                           # the reference's options, as they were given
+    scales: list[tuple[int, float]] | None
+    amaxes: list[int] | None
+    given: dict[str, Any]
     recipe: DelayedScaling | CurrentScaling
-    rule: _Rule | None                              # for current scaling
+    rule: _Rule | None
     result: ListResult
 
 

@@ -26,7 +26,7 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
     ends = np.minimum(np.cumsum(sizes), rows)
     starts = np.concatenate([np.zeros(1, np.int64), ends])
     if align > 1:
-        sizes = np.diff(starts)                             # what wrong sizes count as
+        sizes = np.diff(starts)                             # Wrong sizes count as these.
         aligned = (-(-sizes // align) * align).astype(getattr(splits, "dtype", np.int64))
         return group_quantize(pad_groups(x, sizes, align), aligned, recipe, rowwise=rowwise,
                               columnwise=columnwise, scales=scales, amaxes=amaxes)
