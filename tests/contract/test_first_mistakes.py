@@ -380,6 +380,9 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "scaling_aware_transpose": fp8.scaling_aware_transpose,
     "rebase_scales": lambda q: fp8.rebase_scales(q, block=(1, 128)),
     "permute": lambda q: fp8.permute(q, fp8.route(np.zeros((64, 1), np.int64), num_experts=1)),
+    "pad_groups": lambda q: fp8.pad_groups(q, [64], 16),
+    "unpad_groups": lambda q: fp8.unpad_groups(q, [64], 16),
+    "sort_chunks": lambda q: fp8.sort_chunks(q, [32, 32], [1, 0]),
     "to_block": lambda q: q.to_block((1, 64)), "save": lambda q: fp8.save("q.npz", q=q),
     "save_safetensors": lambda q: fp8.io.save_safetensors("q.safetensors", {"q": q}),
     "block_ranges": lambda q: fp8.plot.block_ranges(X, q)}

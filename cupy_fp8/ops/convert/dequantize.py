@@ -162,7 +162,7 @@ _DEQUANTIZE, _DEQUANTIZE_GROUPS = _Dequantize(), _DequantizeGroups()
 
 # ---- launches ----
 #: A variant, its blocks of threads, and members of its struct by name.
-_Choice = tuple[Variant, int, dict[str, int]]
+_Chosen = tuple[Variant, int, dict[str, int]]
 
 
 class _Blocks:
@@ -193,7 +193,7 @@ class _Blocks:
         return variant.bind(self.data.array, grid, data=self.data.at, out=result_at, scale_inv=self.scale_at,
                             rows=self.rows, columns=self.columns, **self.scaling, **members)
 
-    def _direct(self, aligned: bool) -> _Choice:
+    def _direct(self, aligned: bool) -> _Chosen:
         """The launch of dequantize_long_row or dequantize_blocks. aligned: the result is, to 16 bytes."""
         source, to, chunk = self.data.dtype, self.to, 16 // self.to.itemsize
         chunks_log2 = _CHUNKS_LOG2
@@ -217,7 +217,7 @@ class _Blocks:
         return s["column_stride"] == 1 and not (
             s["scale_tiles"] or s["row_stride"] % 4 or s["matrix_stride"] % 4 or self.scale_at % four)
 
-    def _transposing(self, aligned: bool) -> _Choice:
+    def _transposing(self, aligned: bool) -> _Chosen:
         """The launch of dequantize_blocks_transposed."""
         data = self.data.array
         vector = (self.rows % 8 == 0 and self.data.at % 8 == 0) | (self.columns % 16 == 0 and aligned) << 1
