@@ -81,15 +81,7 @@ struct ChunkScales {
         }
     }
     __device__ __forceinline__ Chunk<OUT, kCount> operator()(const Chunk<IN, kCount>& in) const {
-        Chunk<OUT, kCount> out;
-#pragma unroll
-        for (int i = 0; i < kCount / 2; i++) {
-            float lo, hi;
-            in.widen2(i, lo, hi);
-            const int second = kColumnwise ? 2 * i + 1 : 0;
-            out.narrow2(i, mul_rn(lo, scale[kColumnwise ? 2 * i : 0]), mul_rn(hi, scale[second]));
-        }
-        return out;
+        return converted<OUT>(in, [&](float v, int i) { return mul_rn(v, scale[kColumnwise ? i : 0]); });
     }
 };
 

@@ -39,21 +39,6 @@ constexpr int kMostExperts = 1024;
 using Part = Chunk<IN, kCount>;
 static_assert(kUnits * kWarps == 32, "one warp adds up a tile's sums");
 
-#ifndef CUPY_FP8_HOST
-// Rounds to nearest-even. NaN becomes 0x7fff, as the instruction makes it.
-template <class F> __device__ __forceinline__ u32 narrow_pair(float lo, float hi);
-template <> __device__ __forceinline__ u32 narrow_pair<bf16>(float lo, float hi) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-    return pair;
-}
-template <> __device__ __forceinline__ u32 narrow_pair<f16>(float lo, float hi) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-    return pair;
-}
-#endif
-
 // Returns the sum over the lanes of a warp to every lane. The order of the two terms of a sum does not
 // matter.
 __device__ __forceinline__ float warp_tree_sum(float term) {
@@ -92,7 +77,7 @@ __device__ __forceinline__ Chunk<F, kCount> scaled(const Chunk<F, kCount>& part,
         u32 amaxes = 0;
 #pragma unroll
         for (int j = 0; j < kCount / 2; j++) {
-            out.word[j] = narrow_pair<F>(value[2 * j], value[2 * j + 1]);
+            out.word[j] = F::narrow2_any_nan(value[2 * j], value[2 * j + 1]);
             amaxes = F::template max_magnitudes<true>(amaxes, out.word[j]);
         }
         // NaN wins and is 0x7fff here. No other half has these bits.

@@ -24,25 +24,6 @@ constexpr int kOwners = kLanes / kLoads;                             // These la
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 using Source = Chunk<IN, kChunk>;
 
-// Returns the amax of a block over the lanes that share it: lanes i * kOwners to (i + 1) * kOwners - 1 of
-// them get that of load i. Each exchange halves the loads that a lane has a part of.
-__device__ __forceinline__ u32 reduce_over_lanes(u32 (&largest)[kLoads]) {
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-        const int keep = kLoads * distance / kLanes;
-        const bool upper = threadIdx.x & distance;
-        if (keep == 0)
-            largest[0] = IN::max_magnitudes<false>(largest[0], __shfl_xor_sync(~0u, largest[0], distance));
-#pragma unroll
-        for (int i = 0; i < keep; i++) {
-            const u32 sent = upper ? largest[i] : largest[i + keep], kept =
-                upper ? largest[i + keep] : largest[i];
-            largest[i] = IN::max_magnitudes<false>(kept, __shfl_xor_sync(~0u, sent, distance));
-        }
-    }
-    return largest[0];
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_block_rows(const __grid_constant__ BlockParams p) {
     if (is_set(p.noop)) return;
@@ -77,7 +58,8 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
     }
     const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
     // With DIVIDE, div_rn() below may be a call anyway; otherwise the kernel has no call.
-    const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(largest)}.f32_bits());
+    halve_down<kLanes / 2, kLoads / 2>(largest, IN::max_magnitudes<false>);
+    const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{largest[0]}.f32_bits());
     if (in_block % kOwners == 0 && own < stored)
         as_global(p.along_rows.to)[m * p.along_rows.matrix + first + column * p.along_rows.column + own] =
             own < count

@@ -231,14 +231,9 @@ struct HeldChunks {
 // Writes the codes of a chunk of a row, `left` of them; wide: as one store.
 template <How kHow>
 __device__ __forceinline__ void write_chunk(const Source& in, float operand, u8* to, int left, bool wide) {
-    Chunk<OUT, kChunk> out;
-#pragma unroll
-    for (int i = 0; i < kChunk / 2; i++) {
-        float lo, hi;
-        in.widen2(i, lo, hi);
-        if (kHow == kDivide) out.narrow2(i, div_rn(lo, operand), div_rn(hi, operand));
-        else out.narrow2(i, mul_rn(lo, operand), mul_rn(hi, operand));
-    }
+    const auto out = converted<OUT>(in, [&](float v, int) {
+        return kHow == kDivide ? div_rn(v, operand) : mul_rn(v, operand);
+    });
     if (!wide) out.store_partial(to, left);
     else if (left) out.store(to);
 }

@@ -244,7 +244,7 @@ __device__ __forceinline__ void write_warp_tile(const MxParams& p, const WarpTil
                                                 const Stored& stored, const TileMemory& memory) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (stored.along_rows == 1 && stored.along_columns == 1) {
+        if (ALIGNED && stored.along_rows == 1 && stored.along_columns == 1) {
             u32 unused[kLaneColumns][4];
 #pragma unroll
             for (int quad = half * 4; quad < half * 4 + 4; quad++) {

@@ -30,17 +30,12 @@ __device__ __forceinline__ float scaled(const SwigluBlockParams& p, float v, flo
 }
 __device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, const float (&y)[8],
                                                    float by) {
-    Chunk<OUT, 8> codes;
-#pragma unroll
-    for (int i = 0; i < 4; i++) codes.narrow2(i, scaled(p, y[2 * i], by), scaled(p, y[2 * i + 1], by));
-    return codes;
+    return narrowed<OUT>(y, [&](float v, int) { return scaled(p, v, by); });
 }
 // The same with an operand for each column.
-__device__ __forceinline__ void quantise(const SwigluBlockParams& p, Chunk<OUT, 8>& codes,
-                                         const float (&y)[8], const float (&by)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        codes.narrow2(i, scaled(p, y[2 * i], by[2 * i]), scaled(p, y[2 * i + 1], by[2 * i + 1]));
+__device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, const float (&y)[8],
+                                                   const float (&by)[8]) {
+    return narrowed<OUT>(y, [&](float v, int i) { return scaled(p, v, by[i]); });
 }
 
 // ---- rows that stream ----
@@ -142,7 +137,7 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
     amaxes.operands(by);
     Chunk<OUT, 8> codes[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) quantise(p, codes[r], y[r], by);
+    for (int r = 0; r < 4; r++) codes[r] = quantised(p, y[r], by);
     write_rows(tile, row_in_step(0), codes);
     __syncthreads();
     store_tile(call, at, end, tile, p.data_t, p.vector);
@@ -255,7 +250,7 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
     load_floats(amaxes + Tile::row_patch() / patches * patches * Tile::kColumns + Tile::patch_column(), by);
     Chunk<OUT, 8> patch[8];
 #pragma unroll
-    for (int r = 0; r < 8; r++) quantise(p, patch[r], y[r], by);
+    for (int r = 0; r < 8; r++) patch[r] = quantised(p, y[r], by);
     tile.write_patch(patch);
     __syncthreads();
     store_transposed(call, at, tile, p.data_t, p.vector);
@@ -292,11 +287,13 @@ __device__ __forceinline__ void quantise_any(const SwigluBlockParams& p) {
     const SwigluCall& call = p.call;
     const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
     const Place place(call, at);
+    EightValues rows[8] = {};
+    each_row(call, place, [&](int, const EightValues& v) { append(rows, v); });
     float y[8][8];
-    each_row(call, place, [&](int r, const float(&v)[8]) {
 #pragma unroll
-        for (int c = 0; c < 8; c++) y[r][c] = v[c];
-    });
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+        for (int c = 0; c < 8; c++) y[r][c] = rows[r].of[c];
     PatchAmaxes amax;
     if (p.data) {
         float* const mine = of_rows[threadIdx.x / 32];

@@ -109,18 +109,11 @@ __device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const
 }
 
 __device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], float by) {
-    Chunk<OUT, 8> codes;
-#pragma unroll
-    for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[2 * i], by), mul_rn(y[2 * i + 1], by));
-    return codes;
+    return narrowed<OUT>(y, [&](float v, int) { return mul_rn(v, by); });
 }
 // The same with a factor for each column.
 __device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], const float (&by)[8]) {
-    Chunk<OUT, 8> codes;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        codes.narrow2(i, mul_rn(y[2 * i], by[2 * i]), mul_rn(y[2 * i + 1], by[2 * i + 1]));
-    return codes;
+    return narrowed<OUT>(y, [&](float v, int i) { return mul_rn(v, by[i]); });
 }
 // The factors of eight columns, from their scales' bytes.
 __device__ __forceinline__ void load_factors(const u8* of_columns, float (&by)[8]) {
@@ -324,11 +317,13 @@ __device__ __forceinline__ void quantise_any(const SwigluMxParams& p) {
     __shared__ __align__(16) u8 of_rows[Tile::kRows * kSegments];    // a word per row
     const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
     const Place place(call, at);
+    EightValues rows[8] = {};
+    each_row(call, place, [&](int, const EightValues& v) { append(rows, v); });
     float y[8][8];
-    each_row(call, place, [&](int r, const float(&v)[8]) {
 #pragma unroll
-        for (int c = 0; c < 8; c++) y[r][c] = v[c];
-    });
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+        for (int c = 0; c < 8; c++) y[r][c] = rows[r].of[c];
     PatchAmaxes amax;
     const i64 row_blocks = (call.columns + kSegment - 1) / kSegment;
     if (p.data) {

@@ -51,10 +51,8 @@ __device__ __forceinline__ u32 raised_by(u32 amax, const float (&values)[8]) {
     for (const float v : values) amax = raised_magnitude(amax, v);
     return amax;
 }
-__device__ __forceinline__ void quantise(Chunk<OUT, 8>& codes, const float (&values)[8], float scale) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        codes.narrow2(i, mul_rn(values[2 * i], scale), mul_rn(values[2 * i + 1], scale));
+__device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&values)[8], float scale) {
+    return narrowed<OUT>(values, [&](float v, int) { return mul_rn(v, scale); });
 }
 
 // Each of the following functions casts the tiles of a block and returns the thread's amax, as bits.
@@ -87,7 +85,7 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
                 amax = raised_by(amax, y[part]);
-                quantise(codes[part][r], y[part], scale);
+                codes[part][r] = quantised(y[part], scale);
             }
             // A row that does not exist has only biases.
             if (!kBackward && r >= rows.left) amax = before;
@@ -145,7 +143,7 @@ __device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale
                 for (int i = 0; i < 8; i++) y[i] = mul_rn(y[i], weight);
             }
             amax = raised_by(amax, y);
-            quantise(codes[r], y, scale);
+            codes[r] = quantised(y, scale);
         });
         if (p.data) store_chunks(call, p.data, position, rows.left, [&](int chunk) { return codes[chunk]; });
         rows.left -= kStepRows;
@@ -182,8 +180,7 @@ __device__ __forceinline__ u32 cast_rows(const SwigluCastParams& p, float scale)
                 amax = raised_by(amax, values[part]);
                 // The chunk is a variable of its own, since NVRTC for sm_80 leaves the loop over rows rolled,
                 // and the arrays in local memory, where integer conversions write into codes[][] directly.
-                Chunk<OUT, 8> of_row;
-                quantise(of_row, values[part], scale);
+                const Chunk<OUT, 8> of_row = quantised(values[part], scale);
                 codes[part][r] = of_row;
                 store.put(group * kRows, r, part, of_row);
             }
@@ -215,10 +212,11 @@ __device__ __forceinline__ u32 cast_any(const SwigluCastParams& p, float scale) 
         empty ? TilePosition{} : TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
     const Place place(call, at);
     Chunk<OUT, 8> patch[8];
-    each_row(call, place, [&](int r, const float(&y)[8]) {
-        amax = raised_by(amax, y);
-        quantise(patch[r], y, scale);
-        if (p.data) store_row(call, place, p.data, r, patch[r]);
+    each_row(call, place, [&](int r, const EightValues& y) {
+        amax = raised_by(amax, y.of);
+        const Chunk<OUT, 8> codes = quantised(y.of, scale);
+        if (p.data) store_row(call, place, p.data, r, codes);
+        append(patch, codes);
     });
     if (p.data_t) {
         const Tile tile{shared};
@@ -246,9 +244,7 @@ swiglu_cast(const __grid_constant__ SwigluCastParams p) {
     if (p.amax) raise_amax(p.amax, amax, load_relaxed(p.amax));
     if (!p.found) return;
     atomicMax(&p.found[0], amax);
-    __threadfence();
-    if (atomicAdd(&p.found[1], 1u) != gridDim.x - 1) return;
-    __threadfence();
+    if (!is_last_block(&p.found[1], gridDim.x)) return;
     const float of_all = as_float(atomicExch(&p.found[0], 0u));
     atomicExch(&p.found[1], 0u);
     *p.found_scale = scale_from_amax(of_all, p.target, p.eps, as_float(kMaxF32), p.pow2);

@@ -151,9 +151,7 @@ multi_amax_scale(const __grid_constant__ MultiAmaxParams p) {
     if (threadIdx.x == 0) {
         MultiWorkspace* const own = p.workspace + index;
         atomicMax(&own->amax, block_amax);
-        __threadfence();
-        if (atomicAdd(&own->blocks_done, 1u) == tensor.blocks - 1) {
-            __threadfence();
+        if (is_last_block(&own->blocks_done, tensor.blocks)) {
             const u32 bits = atomicExch(&own->amax, 0u);
             atomicExch(&own->blocks_done, 0u);
             p.scale[index] = scale_from_amax(as_float(bits), p.target, p.eps, as_float(kMaxF32), p.pow2);

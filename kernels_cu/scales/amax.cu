@@ -61,9 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid
     const u32 block_amax = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
         atomicMax(&p.workspace->amax, block_amax);
-        __threadfence();
-        if (atomicAdd(&p.workspace->blocks_done, 1u) == gridDim.x - 1) {
-            __threadfence();
+        if (is_last_block(&p.workspace->blocks_done, gridDim.x)) {
             const u32 all = atomicExch(&p.workspace->amax, 0u);
             atomicExch(&p.workspace->blocks_done, 0u);
             const float result = as_float(f32::narrow(as_float(all)));

@@ -62,7 +62,7 @@ def types(v: Program) -> tuple[str, str]:
 
 
 def options(v: Program) -> frozenset[tuple[str, str]]:
-    return frozenset(d for d in v.defines if d[0] not in ("IN", "OUT"))
+    return frozenset(d for d in v.defines if d[0] not in ("IN", "OUT", "IN_A", "IN_B"))
 
 
 def entry(v: Program) -> str:

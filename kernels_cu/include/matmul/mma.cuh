@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_matrices(u32 (&words)[4], const u8* row) {
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"((u32)__cvta_generic_to_shared(row)) : "memory");
+                 : "r"(shared_address(row)) : "memory");
 #endif
 }
 

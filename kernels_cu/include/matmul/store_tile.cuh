@@ -5,14 +5,7 @@
 
 // Two elements, the first in the low half. A NaN is whatever the chip makes of it.
 __device__ __forceinline__ u32 narrow_pair(u32 type, float lo, float hi) {
-#ifdef CUPY_FP8_HOST
-    return type == kOutBf16 ? bf16::narrow2(lo, hi) : f16::narrow2(lo, hi);
-#else
-    u32 pair;
-    if (type == kOutBf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-    return pair;
-#endif
+    return type == kOutBf16 ? bf16::narrow2_any_nan(lo, hi) : f16::narrow2_any_nan(lo, hi);
 }
 
 // Stores a warp's 16 × 16 elements of 16 bits to shared memory: sums 4 * i to 4 * i + 7. They are two chunks

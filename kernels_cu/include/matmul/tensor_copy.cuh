@@ -16,14 +16,6 @@ struct TensorMapOnHost {
     u32 element_bytes;             // Columns are counted in elements.
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-#ifdef CUPY_FP8_HOST
-    return 0;
-#else
-    return (u32)__cvta_generic_to_shared(p);
-#endif
-}
-
 // One thread adds its arrival and announces the bytes of its copies.
 __device__ __forceinline__ void arrive_expecting(PhaseBarrier* barrier, u32 bytes) {
 #ifdef CUPY_FP8_HOST

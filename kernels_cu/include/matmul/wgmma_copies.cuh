@@ -63,15 +63,6 @@ __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared
 }
 
 // ---- the warp that copies scales one by one, where the copy engine does not ----
-__device__ __forceinline__ void copy_scale(float* shared, const float* from) {
-#ifdef CUPY_FP8_HOST
-    host_cp_async(shared, from, 4, 4);
-#else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-                 :: "r"(shared_address(shared)), "l"(from) : "memory");
-#endif
-}
-
 __device__ __forceinline__ i64 scale_of(const Operand& operand, i64 row) {
     return (row >> operand.scale_shift) * operand.scale_row;
 }
@@ -92,13 +83,14 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
             if (kScaling != kRows || block + 1 == reader.blocks) {
 #pragma unroll
                 for (int i = 0; i < kRowsEach; i++)
-                    copy_scale(&stage.a[32 * i + lane],
-                               a_at + scale_of(p.a, at_most(t.row + 32 * i + lane, last_row)));
+                    copy_async_part<4>(&stage.a[32 * i + lane],
+                                       a_at + scale_of(p.a, at_most(t.row + 32 * i + lane, last_row)), 4);
                 if constexpr (kScaling != kBlocks) {
 #pragma unroll
                     for (int i = 0; i < kColumnsEach; i++)
-                        copy_scale(&stage.b[32 * i + lane],
-                                   b_at + scale_of(p.b, at_most(t.column + 32 * i + lane, last_column)));
+                        copy_async_part<4>(
+                            &stage.b[32 * i + lane],
+                            b_at + scale_of(p.b, at_most(t.column + 32 * i + lane, last_column)), 4);
                 }
             }
             arrive_after_copies(&shared.ring.full[place.at]);

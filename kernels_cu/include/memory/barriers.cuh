@@ -11,7 +11,7 @@ __device__ __forceinline__ void init_phases(PhaseBarrier* barrier, u32 arrivals)
 #ifdef CUPY_FP8_HOST
     host_mbarrier_init(barrier, arrivals);
 #else
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"((u32)__cvta_generic_to_shared(barrier)),
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)),
                  "r"(arrivals) : "memory");
 #endif
 }
@@ -20,7 +20,7 @@ __device__ __forceinline__ void arrive(PhaseBarrier* barrier) {
     host_mbarrier_arrive(barrier, 0);
 #else
     asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}"
-                 :: "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
+                 :: "r"(shared_address(barrier)) : "memory");
 #endif
 }
 // Arrives as soon as all of this thread's copy_async() have ended. The thread does not wait.
@@ -30,7 +30,7 @@ __device__ __forceinline__ void arrive_after_copies(PhaseBarrier* barrier) {
     host_mbarrier_arrive(barrier, 0);
 #else
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];"
-                 :: "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
+                 :: "r"(shared_address(barrier)) : "memory");
 #endif
 }
 __device__ __forceinline__ bool has_ended(PhaseBarrier* barrier, u32 parity) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool has_ended(PhaseBarrier* barrier, u32 parity) {
 #else
     u32 ended;
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(ended) : "r"((u32)__cvta_generic_to_shared(barrier)), "r"(parity) : "memory");
+                 : "=r"(ended) : "r"(shared_address(barrier)), "r"(parity) : "memory");
     return ended;
 #endif
 }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void wait_for_end(PhaseBarrier* barrier, u32 parity) 
     // The hardware lets the thread sleep for a while.
     do {
         asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(ended) : "r"((u32)__cvta_generic_to_shared(barrier)), "r"(parity) : "memory");
+                     : "=r"(ended) : "r"(shared_address(barrier)), "r"(parity) : "memory");
     } while (!ended);
 #endif
 }

@@ -22,39 +22,35 @@ __device__ __forceinline__ int thread_again() {
     return (int)thread;
 }
 
-// Starts a copy of 16 bytes, 16-byte aligned, from global to shared memory, which ends at copy_async_wait()
-// in the same thread. It writes zeros if they do not exist. kThroughL1: for halves of sectors, whose other
-// halves are copied soon.
-template <bool kThroughL1 = false>
-__device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
-    const u32 bytes = exists ? 16 : 0;
+// The address of shared memory as instructions take it.
+__device__ __forceinline__ u32 shared_address(const void* p) {
 #ifdef CUPY_FP8_HOST
-    host_cp_async(shared, from, 16, bytes);
+    return 0;
 #else
-    const u32 to = (u32)__cvta_generic_to_shared(shared);
-    if constexpr (kThroughL1)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from),
-                     "r"(bytes) : "memory");
-    else
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from),
-                     "r"(bytes) : "memory");
+    return (u32)__cvta_generic_to_shared(p);
 #endif
 }
-// Starts a copy of kBytes (4 or 16) bytes, aligned to as many. It copies the first `existing` ones and writes
-// zeros for the others.
-template <int kBytes>
+
+// Starts a copy of kBytes (4, 8 or 16), aligned to as many, from global to shared memory, which ends at
+// copy_async_wait() in the same thread. It copies the first `existing` bytes and writes zeros for the others.
+// kThroughL1: for parts of sectors, whose other parts are copied soon.
+template <int kBytes, bool kThroughL1 = kBytes != 16>
 __device__ __forceinline__ void copy_async_part(void* shared, const void* from, u32 existing) {
 #ifdef CUPY_FP8_HOST
     host_cp_async(shared, from, kBytes, existing);
 #else
-    const u32 to = (u32)__cvta_generic_to_shared(shared);
-    if constexpr (kBytes == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(existing)
-                     : "memory");
-    else
+    const u32 to = shared_address(shared);
+    if constexpr (kThroughL1)
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(to), "l"(from), "n"(kBytes),
                      "r"(existing) : "memory");
+    else
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(existing)
+                     : "memory");
 #endif
+}
+template <bool kThroughL1 = false>
+__device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
+    copy_async_part<16, kThroughL1>(shared, from, exists ? 16 : 0);
 }
 // copy_async_commit() ends a group of copies. copy_async_wait() waits for all groups but the last kPending.
 __device__ __forceinline__ void copy_async_commit() {
@@ -100,7 +96,7 @@ __device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u
     *reinterpret_cast<uint4*>(shared) = make_uint4(a, b, c, d);
 #else
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :: "r"((u32)__cvta_generic_to_shared(shared)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+                 :: "r"(shared_address(shared)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 #endif
 }
 
@@ -226,3 +222,25 @@ private:
         v = make_uint4(word[0], word[1], word[2], word[3]);
     }
 };
+
+// Returns the codes of values in format F. change(value, i): what becomes of value i before it is narrowed.
+template <class F, bool kSaturate = true, int kCount, class Change>
+__device__ __forceinline__ Chunk<F, kCount> narrowed(const float (&v)[kCount], Change change) {
+    Chunk<F, kCount> out;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i++)
+        out.template narrow2<kSaturate>(i, change(v[2 * i], 2 * i), change(v[2 * i + 1], 2 * i + 1));
+    return out;
+}
+// The same of the elements of a chunk.
+template <class F, bool kSaturate = true, class From, int kCount, class Change>
+__device__ __forceinline__ Chunk<F, kCount> converted(const Chunk<From, kCount>& in, Change change) {
+    Chunk<F, kCount> out;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i++) {
+        float lo, hi;
+        in.widen2(i, lo, hi);
+        out.template narrow2<kSaturate>(i, change(lo, 2 * i), change(hi, 2 * i + 1));
+    }
+    return out;
+}

@@ -50,6 +50,27 @@ __device__ __forceinline__ void add_run(Amax<F>& amax, const typename F::storage
     }
 }
 
+// Lanes kDistance apart share kKeep words each way, so that either is left with half of them, or with their
+// last one.
+template <int kDistance, int kKeep, int kCount, class Combine>
+__device__ __forceinline__ void halve(u32 (&v)[kCount], Combine combine) {
+    const bool upper = threadIdx.x & kDistance;
+    if constexpr (kKeep == 0) v[0] = combine(v[0], __shfl_xor_sync(~0u, v[0], kDistance));
+#pragma unroll
+    for (int i = 0; i < kKeep; i++) {
+        const u32 sent = upper ? v[i] : v[i + kKeep], kept = upper ? v[i + kKeep] : v[i];
+        v[i] = combine(kept, __shfl_xor_sync(~0u, sent, kDistance));
+    }
+}
+// The same over all distances from kDistance down.
+template <int kDistance, int kKeep, int kCount, class Combine>
+__device__ __forceinline__ void halve_down(u32 (&v)[kCount], Combine combine) {
+    if constexpr (kDistance > 0) {
+        halve<kDistance, kKeep>(v, combine);
+        halve_down<kDistance / 2, kKeep / 2>(v, combine);
+    }
+}
+
 // Finds the largest value of all threads: every thread put()s its own, and after a __syncthreads() that the
 // kernel has anyway, get() returns it to thread 0. kThreads is the block size.
 template <int kThreads>
@@ -106,6 +127,15 @@ __device__ __forceinline__ void store_relaxed(u64* word, u64 value) {
 }
 __device__ __forceinline__ i32 load_relaxed(const float* buffer) {
     return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer));
+}
+
+// Returns true in the last of `blocks` blocks to call it, which then sees what the others have written before.
+// One thread of each calls it. done: zero before.
+__device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
+    __threadfence();
+    if (atomicAdd(done, 1u) != blocks - 1) return false;
+    __threadfence();
+    return true;
 }
 
 // *buffer = max(*buffer, amax) on the bits. before: the buffer's bits at some earlier time. Most blocks of a

@@ -45,6 +45,14 @@ struct f32 {
     }
 };
 
+// NaN is rare, so one branch tests the pair.
+template <class F>
+__device__ __forceinline__ u32 narrow2_of(float lo, float hi) {
+    u32 pair = F::narrow2_any_nan(lo, hi);
+    if (is_nan(lo) | is_nan(hi)) pair = F::narrow(lo) | F::narrow(hi) << 16;
+    return pair;
+}
+
 struct bf16 {
     using storage = u16;
     static constexpr u32 kMagnitudes = 0x7fff7fffu;
@@ -69,18 +77,18 @@ struct bf16 {
         lo = as_float(pair << 16);
         hi = as_float(pair & 0xffff0000u);
     }
-    template <bool kSaturate = true>
-    static __device__ __forceinline__ u32 narrow2(float lo, float hi) {
+    // A NaN is 0x7fff on the GPU, as the instruction makes it.
+    static __device__ __forceinline__ u32 narrow2_any_nan(float lo, float hi) {
 #ifdef CUPY_FP8_HOST
         return narrow(lo) | narrow(hi) << 16;
 #else
         u32 pair;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-        // The instruction's NaN is 0x7fff. NaN is rare, so one branch tests the pair.
-        if (is_nan(lo) | is_nan(hi)) pair = narrow(lo) | narrow(hi) << 16;
         return pair;
 #endif
     }
+    template <bool kSaturate = true>
+    static __device__ __forceinline__ u32 narrow2(float lo, float hi) { return narrow2_of<bf16>(lo, hi); }
 };
 
 struct f16 {
@@ -131,17 +139,17 @@ struct f16 {
         lo = widen(pair & 0xffffu);
         hi = widen(pair >> 16);
     }
-    template <bool kSaturate = true>
-    static __device__ __forceinline__ u32 narrow2(float lo, float hi) {
+    static __device__ __forceinline__ u32 narrow2_any_nan(float lo, float hi) {
 #ifdef CUPY_FP8_HOST
         return narrow(lo) | narrow(hi) << 16;
 #else
         u32 pair;
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-        if (is_nan(lo) | is_nan(hi)) pair = narrow(lo) | narrow(hi) << 16;
         return pair;
 #endif
     }
+    template <bool kSaturate = true>
+    static __device__ __forceinline__ u32 narrow2(float lo, float hi) { return narrow2_of<f16>(lo, hi); }
 };
 
 // Rounds a magnitude to FP8 by integer instructions, for both formats.

@@ -48,6 +48,12 @@ struct Halves {
 // widen(word, half) widens two of the four codes in a word, and narrow() turns four f16 into a word of codes.
 // It saturates. The largest value is 1.75 * 2^kEmax.
 template <class F> struct Pairs;
+template <class F>
+__device__ __forceinline__ u32 narrow_halves(u32 pair) {
+    float lo, hi;
+    f16::widen2(pair, lo, hi);
+    return F::narrow2(lo, hi);
+}
 
 template <> struct Pairs<e4m3fn> {
     static constexpr int kEmax = 8;
@@ -75,10 +81,7 @@ template <> struct Pairs<e4m3fn> {
             : "=r"(word) : "r"(first), "r"(second));
         return word;
 #else
-        float lo, hi, lo2, hi2;
-        f16::widen2(first, lo, hi);
-        f16::widen2(second, lo2, hi2);
-        return e4m3fn::narrow2(lo, hi) | e4m3fn::narrow2(lo2, hi2) << 16;
+        return narrow_halves<e4m3fn>(first) | narrow_halves<e4m3fn>(second) << 16;
 #endif
     }
 };
@@ -97,10 +100,7 @@ template <> struct Pairs<e5m2> {
             : "=r"(word) : "r"(first), "r"(second));
         return word;
 #else
-        float lo, hi, lo2, hi2;
-        f16::widen2(first, lo, hi);
-        f16::widen2(second, lo2, hi2);
-        return e5m2::narrow2(lo, hi) | e5m2::narrow2(lo2, hi2) << 16;
+        return narrow_halves<e5m2>(first) | narrow_halves<e5m2>(second) << 16;
 #endif
     }
 };

@@ -37,16 +37,11 @@ struct ColumnOperands {
 template <How kHow>
 __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&factor)[4],
                                             const float (&divisor)[4]) {
-    float scaled[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        scaled[i] = kHow == kMultiply ? mul_rn(v[i], factor[i])
-                    : kHow == kDivideQuickly ? quick_quotient_of_codes(v[i], divisor[i], factor[i])
-                    : div_rn(v[i], divisor[i]);
-    Chunk<OUT, 4> out;
-    out.narrow2(0, scaled[0], scaled[1]);
-    out.narrow2(1, scaled[2], scaled[3]);
-    return out.word[0];
+    return narrowed<OUT>(v, [&](float each, int i) {
+        return kHow == kMultiply ? mul_rn(each, factor[i])
+               : kHow == kDivideQuickly ? quick_quotient_of_codes(each, divisor[i], factor[i])
+               : div_rn(each, divisor[i]);
+    }).word[0];
 }
 
 // Where the codes of one set of operands go: to `data` in the order of x (as_is), transposed to the tile in

@@ -4,14 +4,7 @@
 
 template <int kCount>
 __device__ __forceinline__ Chunk<OUT, kCount> scale_and_narrow(const Chunk<IN, kCount>& in, float scale) {
-    Chunk<OUT, kCount> out;
-#pragma unroll
-    for (int i = 0; i < kCount / 2; i++) {
-        float lo, hi;
-        in.widen2(i, lo, hi);
-        out.narrow2(i, mul_rn(lo, scale), mul_rn(hi, scale));
-    }
-    return out;
+    return converted<OUT>(in, [&](float v, int) { return mul_rn(v, scale); });
 }
 
 // Stores 1 / scale; one thread of the grid calls it. copy: a second destination, or null.

@@ -111,22 +111,10 @@ struct PatchAmaxes {
     // Combines the four lanes of a segment: row[0] and row[1] are then whole, those of rows owned() and the
     // next. Each exchange halves the rows that a lane has a part of.
     __device__ __forceinline__ void reduce_rows() {
-        halve<1, 4>();
-        halve<2, 2>();
+        halve<1, 4>(row, larger_bits);
+        halve<2, 2>(row, larger_bits);
     }
     static __device__ __forceinline__ int owned() { return threadIdx.x % 2 * 4 + threadIdx.x / 2 % 2 * 2; }
-
-private:
-    template <int kDistance, int kKeep>
-    __device__ __forceinline__ void halve() {
-        const bool upper = threadIdx.x & kDistance;
-#pragma unroll
-        for (int i = 0; i < kKeep; i++) {
-            const u32 sent = upper ? row[i] : row[i + kKeep], kept = upper ? row[i + kKeep] : row[i];
-            const u32 other = __shfl_xor_sync(~0u, sent, kDistance);
-            row[i] = kept > other ? kept : other;                    // Words hold NaNs only where NaN wins.
-        }
-    }
 };
 
 // The amaxes of the columns of every row of patches: [16][128] words.

@@ -78,7 +78,7 @@ public:
 #ifdef CUPY_FP8_HOST
             from = mine;
 #else
-            from = (u32)__cvta_generic_to_shared(mine);
+            from = shared_address(mine);
             asm volatile("" : "+r"(from));
 #endif
         }

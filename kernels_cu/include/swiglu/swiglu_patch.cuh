@@ -6,8 +6,6 @@
 #pragma once
 #include "swiglu/swiglu.cuh"
 
-// How many rows have loads in flight.
-constexpr int kRowsAtOnce = sizeof(IN::storage) == 2 && !kBackward ? 8 : 2;
 // How many elements of a row are computed at a time: registers allow no more.
 constexpr int kPart = kBackward ? 4 : 8;
 
@@ -249,35 +247,33 @@ __device__ __forceinline__ void differentiate(const SwigluCall& call, const Plac
     if (call.sums) store_sum(call, place, r, sum.sum());
 }
 
-template <bool kWide>
-__device__ __forceinline__ void load_rows(const SwigluCall& call, const Place& place, int first,
-                                          Source (&in)[kRowsAtOnce]) {
+// Appends a row to the last rows of an array, which has no index at run time: the loop over rows is rolled,
+// since unrolled it would be most of a program.
+template <class T>
+__device__ __forceinline__ void append(T (&rows)[8], const T& row) {
 #pragma unroll
-    for (int r = 0; r < kRowsAtOnce; r++) in[r].template load<kWide>(call, place, first + r);
+    for (int r = 1; r < 8; r++) rows[r - 1] = rows[r];
+    rows[7] = row;
 }
+struct EightValues { float of[8]; };
 
 // use(r, values) is called for each row of the patch. Values of rows and columns that do not exist are 0.
 template <class Use>
 __device__ __forceinline__ void each_row(const SwigluCall& call, const Place& place, Use use) {
     __shared__ float probs[Tile::kRows];
     const i64 row = place.row - Tile::patch_row() + threadIdx.x;
-    const float prob = call.probs && threadIdx.x < Tile::kRows && row < call.rows ? call.probs[row] : 1.0f;
-#pragma unroll
-    for (int first = 0; first < 8; first += kRowsAtOnce) {
-        Source in[kRowsAtOnce];
-        if (call.has(SwigluCall::kWide)) load_rows<true>(call, place, first, in);
-        else load_rows<false>(call, place, first, in);
-        if (first == 0 && call.probs) {                              // The loads of x are in flight.
-            if (threadIdx.x < Tile::kRows) probs[threadIdx.x] = prob;
-            __syncthreads();
-        }
-#pragma unroll
-        for (int r = 0; r < kRowsAtOnce; r++) {
-            float values[8];
-            const float& weight = probs[Tile::patch_row() + first + r];
-            if constexpr (kBackward) differentiate(call, place, first + r, weight, in[r], values);
-            else activate(call, place, first + r, weight, in[r], values);
-            use(first + r, values);
-        }
+    if (call.probs && threadIdx.x < Tile::kRows)
+        probs[threadIdx.x] = row < call.rows ? call.probs[row] : 1.0f;
+    __syncthreads();
+#pragma unroll 1
+    for (int r = 0; r < 8; r++) {
+        Source in;
+        if (call.has(SwigluCall::kWide)) in.load<true>(call, place, r);
+        else in.load<false>(call, place, r);
+        EightValues values;
+        const float& weight = probs[Tile::patch_row() + r];
+        if constexpr (kBackward) differentiate(call, place, r, weight, in, values.of);
+        else activate(call, place, r, weight, in, values.of);
+        use(r, values);
     }
 }

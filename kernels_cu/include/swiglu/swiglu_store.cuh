@@ -1,5 +1,6 @@
 // Where results of SwiGLU go, and how many blocks of threads share a multiprocessor.
 #pragma once
+#include "numerics/amax.cuh"
 #include "scale/cast.cuh"
 #include "swiglu/swiglu_patch.cuh"
 #include "swiglu/swiglu_rows.cuh"

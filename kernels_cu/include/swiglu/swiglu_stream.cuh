@@ -298,18 +298,8 @@ private:
             copy_async<true>(to, grad, first);
             copy_async<true>(to + kLoadBytes, grad + Tile::kColumns / 2, other);
         } else {
-            copy_async_half(to, grad, first);
-            copy_async_half(to + 8, grad + Tile::kColumns / 2, other);
+            copy_async_part<8>(to, grad, first ? 8 : 0);
+            copy_async_part<8>(to + 8, grad + Tile::kColumns / 2, other ? 8 : 0);
         }
-    }
-    static __device__ __forceinline__ void copy_async_half(u8* shared, const void* from, bool exists) {
-        const u32 bytes = exists ? 8 : 0;
-#ifdef CUPY_FP8_HOST
-        host_cp_async(shared, from, 8, bytes);
-#else
-        const u32 to = (u32)__cvta_generic_to_shared(shared);
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(bytes)
-                     : "memory");
-#endif
     }
 };

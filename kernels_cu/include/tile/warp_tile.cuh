@@ -75,7 +75,7 @@ struct WarpTileAmax {
     template <int kLanes> static constexpr int kOwned = kWarpTileRows / kLanes;
     template <int kLanes>
     __device__ __forceinline__ void reduce_rows(u32 (&owned)[kOwned<kLanes>]) {
-        halve<kLanes / 2, kWords / 2>();
+        halve_down<kLanes / 2, kWords / 2>(row, larger);
         if constexpr (kWords < kLanes) {                             // the last pair of rows is in both lanes
             owned[0] = widened(threadIdx.x & 1 ? row[0] >> 16 : row[0] & 0xffffu);
         } else {
@@ -96,20 +96,6 @@ private:
         return F::template max_magnitudes<kNan>(a, b);
     }
     static __device__ __forceinline__ u32 widened(u32 magnitude) { return as_bits(F::widen(magnitude)); }
-    // Lanes kDistance apart share kKeep words each way, or their last one.
-    template <int kDistance, int kKeep>
-    __device__ __forceinline__ void halve() {
-        if constexpr (kDistance > 0) {
-            const bool upper = threadIdx.x & kDistance;
-            if constexpr (kKeep == 0) row[0] = larger(row[0], __shfl_xor_sync(~0u, row[0], kDistance));
-#pragma unroll
-            for (int i = 0; i < kKeep; i++) {
-                const u32 sent = upper ? row[i] : row[i + kKeep], kept = upper ? row[i + kKeep] : row[i];
-                row[i] = larger(kept, __shfl_xor_sync(~0u, sent, kDistance));
-            }
-            halve<kDistance / 2, kKeep / 2>();
-        }
-    }
 };
 
 // A 4 x 4 matrix of bytes across the lanes l, l + 8, l + 16 and l + 24, one word each, transposed.
