@@ -10,21 +10,35 @@ import numpy as np
 from .. import backend
 from ..arrays import Array, asnumpy, bits
 from ..cases.base import drawn
-from ..formats import float32
+from ..formats import FP8_DTYPES, float8_e8m0fnu, float32
 from ..ops.convert.astype import astype
 
 #: Bytes from which arrays are made on the GPU. NumPy takes seconds for such arrays.
 _LARGE = 1 << 24
 _SAMPLED = 16
+#: E8M0 bytes of scales around 1.
+_AROUND_ONE = (117, 138)
+#: The deviation of codes, which quantised data have about.
+_OF_CODES = 60
 
 
 def on_gpu(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> Array:
-    """What `cases.values` gives, with large arrays on the GPU: 'bits' are random bytes, and any other kind is
-    N(0, 1)."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < _LARGE:
+    """Data as they are in use, in the place of those of `cases.values`, since times depend on them. 'bits' of
+    scales are scales around 1, of other types random bytes; 'normal' is N(0, 1) without outliers, and of FP8
+    codes N(0, 60)."""
+    if kind == "bits" and dtype in (float8_e8m0fnu, float32):
+        return scales(shape, dtype, seed)
+    if kind == "normal":
+        return normal(shape, dtype)
+    if math.prod(shape) * dtype.itemsize < _LARGE:
         return drawn(kind, shape, dtype, seed)
-    return random_bytes(shape, dtype) if kind == "bits" else normal(shape, dtype)
+    return random_bytes(shape, dtype)
+
+
+def scales(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
+    """Scales around 1."""
+    exponents = np.random.default_rng(seed).integers(*_AROUND_ONE, shape, np.uint8)
+    return exponents.view(dtype) if dtype == float8_e8m0fnu else exponents.astype(np.float32) / 100
 
 
 def random_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -33,9 +47,9 @@ def random_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def normal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """N(0, 1)."""
+    """N(0, 1), of FP8 codes N(0, 60)."""
     x = backend.cupy().random.standard_normal(shape, dtype=np.float32)
-    return x if dtype == float32 else astype(x, dtype)
+    return x if dtype == float32 else astype(x * _OF_CODES if dtype in FP8_DTYPES else x, dtype)
 
 
 def sample(rows: int, number: int = _SAMPLED) -> list[int]:
