@@ -149,7 +149,7 @@ _FAULTS = (
           "(a_bits >> 23) - (i32)(b_bits >> 23) + 1", "quantize_block", "quantize/block_rows"),
     Fault("include/scale/block_write.cuh", "RowOperands::load(rows.factors + quad * 4, factor)",
           "RowOperands::load(rows.factors, factor)", "quantize_block", "quantize/blocks"),
-    Fault("include/scale/cast.cuh", "mul_rn(hi, scale)", "mul_rn(lo, scale)", "quantize_tensor",
+    Fault("include/scale/cast.cuh", "mul_rn(v, scale)", "mul_rn(scale, scale)", "quantize_tensor",
           "quantize/tensor", "DBIAS=0"),
     Fault("include/scale/power_of_two.cuh", "+ 0x3ffff, kFirst)", "+ 0x7ffff, kFirst)", "rebase_scales",
           "convert/rebase"),

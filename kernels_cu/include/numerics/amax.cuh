@@ -129,8 +129,8 @@ __device__ __forceinline__ i32 load_relaxed(const float* buffer) {
     return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer));
 }
 
-// Returns true in the last of `blocks` blocks to call it, which then sees what the others have written before.
-// One thread of each calls it. done: zero before.
+// Returns true in the last of `blocks` blocks to call it, which then sees what the others wrote before. One
+// thread of each calls it. done: 0 at first.
 __device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
     __threadfence();
     if (atomicAdd(done, 1u) != blocks - 1) return false;
