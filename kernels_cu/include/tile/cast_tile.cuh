@@ -75,6 +75,79 @@ __device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) {
     return as_global(*p.at) + offset;
 }
 
+// Where a thread's patch of 8 x 8 elements lies in x, and which of its rows and columns exist: in the results,
+// and (given_left) in x.
+struct CastPatch {
+    i64 at;
+    int rows_left, columns_left, given_left;
+};
+
+using CastInput = Chunk<IN, kLoad>[kRowsAtOnce][kLoads];
+
+// Loads kRowsAtOnce rows of a patch; zeros where x has none.
+template <int kAligned, class Tensor>
+__device__ __forceinline__ void load_rows(const Tensor& p, const CastPatch& patch, int first, CastInput& in) {
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; r++)
+#pragma unroll
+        for (int l = 0; l < kLoads; l++) {
+            const IN::storage* from = p.x + patch.at + (first + r) * p.columns + l * kLoad;
+            const int left = first + r < patch.given_left ? patch.columns_left - l * kLoad : 0;
+            if (!kAligned) in[r][l] = Chunk<IN, kLoad>::load_partial(from, left);
+            else if (left > 0) in[r][l] = Chunk<IN, kLoad>::load(from);
+            else in[r][l] = {};
+            if (DBIAS && first + r >= patch.rows_left)
+#pragma unroll
+                for (u32& word : in[r][l].word) word = kAbsentWord;
+        }
+}
+
+// Casts these rows to `codes`, stores them row-wise, and adds them to the amax and the sums.
+template <int kAligned, class Tensor>
+__device__ __forceinline__ void cast_rows(const Tensor& p, const CastPatch& patch, int first,
+                                          const CastInput& in, float scale, Chunk<OUT, 8> (&codes)[8],
+                                          Amax<IN>& amax, PatchSums& sums) {
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; r++) {
+#pragma unroll
+        for (int l = 0; l < kLoads; l++) {
+            amax.add(in[r][l]);
+            if (DBIAS) sums.add(first + r, l, in[r][l]);
+            const auto out = scale_and_narrow(in[r][l], scale);
+#pragma unroll
+            for (int w = 0; w < out.kWords; w++) codes[first + r].word[l * out.kWords + w] = out.word[w];
+        }
+        if (p.rowwise() && first + r < patch.rows_left) {
+            OUT::storage* to = p.data + patch.at + (first + r) * p.columns;
+            if (!kAligned) codes[first + r].store_partial(to, patch.columns_left);
+            else if (patch.columns_left > 0) codes[first + r].store(to);
+        }
+    }
+}
+
+// Stores the columns of a tile as rows of data_t.
+template <int kAligned, class Tensor>
+__device__ __forceinline__ void store_columns(const Tensor& p, const Tile& tile, const TilePosition& at) {
+    if (kAligned < 2 && !p.vector) {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ != 900 || __CUDACC_VER_MAJOR__ < 13)
+        // For more threads the compiler spills.
+        constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;
+#else
+        constexpr bool kBySectors = Tile::kRows == 256;
+#endif
+        tile.template store_ragged<kBySectors>(
+            p.data_t + (at.matrix * p.columns + at.column) * p.rows + at.row, p.rows,
+            left_of(p.columns - at.column, TILE_COLUMNS), left_of(p.rows - at.row, TILE_ROWS));
+        return;
+    }
+#pragma unroll
+    for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
+        const i64 to_row = at.column + Tile::column<16>(unit), to_column = at.row + Tile::row<16>();
+        if (to_row < p.columns && to_column < p.rows)
+            tile.read<OUT, 16>(unit).store(p.data_t + (at.matrix * p.columns + to_row) * p.rows + to_column);
+    }
+}
+
 // p: the tensor's members of CastParams; rowwise() and columnwise() tell which directions are written.
 // kAligned 1: every row of x and data allows chunked access; 2: and every row of data_t 16-byte stores, and
 // there are whole patches only, all in x. shared: the tile, then the sums.
@@ -90,44 +163,18 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;
     int given_left = rows_left;
     if constexpr (kPads<Tensor> && kAligned < 2) given_left = left_of(p.given - row, 8);
-    const i64 patch_at = (at.matrix * p.rows + row) * p.columns + column;
-    Chunk<OUT, 8> patch[8];
+    const CastPatch patch{(at.matrix * p.rows + row) * p.columns + column, rows_left, columns_left,
+                          given_left};
+    Chunk<OUT, 8> codes[8];
     Amax<IN> amax;
     PatchSums sums;
 #pragma unroll
     for (int first = 0; first < 8; first += kRowsAtOnce) {
-        Chunk<IN, kLoad> in[kRowsAtOnce][kLoads];
-#pragma unroll
-        for (int r = 0; r < kRowsAtOnce; r++)
-#pragma unroll
-            for (int l = 0; l < kLoads; l++) {
-                const IN::storage* from = p.x + patch_at + (first + r) * p.columns + l * kLoad;
-                const int left = first + r < given_left ? columns_left - l * kLoad : 0;
-                if (!kAligned) in[r][l] = Chunk<IN, kLoad>::load_partial(from, left);
-                else if (left > 0) in[r][l] = Chunk<IN, kLoad>::load(from);
-                else in[r][l] = {};
-                if (DBIAS && first + r >= rows_left)
-#pragma unroll
-                    for (u32& word : in[r][l].word) word = kAbsentWord;
-            }
-#pragma unroll
-        for (int r = 0; r < kRowsAtOnce; r++) {
-#pragma unroll
-            for (int l = 0; l < kLoads; l++) {
-                amax.add(in[r][l]);
-                if (DBIAS) sums.add(first + r, l, in[r][l]);
-                const auto out = scale_and_narrow(in[r][l], scale);
-#pragma unroll
-                for (int w = 0; w < out.kWords; w++) patch[first + r].word[l * out.kWords + w] = out.word[w];
-            }
-            if (p.rowwise() && first + r < rows_left) {
-                OUT::storage* to = p.data + patch_at + (first + r) * p.columns;
-                if (!kAligned) patch[first + r].store_partial(to, columns_left);
-                else if (columns_left > 0) patch[first + r].store(to);
-            }
-        }
+        CastInput in;
+        load_rows<kAligned>(p, patch, first, in);
+        cast_rows<kAligned>(p, patch, first, in, scale, codes, amax, sums);
     }
-    if (p.columnwise()) tile.write_patch(patch);
+    if (p.columnwise()) tile.write_patch(codes);
     float* const shared_sums = reinterpret_cast<float*>(shared + p.columnwise() * TILE_ROWS * TILE_COLUMNS);
     if (DBIAS) sums.share(shared_sums);
     __shared__ u32 per_warp[Tile::kThreads / 32];
@@ -136,38 +183,17 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     if (DBIAS && p.amax) block_amax.put(amax.f32_bits());
     if (p.columnwise() || DBIAS) __syncthreads();
     if (DBIAS) at = shared_at;
-    if (p.columnwise() && kAligned < 2 && !p.vector) {
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ != 900 || __CUDACC_VER_MAJOR__ < 13)
-        // For more threads the compiler spills.
-        constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;
-#else
-        constexpr bool kBySectors = Tile::kRows == 256;
-#endif
-        tile.template store_ragged<kBySectors>(p.data_t + (at.matrix * p.columns + at.column) * p.rows
-                                               + at.row, p.rows,
-                                               left_of(p.columns - at.column, TILE_COLUMNS),
-                                               left_of(p.rows - at.row, TILE_ROWS));
-    } else if (p.columnwise()) {
-#pragma unroll
-        for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
-            const i64 to_row = at.column + Tile::column<16>(unit), to_column = at.row + Tile::row<16>();
-            if (to_row < p.columns && to_column < p.rows)
-                tile.read<OUT, 16>(unit).store(p.data_t + (at.matrix * p.columns + to_row) * p.rows
-                                               + to_column);
-        }
-    }
+    if (p.columnwise()) store_columns<kAligned>(p, tile, at);
     if constexpr (DBIAS != 0) {
         const i64 tiles_down = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
-        PatchSums::write(shared_sums, p.column_sums
-                         + (at.matrix * tiles_down + at.row / TILE_ROWS) * p.columns + at.column,
-                         p.columns - at.column);
+        const i64 of_tile = at.matrix * tiles_down + at.row / TILE_ROWS;
+        PatchSums::write(shared_sums, p.column_sums + of_tile * p.columns + at.column, p.columns - at.column);
     }
-    if (p.amax) {
-        if (!DBIAS) {
-            block_amax.put(amax.f32_bits());
-            __syncthreads();
-        }
-        const u32 amax_bits = block_amax.get();
-        if (threadIdx.x == 0) raise_amax(p.amax, amax_bits, load_relaxed(p.amax));
+    if (!p.amax) return;
+    if (!DBIAS) {
+        block_amax.put(amax.f32_bits());
+        __syncthreads();
     }
+    const u32 amax_bits = block_amax.get();
+    if (threadIdx.x == 0) raise_amax(p.amax, amax_bits, load_relaxed(p.amax));
 }
