@@ -29,6 +29,7 @@ _SCALARS = {
     "u8": ("B", 1),
 }
 _POINTER = ("P", 8)
+_TEMPLATE = 100             # characters before a struct that have its `template <class …>`
 
 
 class Member(NamedTuple):
@@ -153,12 +154,15 @@ def _all_text(path: str) -> str:
 
 def _layout(name: str, text: str) -> Layout:
     template, _, argument = name.removesuffix(">").partition("<")
-    found = re.search(rf"(?:\btemplate <class (\w+)>\s*)?\bstruct (?:alignas\((\d+)\) )?{template} \{{", text)
+    found = re.search(rf"\bstruct (?:alignas\((\d+)\) )?{template} \{{", text)
     assert found, f"struct {template} is not declared"
+    parameter = re.search(r"\btemplate <class (\w+)>\s*$", text[:found.start()][-_TEMPLATE:])
     declared: list[_Declared] = []
     for statement in _statements(text, found.end()):
-        declared += _members(re.sub(rf"\b{found[1]}\b", argument, statement) if argument else statement, text)
-    return Layout(name, declared, int(found[2] or 1))
+        if parameter and argument:
+            statement = re.sub(rf"\b{parameter[1]}\b", argument, statement)
+        declared += _members(statement, text)
+    return Layout(name, declared, int(found[1] or 1))
 
 
 def _statements(text: str, start: int) -> Iterator[str]:

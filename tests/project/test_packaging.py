@@ -155,7 +155,7 @@ def test_importing_is_light(module, tmp_path):
 
 
 def test_importing_reads_no_cuda_source():
-    """Reading the parameter structs took an eighth of the time to import the package. A call reads those of
+    """Reading three parameter structs took a sixth of the time to import the package. A call reads those of
     its kernels."""
     out = run(sys.executable, "-c", """
 import sys
