@@ -34,7 +34,7 @@ from tiers import needs_host, where_kernels_run
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits, is_contiguous
-from cupy_fp8.calls import call, remembered, results
+from cupy_fp8.calls import call, descriptions, remembered
 from cupy_fp8.calls.relocation import CallMemory
 from cupy_fp8.kernels import owner_of
 
@@ -280,9 +280,9 @@ def test_results_of_two_calls_share_no_memory(example, device):
 def test_new_memory_of_another_alignment(monkeypatch, validate):
     """Launches may rely on the alignment of what they write, so a call is then made as if it were new."""
     alignments: list[int] = []
-    make = results.Allocation.make
+    make = descriptions.Allocation.make
 
-    def aligned(self: results.Allocation) -> tuple[list[Any], list[int]]:
+    def aligned(self: descriptions.Allocation) -> tuple[list[Any], list[int]]:
         arrays = []
         for a in make(self)[0]:
             memory = np.empty(a.nbytes + 64, np.uint8)
@@ -290,7 +290,7 @@ def test_new_memory_of_another_alignment(monkeypatch, validate):
             arrays.append(memory[start:start + a.nbytes].view(a.dtype).reshape(a.shape))
         return arrays, [a.ctypes.data for a in arrays]
 
-    monkeypatch.setattr(results.Allocation, "make", aligned)
+    monkeypatch.setattr(descriptions.Allocation, "make", aligned)
     x = np.arange(4096, dtype=np.float32).reshape(32, 128)
     with testing.executor("host"):
         for alignment, made_anew in ((0, 1), (0, 1), (16, 2), (16, 2), (0, 3)):

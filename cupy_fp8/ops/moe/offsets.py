@@ -271,9 +271,6 @@ class _SplitsToOffsets(Op[_Inputs]):
         kind = _Buffer if flag(bulk_allocate, "bulk_allocate") else _Arrays
         return _Inputs(groups, options, kind(*arrays))
 
-    def result(self, inputs: _Inputs) -> Description:
-        return inputs.result
-
     def reference(self, inputs: _Inputs) -> list[np.ndarray]:
         outputs = inputs.options.outputs
         made = reference.splits_to_offsets(inputs.groups.host, strides=[o.stride for o in outputs],

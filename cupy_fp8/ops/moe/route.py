@@ -220,9 +220,6 @@ class _Route(Op[_Inputs]):
             _check(asnumpy(found.array), extents)
         return _Inputs(found, extents, _Result(extents))
 
-    def result(self, inputs: _Inputs) -> Description:
-        return inputs.result
-
     def reference(self, inputs: _Inputs) -> Routing:
         extents = inputs.extents
         return reference.route(inputs.assignment.array, num_experts=extents.number, topk=extents.topk,
