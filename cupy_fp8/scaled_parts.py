@@ -34,11 +34,14 @@ class Parts(Protocol):
 def check_data_shape(s: Parts, name: str) -> None:
     """ValueError unless the data of `s` have its shape as they are stored. name: that of s in messages; '' if
     these begin with the part's name."""
+    where = name and f"{name}."
+    if s.transposed and len(s.shape) < 2:
+        raise ValueError(f"{where}transposed: needs two or more dimensions, got shape {s.shape}")
     stored = swap_last(s.shape) if s.transposed else s.shape
     if s.data.shape != stored:
         how = " stored transposed" if s.transposed else ""
-        raise ValueError(f"{name and f'{name}.'}data: expected shape {stored} for the logical shape "
-                         f"{s.shape}{how}, got {s.data.shape}")
+        raise ValueError(f"{where}data: expected shape {stored} for the logical shape {s.shape}{how}, got "
+                         f"{s.data.shape}")
 
 
 def check_block_scales(s: Parts, name: str) -> None:
@@ -71,8 +74,6 @@ def check_parts(s: Parts) -> None:
                         f"{dtype_instead(data.dtype, FP8_DTYPES, 'data')}")
     if xp is not np:
         backend.same_device(scale_inv, data, "scale_inv", "data")
-    if s.transposed and len(s.shape) < 2:
-        raise ValueError(f"transposed: needs two or more dimensions, got shape {s.shape}")
     check_data_shape(s, "")
     if s.block is not None:
         if s.scale_layout is None:

@@ -9,6 +9,7 @@ import numpy as np
 from ...arrays import bits, zeros
 from ...layouts import padded_rows
 from ...results import Scaled
+from ..scales.convert import rows_of_scales
 
 
 def pad_groups(x: Any, splits: Any, align: int) -> Any:
@@ -31,9 +32,10 @@ def _move_all(x: Any, rows: int, *how: Any) -> Any:
     """Moves the rows of an array, or of a Scaled's data and of its scales if each row has its own."""
     if not isinstance(x, Scaled):
         return _move(x, rows, *how)
-    scale_inv = x.scale_inv.copy() if x.block is None else _move(x.scale_inv, rows, *how)
-    return Scaled._of(_move(x.data, rows, *how), scale_inv, (rows, *x.shape[1:]), False, x.block,
-                      x.scale_layout)
+    data, shape = _move(x.data, rows, *how), (rows, *x.shape[1:])
+    if x.block is None:
+        return Scaled._of(data, x.scale_inv.copy(), shape)
+    return Scaled._of(data, _move(rows_of_scales(x), rows, *how), shape, False, x.block, "compact")
 
 
 def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,

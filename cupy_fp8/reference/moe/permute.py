@@ -10,13 +10,14 @@ from ...arrays import bits, zeros
 from ...results import Scaled
 from ...routing import Routing
 from .. import numerics
+from ..scales.convert import rows_of_scales
 
 
 def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None) -> Any:
     """Copies each token, its scales and its probs to the rows of the map. The other rows are zeros."""
     if isinstance(x, Scaled):
-        data, scale_inv = (_to_rows(a, routing) for a in x)
-        rows: Any = Scaled._of(data, scale_inv, data.shape, False, x.block, x.scale_layout)
+        data, scale_inv = _to_rows(x.data, routing), _to_rows(rows_of_scales(x), routing)
+        rows: Any = Scaled._of(data, scale_inv, data.shape, False, x.block, "compact")
     else:
         rows = _to_rows(x, routing)
     if probs is None:

@@ -10,6 +10,7 @@ import numpy as np
 from ...arrays import bits
 from ...formats import float8_e8m0fnu, int32
 from ...layouts import PACKED, PADDED_TO, Block, cdiv, round_up, scale_dtype, scale_grid
+from ...results import Scaled
 from .. import numerics
 from ..convert.astype import transpose
 from .swizzle import swizzle, unswizzle
@@ -21,6 +22,12 @@ def convert_scales(scale_inv: np.ndarray, *, source: str, target: str, shape: tu
     scales = lines_by_blocks(scale_inv, source, shape, block)
     held = scale_dtype(scale_inv.dtype, target) if dtype is None else np.dtype(dtype)
     return stored(as_dtype(scales, float8_e8m0fnu if held == int32 else held), target, block, shape[-2])
+
+
+def rows_of_scales(s: Scaled) -> np.ndarray:
+    """The compact scales of blocks (1, B): a row for each row of the data."""
+    assert s.block is not None
+    return lines_by_blocks(s.scale_inv, str(s.scale_layout), s.shape, s.block)
 
 
 def as_dtype(scales: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
