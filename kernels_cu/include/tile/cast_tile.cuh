@@ -86,7 +86,8 @@ using CastInput = Chunk<IN, kLoad>[kRowsAtOnce][kLoads];
 
 // Loads kRowsAtOnce rows of a patch; zeros where x has none.
 template <int kAligned, class Tensor>
-__device__ __forceinline__ void load_rows(const Tensor& p, const CastPatch& patch, int first, CastInput& in) {
+__device__ __forceinline__ void load_rows(const Tensor& p, const CastPatch& patch, int first,
+                                          CastInput& in) {
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; r++)
 #pragma unroll
