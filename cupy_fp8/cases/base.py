@@ -56,9 +56,10 @@ class Case:
         return "-".join([self.op, self.dtype.name, shape, self.values, self.layout, *shown])
 
 
-def maker(op: str, values: str = "bits") -> Callable[..., Case]:
-    """Returns case(dtype, shape, values, layout, **options), which makes a case of the op."""
-    def case(dtype: np.dtype[Any], shape: tuple[int, ...], values: str = values, layout: str = "contiguous",
+def maker(op: str, usual: str = "bits") -> Callable[..., Case]:
+    """Returns case(dtype, shape, values, layout, **options), which makes a case of the op. usual: the values
+    unless others are given."""
+    def case(dtype: np.dtype[Any], shape: tuple[int, ...], values: str = usual, layout: str = "contiguous",
              /, **options: Any) -> Case:
         return Case(op, dtype, shape, values, layout, options)
 
@@ -73,18 +74,18 @@ _EDGES = np.array([
 ], np.float32)  # fmt: skip
 
 
-#: What makes the arrays of `values` instead.
-_maker: ContextVar[Callable[..., np.ndarray] | None] = ContextVar("maker of values", default=None)
+#: The function that makes the arrays of `values` in place of NumPy's random numbers.
+_other_values: ContextVar[Callable[..., np.ndarray] | None] = ContextVar("other values", default=None)
 
 
 @contextmanager
 def values_made_by(make: Callable[[str, tuple[int, ...], np.dtype[Any], int], Any]) -> Iterator[None]:
     """Within it `values` returns make(kind, shape, dtype, seed)."""
-    token = _maker.set(make)
+    token = _other_values.set(make)
     try:
         yield
     finally:
-        _maker.reset(token)
+        _other_values.reset(token)
 
 
 def zeros(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
@@ -95,7 +96,7 @@ def zeros(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) ->
 def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
     """Test data. 'bits': every bit pattern is equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1)
     with outlier columns. 'edges': _EDGES with both signs."""
-    if (make := _maker.get()) is not None:
+    if (make := _other_values.get()) is not None:
         return make(kind, shape, dtype, seed)
     if dtype.itemsize * math.prod(shape) > _MOST_KEPT:
         return drawn(kind, shape, dtype, seed)
@@ -128,7 +129,7 @@ _kept_values = functools.lru_cache(maxsize=64)(drawn)
 
 def source(case: Case, seed: int = 0) -> np.ndarray:
     """The case's first array, laid out as it says."""
-    if case.layout == "strided" and _maker.get() is not None:       # in any order, so nothing is moved
+    if case.layout == "strided" and _other_values.get() is not None:    # in any order, so none is copied
         return values(case.values, swap_last(case.shape), case.dtype, seed).swapaxes(-1, -2)
     return laid_out(values(case.values, case.shape, case.dtype, seed), case.layout)
 
