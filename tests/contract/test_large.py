@@ -7,16 +7,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from far_arrays import CALLS, check, check_on_device, lazy_memory, mapped
+from far_arrays import (
+    BLOCKS,
+    CALLS,
+    ON_DEVICE,
+    WITHOUT_CALL,
+    Far,
+    check,
+    check_on_device,
+    lazy_memory,
+    mapped,
+)
 from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, hostexec, reference, testing
 from cupy_fp8.arrays import bits
+from cupy_fp8.cases.programs import launched_variants
 from cupy_fp8.formats import bfloat16, float8_e4m3fn
 from cupy_fp8.kernels import grid_size
 
-every_call = pytest.mark.parametrize("far", [pytest.param(far, id=name) for name, far in CALLS.items()])
+every_call = pytest.mark.parametrize("far", CALLS.values(), ids=CALLS)
 _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as much again
 
 
@@ -24,10 +35,8 @@ _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as 
 _OTHERS = {
     "cast_transpose": "is quantize_tensor", "multi_cast_transpose": "has the kernels of multi_quantize",
     "matmul_nt": "has no x of one array: test_more_than_two_to_the_31_elements of tests/ops/matmul",
-    "grouped_matmul_nt": "has no x of one array: tests/ops/matmul/test_far_products.py",
     "compute_amax": "has one element as its result: test_amax_wherever_the_largest_is",
     "route": "has int32 rows", "splits_to_offsets": "has a group for each element",
-    "update_delayed_scaling": "has a tensor for each column",
 }
 
 
@@ -50,7 +59,7 @@ def test_both_ends_equal_the_reference(far):
 
 @pytest.mark.gpu
 @pytest.mark.full
-@every_call
+@pytest.mark.parametrize("far", ON_DEVICE.values(), ids=ON_DEVICE)
 def test_on_a_gpu(far):
     if far.nbytes > _MOST_BYTES:
         pytest.skip(f"x has {far.nbytes >> 30} GiB")
@@ -60,14 +69,28 @@ def test_on_a_gpu(far):
         backend.cupy().get_default_memory_pool().free_all_blocks()
 
 
+def short(far: Far) -> Far:
+    """Arrays with little between their ends."""
+    return replace(far, shape=(*far.shape[:far.axis], 2 * far.end + 256, *far.shape[far.axis + 1:]))
+
+
 @pytest.mark.full
-@every_call
+@pytest.mark.parametrize("far", ON_DEVICE.values(), ids=ON_DEVICE)
 def test_short_arrays_on_a_device(far, device):
-    """The same comparison of arrays with little between their ends, which a stand-in can have."""
-    shape = (*far.shape[:far.axis], 2 * far.end + 256, *far.shape[far.axis + 1:])
-    if np.prod(shape) * far.dtype.itemsize > 1 << 22:
+    """The same comparison of arrays that a stand-in can have."""
+    if short(far).nbytes > 1 << 22:
         pytest.skip("rows are long")
-    check_on_device(replace(far, shape=shape))
+    check_on_device(short(far))
+
+
+@needs_host
+@pytest.mark.full
+def test_every_kernel_has_a_far_call(launched):
+    for far in CALLS.values():
+        with lazy_memory(), hostexec.blocks_of_grid(first=BLOCKS, last=BLOCKS), testing.executor("host"):
+            far.call(fp8, mapped(short(far).shape, far.dtype))
+    entries = {program.entry for program in launched_variants()}
+    assert set(launched) & entries == entries - WITHOUT_CALL.keys()
 
 
 @pytest.mark.gpu

@@ -17,12 +17,16 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import product_kernels
 import pytest
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, reference, testing
-from cupy_fp8.arrays import bits
+from cupy_fp8.arrays import address, bits
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16
+from cupy_fp8.kernels import grid_size
+from cupy_fp8.layouts import cdiv, round_up
+from cupy_fp8.ops.matmul import aligned
 from cupy_fp8.results import Scaled
 
 END = 512                   # rows or columns of either end that are compared
@@ -62,7 +66,8 @@ class Far:
     """A call, `call(module, x)` with the package or its reference as the module, of an x whose axis `axis` is
     long.
 
-    end: how much of that axis is compared at either end; blocks: how many must run for it
+    end: how much of that axis is compared at either end; blocks: how many must run for it; alike: whether
+    both ends are the same, for amaxes of the whole axis
     """
 
     call: Callable[[Any, Any], Any]
@@ -71,6 +76,7 @@ class Far:
     axis: int = 0
     end: int = END
     blocks: int = BLOCKS
+    alike: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +86,8 @@ class Far:
         """Where both ends of x are, and what is there. Everything else is 0."""
         for seed, place in enumerate((slice(None, self.end), slice(-self.end, None))):
             shape = (*self.shape[:self.axis], self.end, *self.shape[self.axis + 1:])
-            yield (*(slice(None),) * self.axis, place), cases.values("normal", shape, self.dtype, seed)
+            yield (*(slice(None),) * self.axis, place), cases.values("normal", shape, self.dtype,
+                                                                     0 if self.alike else seed)
 
 
 def check(far: Far) -> None:
@@ -177,6 +184,11 @@ def _dequantized(how: str, options: dict[str, Any], m: Any, x: np.ndarray) -> An
     return m.dequantize(q, dtype=bfloat16)
 
 
+def _dequantized_mx(layout: str, turned: bool, m: Any, x: np.ndarray) -> Any:
+    s = m.quantize_mx(x, scale_layout=layout).rowwise
+    return m.dequantize(s.T if turned else s, dtype=bfloat16)
+
+
 def _readers() -> Iterator[tuple[str, Far]]:
     for name, *place in _SHAPES:
         yield f"dequantize-tensor-{name}", Far(partial(_dequantized, "tensor", {}), np.dtype(float8_e4m3fn),
@@ -188,6 +200,13 @@ def _readers() -> Iterator[tuple[str, Far]]:
         for how in ("mx", "block"):
             yield f"scaling_aware_transpose-{how}-{name}", Far(partial(_retransposed, how),
                 np.dtype(bfloat16), *place)
+    for layout, turned in (("swizzled", False), ("swizzled", True), ("compact", True)):
+        name = f"{layout}-{'turned' if turned else 'rowwise'}"
+        yield f"dequantize-mx-{name}", Far(partial(_dequantized_mx, layout, turned), np.dtype(bfloat16),
+                                           *_SHAPES[0][1:])
+    for target in ("column", "tile"):
+        yield f"scaling_aware_transpose-experts-{target}", Far(partial(_retransposed_rows, target),
+            np.dtype(bfloat16), *_SHAPES[0][1:])
     for (how, block), (name, *place) in product((("row", (1, 128)), ("square", (128, 128))), _SHAPES):
         yield f"rebase_scales-{how}-{name}", Far(partial(_rebased, block), np.dtype(float8_e4m3fn), *place)
 
@@ -204,6 +223,15 @@ def _retransposed(how: str, m: Any, x: np.ndarray) -> Any:
     return m.scaling_aware_transpose(q.rowwise)
 
 
+def _retransposed_rows(target: str, m: Any, x: np.ndarray) -> Any:
+    """The rows of one expert, whose flat result is a matrix again."""
+    rows, columns = x.shape
+    q = m.quantize_block(x, scale_layout="compact", pow2_scale=True).rowwise
+    done = m.scaling_aware_transpose(q, splits=_beside(x, np.array([rows])), target=target,
+                                     scale_layout="compact").columnwise
+    return done.data.reshape(columns, rows), done.scale_inv
+
+
 def _swiglu() -> Iterator[tuple[str, Far]]:
     recipes = {"tensor": fp8.DelayedScaling(), "mx": fp8.MXScaling(), "block": fp8.BlockScaling()}
     for (how, recipe), (direction, options) in product(recipes.items(), _DIRECTIONS[::2]):
@@ -213,11 +241,15 @@ def _swiglu() -> Iterator[tuple[str, Far]]:
             given = {"recipe": recipe, **scale, **options, **more}
             call = partial(_with, lambda m, x, recipe, **o: m.swiglu_quantize(x, recipe, **o), given)
             yield f"swiglu_quantize-{how}-{direction}-{name}", Far(call, np.dtype(bfloat16), shape, axis, END)
-
-
+    yield "swiglu_quantize-experts", Far(_of_one_expert, np.dtype(bfloat16), (FAR, 256))
     for how, recipe in recipes.items():
         call = partial(_backward, recipe, {"scale": 0.5} if how == "tensor" else {})
         yield f"swiglu_backward_quantize-{how}", Far(call, np.dtype(bfloat16), *_SHAPES[0][1:])
+
+
+def _of_one_expert(m: Any, x: Any) -> Any:
+    bias = _beside(x, np.ones((1, x.shape[1]), bfloat16))
+    return m.swiglu_quantize(x, fp8.MXScaling(), bias=bias, splits=_beside(x, np.array([len(x)])))
 
 
 def _backward(recipe: Any, scale: dict[str, float], m: Any, x: Any) -> Any:
@@ -249,8 +281,15 @@ def _rows() -> Iterator[tuple[str, Far]]:
     for how, recipe in (("mx", fp8.MXScaling()), ("tensor", fp8.DelayedScaling()),
                         ("rows", fp8.BlockScaling((1, None), scale_layout="compact"))):
         yield f"group_quantize-{how}", Far(partial(_grouped, recipe), np.dtype(bfloat16), *_SHAPES[0][1:])
+    for block in ((1, None), (None, 1)):            # amaxes of whole groups, or of their rows and columns
+        call = partial(_grouped, fp8.BlockScaling(block, scale_layout="compact"), columnwise=True)
+        yield f"group_quantize-whole-{'rows' if block[0] else 'columns'}", Far(
+            call, np.dtype(bfloat16), *_SHAPES[0][1:], alike=True)
     for (how, recipe), (name, *place) in product(
-            (("mx", fp8.MXScaling()), ("block", fp8.BlockScaling())), _SHAPES[::2]):
+            (("mx", fp8.MXScaling()), ("block", fp8.BlockScaling()), ("tensor", fp8.DelayedScaling())),
+            _SHAPES[::2]):
+        if how == "tensor" and name == "batch":
+            continue                                # lists of tensors with one scale are of matrices
         yield f"multi_quantize-{how}-{name}", Far(partial(_listed, recipe), np.dtype(bfloat16), *place)
 
 
@@ -259,13 +298,16 @@ def _padded(op: str, m: Any, x: np.ndarray) -> Any:
     return getattr(m, op)(x, sizes, _beside(x, np.array([0])) if op == "sort_chunks" else 4)
 
 
-def _grouped(recipe: Any, m: Any, x: np.ndarray) -> Any:
+def _grouped(recipe: Any, m: Any, x: np.ndarray, **options: Any) -> Any:
     scales = _beside(x, np.full(1, 0.5, np.float32)) if isinstance(recipe, fp8.DelayedScaling) else None
-    return m.group_quantize(x, _beside(x, np.array([len(x)])), recipe, scales=scales)[0]
+    return m.group_quantize(x, _beside(x, np.array([len(x)])), recipe, scales=scales, **options)[0]
 
 
 def _listed(recipe: Any, m: Any, x: np.ndarray) -> Any:
-    return m.multi_quantize([x], recipe, columnwise=True)
+    """Behind a small array."""
+    xs = [_beside(x, np.ones((3, *x.shape[1:]), x.dtype)), x]
+    given = {"scales": [0.5, 0.5]} if isinstance(recipe, fp8.DelayedScaling) else {}
+    return m.multi_quantize(xs, recipe, columnwise=True, **given)
 
 
 def _scales() -> Iterator[tuple[str, Far]]:
@@ -282,15 +324,69 @@ def _converted(target: str, m: Any, s: Any) -> Any:
     return m.convert_scales(s, source="compact", target=target, shape=shape, block=(1, 32))
 
 
+def _others() -> Iterator[tuple[str, Far]]:
+    yield "update_delayed_scaling", Far(_updated, np.dtype(np.float32), (16, (1 << 28) + END), 1)
+    for kernel in product_kernels.KERNELS:
+        yield f"grouped_matmul_nt-{kernel}", Far(partial(_weighted, kernel), np.dtype(float8_e4m3fn),
+                                                 ((1 << 10) + 4, 1024, 4096), 0, 1, 1 << 10)
+    yield "grouped_matmul_nt-align_rows", Far(_aligned, np.dtype(float8_e4m3fn), (FAR, 136))
+
+
+def _updated(m: Any, history: Any) -> Any:
+    """Histories of very many tensors. The scales are a row, too."""
+    scale = fp8.zeros(history.shape[1], np.float32, like=history)
+    history, scale = m.update_delayed_scaling(history, scale, dtype=float8_e4m3fn)
+    return history, scale.reshape(1, -1)
+
+
+def _weighted(kernel: str, m: Any, b: Any) -> Any:
+    """Rows of one 1 each, which pick elements of the first and of the last group's weights. No other group
+    has rows."""
+    groups, _, k = b.shape
+    sizes = np.zeros(groups, np.int64)
+    sizes[0] = sizes[-1] = 16
+    picks = np.tile(np.eye(k, dtype=np.float32)[:128:8], (sizes.sum() // 16, 1)).astype(float8_e4m3fn)
+    one, executor = np.ones(1, np.float32), "host" if isinstance(b, np.ndarray) else "cuda"
+    a, weights = _beside(b, Scaled(picks, one, picks.shape)), Scaled(b, _beside(b, one), b.shape)
+    with pytest.MonkeyPatch.context() as patch:
+        product_kernels.use(kernel, testing.Executor(executor), patch)
+        return m.grouped_matmul_nt(a, weights, _beside(b, sizes), dtype=np.float32)
+
+
+def _aligned(m: Any, x: Any) -> Any:
+    """The copies of rows alone: a product that is worth them has too many tiles for the CPU."""
+    rows, k = x.shape
+    if m is reference:
+        return np.pad(bits(x), ((0, 0), (0, -k % 16))).view(x.dtype)
+    out = fp8.empty((rows, round_up(k, 16)), x.dtype, like=x)
+    grid = grid_size(cdiv(rows, aligned._ROWS_OF_BLOCK), x.shape)
+    aligned._KERNEL.variant().bind(x, grid, to=address(out), rows=rows, row_bytes=k,
+                                   chunks=out.shape[1] // 16, **{"from": address(x)}).run()
+    return out
+
+
 #: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few
-#: blocks; nor are the ends of swizzled scales those of the matrix.
+#: blocks. On a GPU all blocks run.
 _UNREACHED = {f"{name}-wide" for name in (
     "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both",
-    "quantize_mx-swizzled-both", "quantize_block-rowwise",
+    "quantize_block-rowwise",
     "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise",
     "dequantize-mx-columnwise",
     "dequantize-block-rowwise", "rebase_scales-row", "scaling_aware_transpose-mx",
-    "scaling_aware_transpose-block")} | {"quantize_mx-swizzled-both-tall"}
-CALLS: dict[str, Far] = {name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _rows,
-    _scales) for name, far in calls()
-                         if name not in _UNREACHED}
+    "scaling_aware_transpose-block")}
+#: The ends of swizzled scales are not those of the matrix.
+_OTHER_ENDS = {f"quantize_mx-swizzled-both-{name}" for name in ("tall", "wide")}
+ON_DEVICE: dict[str, Far] = {
+    name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _rows, _scales, _others)
+    for name, far in calls() if name not in _OTHER_ENDS}
+CALLS = {name: far for name, far in ON_DEVICE.items() if name not in _UNREACHED}
+
+_AT_THE_END = "its last block of threads writes what all blocks have found"
+_AT_ONCE = "its blocks wait for one another, and read no more than they all can keep"
+#: Kernels that no far call launches, and why.
+WITHOUT_CALL = {
+    "compute_amax": _AT_THE_END, "group_amax_scale": _AT_THE_END, "multi_amax_scale": _AT_THE_END,
+    "cast_current": _AT_ONCE, "group_cast_current": _AT_ONCE, "multi_cast_current": _AT_ONCE,
+    "sum_rows": "adds what all blocks of another launch have found",
+    "route_count": "has int32 rows", "route_rank": "has int32 rows",
+    "splits_to_offsets": "has a group for each element, whose sums go through all blocks"}
