@@ -39,8 +39,8 @@ struct DequantizeParams {
     OUT::storage* out;
     const void* scale_inv;
     i64 rows, columns;                               // shape of each matrix of out
-    i64 row_stride, column_stride, matrix_stride;    // from a scale to the one below, to the right, in the
-                                                     // next matrix
+    i64 row_stride, column_stride, matrix_stride;    // step from a scale to the one below, to the right, and
+                                                     // in the next matrix
     i64 scale_tiles;                                 // swizzle_tiles(blocks of a row or a column); 0: strides
     u32 row_shift, column_shift;                     // log2 of a block's extents
     u32 down, across;                                // dequantize_blocks: tiles of a matrix
@@ -117,7 +117,7 @@ dequantize_long_row(const __grid_constant__ DequantizeParams p) {
 #endif
 
 #ifdef ENTRY_dequantize_blocks
-constexpr int kCount = kElementwiseChunk<IN, OUT>;                          // elements in a thread's chunk
+constexpr int kCount = kElementwiseChunk<IN, OUT>;                   // elements in a thread's chunk
 constexpr int kSteps = SWIZZLED ? 8 : 4;                             // rows per thread
 
 // A thread dequantises one part: up to kSteps rows of a chunk of columns.
@@ -129,11 +129,11 @@ struct Part {
     __device__ __forceinline__ explicit Part(const DequantizeParams& p) {
         // chunks_log2 is at most 5.
         const u32 chunks_log2 = p.chunks_log2;
-        const u32 line = blockIdx.x / p.across, in_row = threadIdx.x & ((1u << chunks_log2) - 1);
-        matrix = line / p.down;
-        row = ((i64)(line - matrix * p.down) * (kElementwiseThreads >> chunks_log2)
+        const u32 row_of_tiles = blockIdx.x / p.across, in_row = threadIdx.x & ((1u << chunks_log2) - 1);
+        matrix = row_of_tiles / p.down;
+        row = ((i64)(row_of_tiles - matrix * p.down) * (kElementwiseThreads >> chunks_log2)
                + (threadIdx.x >> chunks_log2)) * kSteps;
-        column = ((i64)(blockIdx.x - line * p.across) << chunks_log2 | in_row) * kCount;
+        column = ((i64)(blockIdx.x - row_of_tiles * p.across) << chunks_log2 | in_row) * kCount;
         columns_left = left_of(p.columns - column, kCount);
         rows_left = columns_left ? left_of(p.rows - row, kSteps) : 0;
     }
@@ -148,8 +148,8 @@ __device__ __forceinline__ void load_scales(const DequantizeParams& p, const Par
     for (int i = 0; i < kCount; i += 4) {
         u32 bits[4] = {};
         if (!SWIZZLED && p.vector & 4) {
-            const auto four = Chunk<Scale, 4>::load(scale_at<Scale>(p, SWIZZLED, true, part.matrix, block_row,
-                                                                    part.column + i));
+            const auto four = Chunk<Scale, 4>::load(
+                scale_at<Scale>(p, SWIZZLED, true, part.matrix, block_row, part.column + i));
             constexpr u32 kMask = four.kPerWord == 4 ? 0xffu : ~0u;
 #pragma unroll
             for (int j = 0; j < 4; j++)
@@ -254,9 +254,10 @@ struct TileScales {
             const i64 block_row = (row >> row_shift) + (i >> columns_log2);
             const i64 block_column = (column >> column_shift) + (i & ((1u << columns_log2) - 1));
             const bool exists = i < count && block_row << row_shift < p.rows
-                && block_column << column_shift < p.columns;
-            scale[k] = exists ? load_read_only(scale_at<Scale>(p, swizzled, p.columnwise, matrix, block_row,
-                                                               block_column)) : 0;
+                                && block_column << column_shift < p.columns;
+            scale[k] = !exists ? 0
+                               : load_read_only(scale_at<Scale>(p, swizzled, p.columnwise, matrix, block_row,
+                                                                block_column));
         }
 #pragma unroll
         for (int k = 0; k < kMost / Tile::kThreads; k++)
@@ -307,7 +308,8 @@ dequantize_blocks_transposed(const __grid_constant__ DequantizeParams p) {
     extern __shared__ __align__(16) u8 shared[];     // It holds the tile of data and then its scales.
     const Tile tile{shared};
     const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.columns, p.rows);
-    const i64 column = at.row + Tile::patch_row(), row = at.column + Tile::patch_column();       // of out
+    // The place of this thread's elements in out.
+    const i64 column = at.row + Tile::patch_row(), row = at.column + Tile::patch_column();
     int columns_left = left_of(p.columns - column, 8), rows_left = left_of(p.rows - row, 8);
     if (ALIGNED) columns_left = rows_left = columns_left && rows_left ? 8 : 0;
     Chunk<IN, 8> patch[8];

@@ -62,15 +62,15 @@ struct RebaseParams {
     void* new_scales;
     u64* changed;
     u32* errors;
-    i64 rows, columns;                               // of a matrix
-    i64 row_stride, column_stride, matrix_stride;    // from a scale to the one below, to the right, in the
-                                                     // next matrix
+    i64 rows, columns;                               // shape of a matrix
+    i64 row_stride, column_stride, matrix_stride;    // step from a scale to the one below, to the right, and
+                                                     // in the next matrix
     i64 new_row_stride, new_column_stride, new_matrix_stride;
-    i64 new_rows, new_columns;                       // of the grid of new blocks
+    i64 new_rows, new_columns;                       // shape of the grid of new blocks
     i64 pad_rows, pad_columns;                       // rows and columns of padding that follow it
     u32 down, across;                                // regions of a matrix
     u32 row_shift, column_shift;                     // log2 of the extents of an old block
-    u32 new_row_shift, new_column_shift;             // and of a new block
+    u32 new_row_shift, new_column_shift;             // log2 of the extents of a new block
     u32 chunks_log2;                                 // chunks along a row of a tile
     u32 targets_down_log2, targets_across_log2;      // new blocks of a tile
     u32 steps_down, steps_across;                    // tiles of a region
@@ -87,27 +87,27 @@ struct Shared {
 
 __device__ __forceinline__ u32 tile_rows_log2(const RebaseParams& p) { return kTileLog2 - p.chunks_log2; }
 
-// The place of a region's first element.
+// A region and the place of its first element.
 struct Region {
     u32 matrix;
     i64 row, column;
 
     __device__ __forceinline__ explicit Region(const RebaseParams& p) {
-        const u32 line = blockIdx.x / p.across;
-        matrix = line / p.down;
-        row = (i64)(line - matrix * p.down) * p.steps_down << tile_rows_log2(p);
-        column = (i64)(blockIdx.x - line * p.across) * p.steps_across << (p.chunks_log2 + 4);
+        const u32 row_of_regions = blockIdx.x / p.across;
+        matrix = row_of_regions / p.down;
+        row = (i64)(row_of_regions - matrix * p.down) * p.steps_down << tile_rows_log2(p);
+        column = (i64)(blockIdx.x - row_of_regions * p.across) * p.steps_across << (p.chunks_log2 + 4);
     }
 };
 
 // Where a thread's chunks of a tile are. Chunk u is down(p, u) rows below the tile's first one.
-struct Place {
+struct ThreadChunks {
     i64 first, below;            // chunk 0, counted in elements of all matrices, and the step to the next one
     i64 block_row, block_column; // the old block of the tile's first row and of this thread's columns
     i64 rows_left;               // rows that exist from the tile's first one on
     int columns_left;            // elements of a chunk that exist
 
-    __device__ __forceinline__ Place(const RebaseParams& p, const Region& region, u32 step) {
+    __device__ __forceinline__ ThreadChunks(const RebaseParams& p, const Region& region, u32 step) {
         const u32 step_down = p.steps_across == 1 ? step : step / p.steps_across;
         const u32 step_across = step - step_down * p.steps_across;
         const i64 row = region.row + ((i64)step_down << tile_rows_log2(p));
@@ -144,29 +144,30 @@ struct Part {
     // The tile's rows are whole old blocks, or in one, so a chunk's block is found from the tile's.
     template <class Scale>
     static __device__ __forceinline__ void load_scales(const RebaseParams& p, const Region& region,
-                                                       const Place& place, u32 (&bits)[kEach]) {
+                                                       const ThreadChunks& chunks, u32 (&bits)[kEach]) {
         const auto* const scales = static_cast<const typename Scale::storage*>(p.scales)
-            + (region.matrix * p.matrix_stride + place.block_row * p.row_stride
-               + place.block_column * p.column_stride);
+            + (region.matrix * p.matrix_stride + chunks.block_row * p.row_stride
+               + chunks.block_column * p.column_stride);
 #pragma unroll
         for (int u = 0; u < kEach; u++) {
-            const u32 block = Place::down(p, u) >> (p.row_shift < kTileLog2 ? p.row_shift : kTileLog2);
-            bits[u] = place.left(p, u) ? load_read_only(scales + block * p.row_stride) : 0;
+            const u32 block = ThreadChunks::down(p, u) >> (p.row_shift < kTileLog2 ? p.row_shift : kTileLog2);
+            bits[u] = chunks.left(p, u) ? load_read_only(scales + block * p.row_stride) : 0;
         }
     }
 
     // Loads the chunks and finds their exponents. All loads are in flight before the first scale is used.
-    __device__ __forceinline__ void load(const RebaseParams& p, const Region& region, const Place& place) {
-        const auto* from = p.data + place.first;
+    __device__ __forceinline__ void load(const RebaseParams& p, const Region& region,
+                                         const ThreadChunks& chunks) {
+        const auto* from = p.data + chunks.first;
 #pragma unroll
-        for (int u = 0; u < kEach; u++, from += place.below) {
-            if constexpr (!ALIGNED) chunk[u] = Chunk16::load_partial(from, place.left(p, u));
-            else if (place.left(p, u)) chunk[u] = Chunk16::load(from);
+        for (int u = 0; u < kEach; u++, from += chunks.below) {
+            if constexpr (!ALIGNED) chunk[u] = Chunk16::load_partial(from, chunks.left(p, u));
+            else if (chunks.left(p, u)) chunk[u] = Chunk16::load(from);
             else chunk[u] = {};
         }
         u32 bits[kEach];
-        if (p.f32_scales) load_scales<f32>(p, region, place, bits);
-        else load_scales<e8m0fnu>(p, region, place, bits);
+        if (p.f32_scales) load_scales<f32>(p, region, chunks, bits);
+        else load_scales<e8m0fnu>(p, region, chunks, bits);
 #pragma unroll
         for (int u = 0; u < kEach; u++) exponent[u] = exponent_of(bits[u], !p.f32_scales);
     }
@@ -186,7 +187,7 @@ struct Part {
             const u32 bits = as_bits(f16::widen(low > high ? low : high));
             found[u] = 0;
             if (exponent[u] == kNoScale) {
-                if (p.f32_scales) atomicOr(&shared.wrong[Place::target(p, u)], 1u);
+                if (p.f32_scales) atomicOr(&shared.wrong[ThreadChunks::target(p, u)], 1u);
             } else if (bits == 0) exponent[u] = kNothing;
             else if (exponent[u] != kNothing) found[u] = product_target<IN>(bits, exponent[u]);
         }
@@ -198,24 +199,24 @@ struct Part {
     }
 
     // Transforms the chunks and stores them. Returns how many values of this thread changed.
-    __device__ __forceinline__ u32 transform(const RebaseParams& p, const Place& place,
+    __device__ __forceinline__ u32 transform(const RebaseParams& p, const ThreadChunks& chunks,
                                              const Shared& shared) const {
         u32 changed = 0;                                             // two counts
-        auto* to = p.out + place.first;
+        auto* to = p.out + chunks.first;
 #pragma unroll
-        for (int u = 0; u < kEach; u++, to += place.below) {
-            const int k = exponent[u] - target_of(shared.found[Place::target(p, u)]);
+        for (int u = 0; u < kEach; u++, to += chunks.below) {
+            const int k = exponent[u] - target_of(shared.found[ThreadChunks::target(p, u)]);
             Chunk16 made;
             if (exponent[u] == kNoScale) {
 #pragma unroll
                 for (int w = 0; w < 4; w++) made.word[w] = kFourNan;
             } else if (exponent[u] == kNothing || (k >= kExact && k <= 15)) {
                 const u32 power = exponent[u] == kNothing ? 0 : Halves::power(k) * 0x10001u;
-                changed += p.changed ? scaled<true>(chunk[u], power, made) : scaled<false>(chunk[u], power,
-                                                                                           made);
+                changed += p.changed ? scaled<true>(chunk[u], power, made)
+                                     : scaled<false>(chunk[u], power, made);
             } else changed += scaled_in_steps(chunk[u], k, made);
-            if constexpr (!ALIGNED) made.store_partial(to, place.left(p, u));
-            else if (place.left(p, u)) made.store_whole(to);
+            if constexpr (!ALIGNED) made.store_partial(to, chunks.left(p, u));
+            else if (chunks.left(p, u)) made.store_whole(to);
         }
         return (changed & 0xffffu) + (changed >> 16);
     }
@@ -233,7 +234,7 @@ private:
         if (threadIdx.x & ((1u << p.lanes_log2) - 1)) return;
 #pragma unroll
         for (int u = 0; u < kCount; u++)
-            if (found[u]) atomicMax(&shared.found[Place::target(p, u)], found[u]);
+            if (found[u]) atomicMax(&shared.found[ThreadChunks::target(p, u)], found[u]);
     }
 
     // Multiplies a chunk by a power of two, two of which are in `power`, or by 0. Every product is exact.
@@ -326,7 +327,7 @@ rebase_scales(const __grid_constant__ RebaseParams p) {
     u32 changed = 0;
 #pragma unroll 1
     for (u32 step = 0; step < steps; step++) {
-        part.load(p, region, Place(p, region, step));
+        part.load(p, region, ThreadChunks(p, region, step));
         if (step == 0) {                                             // while the first loads are in flight
             for (u32 i = threadIdx.x; i < kMostTargets; i += kThreads)
                 shared.found[i] = 0, shared.wrong[i] = 0;
@@ -338,9 +339,9 @@ rebase_scales(const __grid_constant__ RebaseParams p) {
     store_scales(p, region, shared);
 #pragma unroll 1
     for (u32 step = steps; step-- > 0;) {
-        const Place place(p, region, step);
-        if (step != steps - 1) part.load(p, region, place);
-        changed += part.transform(p, place, shared);
+        const ThreadChunks chunks(p, region, step);
+        if (step != steps - 1) part.load(p, region, chunks);
+        changed += part.transform(p, chunks, shared);
     }
     if (!p.changed) return;
     changed = __reduce_add_sync(~0u, changed);

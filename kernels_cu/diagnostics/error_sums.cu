@@ -21,7 +21,7 @@ struct ErrorParams {
     const u8* codes;                 // [n], or null: only values are known
     double* sums;                    // [blocks, kSums]
     i64 n;
-    float maximum, bound;            // of the codes' format: what is beyond the bound overflows
+    float maximum, bound;            // the codes' largest value, and the bound beyond which values overflow
     u32 top, smallest_normal;        // the codes of the maximum and of the smallest normal number
     u32 tie_overflows;               // 1: the bound itself overflows
 };

@@ -112,7 +112,7 @@ struct RowPipeline {
     static constexpr int kStep = kTogether * kThreads;
     using Rows = Part[kTogether][TOPK];
     const UnpermuteParams& p;
-    const Route* const routes;   // of the block's tokens
+    const Route* const routes;   // the routes of the block's tokens
     const i64 first_token, first_chunk;
     const int chunks, end;       // chunks of a token from first_chunk on; chunks of all tokens
 

@@ -33,7 +33,7 @@ struct MxParams {
     const IN::storage* x;
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     u8 *rows_data, *columns_data;
-    ScaleTarget along_rows, along_columns;
+    ScaleDestination along_rows, along_columns;
     i64 n;                       // elements of x
     i64 rows, columns;           // of each matrix
     ScaleRule rule;
@@ -376,8 +376,9 @@ struct GroupMxParams {
     ArrayList<MxParams> list;     // in place of groups: `all` has noop alone
 };
 
-__device__ __forceinline__ void move_to_group(ScaleTarget& target, const GroupScales& scales, i64 before) {
-    if (target.to) target.to += before * scales.unit;
+__device__ __forceinline__ void move_to_group(ScaleDestination& destination, const GroupScales& scales,
+                                              i64 before) {
+    if (destination.to) destination.to += before * scales.unit;
 }
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)

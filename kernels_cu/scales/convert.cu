@@ -37,8 +37,8 @@ struct ScaleLayoutParams {
     OUT::storage* to;
     u32* errors;
     ScaleStrides source, target;
-    i64 lines, blocks;                                               // of `to`, without its padding
-    i64 stored_lines, stored_blocks;                                 // of `to`, with its padding
+    i64 lines, blocks;                                               // extents of `to`, without its padding
+    i64 stored_lines, stored_blocks;                                 // extents of `to`, with its padding
     u32 down, across;                                                // tiles of a matrix
     u32 source_shift, target_shift;                      // log2 of how many lines share one line of scales
     u32 order;                                           // kFourLines to kSwizzled
@@ -49,10 +49,11 @@ constexpr int kThreads = 256;
 // eight lines are a sector; a word of a swizzled tile.
 constexpr u32 kFourLines = 0, kFourBlocks = 1, kPacked = 2, kSwizzled = 3;
 
-struct Place {
+// The line and the block of the first of this thread's four scales.
+struct FirstScale {
     i64 line, block;
 
-    __device__ __forceinline__ Place(u32 order, i64 down, i64 across) {
+    __device__ __forceinline__ FirstScale(u32 order, i64 down, i64 across) {
         const u32 t = threadIdx.x;
         line = down * (order == kSwizzled ? 128 : 32), block = across * (order == kSwizzled ? 8 : 32);
         if (order == kFourLines) line += t % 8 * 4, block += t / 8;
@@ -100,8 +101,8 @@ struct Conversion<f32, e8m0fnu> {
 #ifdef ENTRY_convert_scales
 extern "C" __global__ void __launch_bounds__(kThreads)
 convert_scales(const __grid_constant__ ScaleLayoutParams p) {
-    const u32 line_of_tiles = blockIdx.x / p.across, matrix = line_of_tiles / p.down;
-    const Place at(p.order, line_of_tiles - matrix * p.down, blockIdx.x - line_of_tiles * p.across);
+    const u32 row_of_tiles = blockIdx.x / p.across, matrix = row_of_tiles / p.down;
+    const FirstScale at(p.order, row_of_tiles - matrix * p.down, blockIdx.x - row_of_tiles * p.across);
     const bool by_lines = p.order == kFourLines;
     // Returns how many of the thread's scales are among so many lines and blocks.
     const auto of_four = [&](i64 lines, i64 blocks) {
@@ -113,8 +114,8 @@ convert_scales(const __grid_constant__ ScaleLayoutParams p) {
 
     Chunk<IN, 4> in{};
     if (count) {
-        const IN::storage* from = p.from + p.source.at(matrix, at.line >> p.target_shift << p.source_shift,
-                                                       at.block);
+        const i64 line = at.line >> p.target_shift << p.source_shift;
+        const IN::storage* from = p.from + p.source.at(matrix, line, at.block);
         const i64 step = by_lines ? p.source.line : p.source.block;
         if (count == 4 && step == 1 && is_aligned<IN>(from)) {
             in = Chunk<IN, 4>::load(from);

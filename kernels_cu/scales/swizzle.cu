@@ -21,11 +21,11 @@
 //   WORDS        1: with ADJACENT 0 all compact words of four blocks exist and are aligned. The program has
 //                no code for other calls, which would take many more registers for as many loads in flight.
 //   GROUPED      1: groups of lines, 2: groups of blocks have sizes on the device
-//                (include/groups/splits.cuh). Each group is a swizzled matrix of its own, one after the other
-//                in the rows (1) or the bytes (2) of the result. The result past the last group is 0, and so
-//                are compact scales that no group has. 0: the program has no search for groups and no
+//                (include/groups/group_tiles.cuh). Each group is a swizzled matrix of its own, one after the
+//                other in the rows (1) or the bytes (2) of the result. The result past the last group is 0,
+//                and so are compact scales that no group has. 0: the program has no search for groups and no
 //                barrier after it, which would add latency.
-#include "groups/splits.cuh"
+#include "groups/group_tiles.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"
 
@@ -75,10 +75,10 @@ struct Tiles {
         int blocks = left_of(p.blocks - block, kSwizzleBlocks);
         bool past_groups = false;
         if (GROUPED == 1)
-            line = groups[0].start, lines = groups[0].lines, past_groups = groups[0].past_groups;
+            line = groups[0].start, lines = groups[0].units, past_groups = groups[0].past_groups;
         if (GROUPED == 2) {
             const GroupTile& group = groups[t];
-            block = group.start, blocks = group.lines, past_groups = group.past_groups;
+            block = group.start, blocks = group.units, past_groups = group.past_groups;
             tile = group.group_tile * p.down + tile_row * group.group_tiles + (first + t - group.group_tile);
         }
         const i64 in_matrix = ADJACENT ? block * p.stride + line : line * p.stride + block;
@@ -93,12 +93,11 @@ __device__ __forceinline__ void find_groups_of_tiles(const Tiles& tiles, GroupTi
     if (!GROUPED) return;
     if (threadIdx.x < 32) {
         const LayoutParams& p = tiles.p;
+        const bool check = blockIdx.x == 0;
         if (GROUPED == 1)
-            find_groups<1, kSwizzleLines, 1>(p.splits, p.lines, tiles.tile_row, p.down, blockIdx.x == 0,
-                                             groups);
+            find_groups<1, kSwizzleLines, 1>(p.splits, p.lines, tiles.tile_row, p.down, check, groups);
         else
-            find_groups<32, kSwizzleBlocks, kTiles>(p.splits, p.blocks, tiles.first, p.tiles, blockIdx.x == 0,
-                                                    groups);
+            find_groups<32, kSwizzleBlocks, kTiles>(p.splits, p.blocks, tiles.first, p.tiles, check, groups);
     }
     __syncthreads();
 }

@@ -177,7 +177,7 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> Members:
 
 
 def _scale_strides(direction: Direction | None) -> dict[str, int]:
-    """The ScaleTarget of kernels_cu/include/numerics/e8m0.cuh without its address."""
+    """The ScaleDestination of kernels_cu/include/numerics/e8m0.cuh without its address."""
     if direction is None:
         return _NO_SCALES
     assert direction.block is not None

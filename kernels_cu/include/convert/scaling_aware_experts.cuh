@@ -9,7 +9,7 @@ struct ScalingAwareParams {
     u8* out;
     void* target_scales;
     float* row_scales;
-    const RowSegment* segments;  // with splits: the segment of each row of tiles, from an earlier launch
+    const RowSegment* segments;  // with splits: the segment of each row of tiles; an earlier launch wrote it
     Splits splits;               // groups -1: nothing is split, one expert has all rows
     i64 rows, columns;
     i64 scale_columns;           // columns of the compact scales

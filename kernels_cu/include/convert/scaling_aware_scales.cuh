@@ -27,7 +27,7 @@ enum UnitFacts : u32 {
 };
 struct Unit {
     int e_ref;
-    u32 facts;                   // with TARGET 1 bits 8 and above are a row of the unit with scale 2^e_ref
+    u32 facts;                   // UnitFacts; with TARGET 1 bits 8 and above are a row with scale 2^e_ref
 };
 
 struct Shared {

@@ -31,8 +31,9 @@ struct ArrayList {
                 load_read_only(reinterpret_cast<const u64*>(&from->array) + word);
         __syncwarp();
         if (threadIdx.x != 0) return;
-        const u32 line = block / across, index = line / down;
-        at = {0, (i64)(line - index * down) * Tile::kRows, (i64)(block - line * across) * Tile::kColumns};
+        const u32 row_of_tiles = block / across, index = row_of_tiles / down;
+        at = {0, (i64)(row_of_tiles - index * down) * Tile::kRows,
+              (i64)(block - row_of_tiles * across) * Tile::kColumns};
         if (index == 0) return;
         const i64 before = index * matrix.rows * matrix.columns;
         matrix.x += before;
@@ -44,6 +45,41 @@ struct ArrayList {
 };
 
 // ---- groups of rows ----
+// Turns `group`, which has the parameters of all groups in shared memory, into those of one group as a matrix
+// of the results. One thread calls it. move_scales: see quantize_group().
+template <class Matrix, class MoveScales>
+__device__ __forceinline__ void point_at_group(Matrix& group, const RowSegment& found,
+                                               MoveScales move_scales) {
+    group.rows = found.rows;
+    group.x += found.start;
+    if (group.rows_data) group.rows_data += found.to;
+    if (group.columns_data) group.columns_data += found.to;
+    move_scales(found);
+    // Transposed data has rows of found.rows bytes.
+    const auto allows_wide = [&](const u8* data) {
+        return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0;
+    };
+    if ((group.stored & 3) == 2 && !allows_wide(group.rows_data)) group.vector &= ~2u;
+    if (group.stored >> 2 == 2 && !allows_wide(group.columns_data)) group.vector &= ~4u;
+}
+
+// Clears this block's share of the data that no group has, and of the scales past the last group. The same
+// bytes are cleared in both directions, since rows of no group have no layout. column: the block's first one.
+template <class Tile, class Params, class Matrix>
+__device__ __forceinline__ void clear_past_groups(const Params& p, const Matrix& group,
+                                                  const RowSegment& found, u32 across, i64 column) {
+    constexpr int kThreads = Tile::kThreads;
+    const int width = left_of(p.all.columns - column, Tile::kColumns);
+    const auto clear = [&](u8* data) {
+        if (data) clear_rows<kThreads>(as_global(data) + column, found.rows, width, p.all.columns);
+    };
+    clear(group.rows_data);
+    clear(group.columns_data);
+    const i64 part = found.index * p.groups.across + across, parts = gridDim.x - (blockIdx.x - part);
+    p.along_rows.template clear_rest<kThreads>(p.all.along_rows.to, found.before[0], part, parts);
+    p.along_columns.template clear_rest<kThreads>(p.all.along_columns.to, found.before[1], part, parts);
+}
+
 // Writes to shared memory this block's group as a matrix of the results, and the block's tile (the first of
 // up to kTiles tiles, one below the other). A whole block calls it, and it ends after a barrier. Returns
 // false if there is no tile. A block whose rows belong to no group clears its share of the results.
@@ -64,40 +100,19 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
         else find_segment<true, true>(p.groups, segment, kSegmentRowsLog2, first_shift, second_shift, found);
         if (threadIdx.x == 0) {
             at = {0, found.index * kSegmentRows, column};
-            group.rows = found.rows;
-            group.x += found.start;
-            if (group.rows_data) group.rows_data += found.to;
-            if (group.columns_data) group.columns_data += found.to;
-            move_scales(found);
-            // Transposed data has rows of found.rows bytes.
-            const auto allows_wide = [&](const u8* data) {
-                return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0;
-            };
-            if ((group.stored & 3) == 2 && !allows_wide(group.rows_data)) group.vector &= ~2u;
-            if (group.stored >> 2 == 2 && !allows_wide(group.columns_data)) group.vector &= ~4u;
+            point_at_group(group, found, move_scales);
         }
         if (blockIdx.x == 0) write_offsets(p.groups);
     }
     __syncthreads();
     if (found.group >= 0) return found.rows != 0;
-    // Clears data that no group has, and all scales past the last group. The same bytes are cleared in both
-    // directions, since rows of no group have no layout.
-    const int width = left_of(p.all.columns - column, Tile::kColumns);
-    constexpr int kThreads = Tile::kThreads;
-    const auto clear = [&](u8* data) {
-        if (data) clear_rows<kThreads>(as_global(data) + column, found.rows, width, p.all.columns);
-    };
-    clear(group.rows_data);
-    clear(group.columns_data);
-    const i64 part = found.index * p.groups.across + across, parts = gridDim.x - (blockIdx.x - part);
-    p.along_rows.template clear_rest<kThreads>(p.all.along_rows.to, found.before[0], part, parts);
-    p.along_columns.template clear_rest<kThreads>(p.all.along_columns.to, found.before[1], part, parts);
+    clear_past_groups<Tile>(p, group, found, across, column);
     return false;
 }
 
 // Quantises this block's tiles of a group of rows, or of an array in a list.
-//   p            the parameters: `all` describes an array. Beside it are `groups`, with `fast` and `slow`,
-//                which place the scales of each direction, or `list`.
+//   p            the parameters: `all` describes an array. Beside it are `groups`, with
+//                `along_rows` and `along_columns`, which place the scales of each direction, or `list`.
 //   group        room in shared memory for the parameters of one matrix
 //   move_scales  move_scales(found) moves the addresses of scales to those of the group
 //   quantize     quantize(at, given, tiles) quantises the tiles from that place down: as many of kTiles as

@@ -1,7 +1,7 @@
 // Elementwise kernels take an array of any shape as one long row. A chunk is one wide load and one wide
-// store, and nothing goes through shared memory. A thread has kElementwiseUnroll chunks, whose
-// loads are all in flight before the first use. A block has kElementwiseUnroll * kElementwiseThreads chunks,
-// and neighbouring threads have neighbouring chunks.
+// store, and nothing goes through shared memory. A thread has kElementwiseUnroll chunks, whose loads are all
+// in flight before the first use. A block has kElementwiseUnroll * kElementwiseThreads chunks, and
+// neighbouring threads have neighbouring chunks.
 #pragma once
 #include "memory/chunks.cuh"
 
@@ -10,15 +10,16 @@ constexpr int kElementwiseUnroll = 2;                                // chunks p
 
 // A chunk has 16 bytes of the wider type.
 template <class In, class Out>
-constexpr int kElementwiseChunk = 16 / (sizeof(typename In::storage) > sizeof(typename Out::storage)
-                                     ? sizeof(typename In::storage) : sizeof(typename Out::storage));
+constexpr int kElementwiseChunk =
+    16 / (sizeof(typename In::storage) > sizeof(typename Out::storage) ? sizeof(typename In::storage)
+                                                                       : sizeof(typename Out::storage));
 
 // This thread's chunks of src. Elements past the end are zeros and are never stored.
 template <class In, class Out>
 struct ElementwiseChunks {
     static constexpr int kCount = kElementwiseChunk<In, Out>;
     using Source = Chunk<In, kCount>;
-    using Target = Chunk<Out, kCount>;
+    using Result = Chunk<Out, kCount>;
 
     Source chunk[kElementwiseUnroll];
     i64 first, n;
@@ -27,7 +28,7 @@ struct ElementwiseChunks {
 
     // vector: src and dst are aligned to their chunks. block: which part of src the block takes.
     __device__ __forceinline__ ElementwiseChunks(const typename In::storage* src, i64 n, bool vector,
-                                          i64 block = blockIdx.x) : n(n) {
+                                                 i64 block = blockIdx.x) : n(n) {
         const i64 start = block * (kElementwiseUnroll * kStep);
         first = start + threadIdx.x * kCount;
         whole = vector && start + kElementwiseUnroll * kStep <= n;
@@ -40,7 +41,7 @@ struct ElementwiseChunks {
     __device__ __forceinline__ void store(typename Out::storage* dst, Map map) const {
 #pragma unroll
         for (int u = 0; u < kElementwiseUnroll; u++) {
-            const Target out = map(chunk[u]);
+            const Result out = map(chunk[u]);
             if (whole) out.store(dst + at(u));
             else out.store_partial(dst + at(u), left(u));
         }

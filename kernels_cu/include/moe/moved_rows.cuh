@@ -46,10 +46,11 @@ constexpr int kPerLane = 4, kRound = 32 * kPerLane;  // groups per lane and per 
 constexpr int kWindow = 1024;                        // groups whose starts are in shared memory at a time
 
 struct Shared {
-    // the source row of each row of the block, then its byte offset; -1: zeros
+    // The source row of each row of the block, then its byte offset. -1: the row is zeros.
     i64 source[kMostRows];
-    i32 group[kMostRows];        // with an order: the group of each row, whose start is added later
-    i64 start[kWindow];          // with an order: the first row of each group in `from`
+    // With an order: the group of each row, whose start is added later, and the first row of each group.
+    i32 group[kMostRows];
+    i64 start[kWindow];
 };
 
 template <class T>
@@ -224,7 +225,7 @@ __device__ __forceinline__ void add_starts(const GroupsParams& p, int count, Sha
 // Reports sizes that are negative or do not fit. One whole warp calls it.
 __device__ __forceinline__ void check_group_sizes(const GroupsParams& p) {
     bool negative = false;
-    i64 sum = 0, from = 0;                           // of the sizes, and of the aligned sizes in `from`
+    i64 sum = 0, from = 0;                           // sums of the sizes, and of the aligned sizes in `from`
     for (i64 g = threadIdx.x; g < p.splits.groups; g += 32) {
         const i64 size = p.size(g);
         negative |= p.splits.load(g) < 0;

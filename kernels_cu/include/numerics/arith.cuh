@@ -24,7 +24,7 @@ __device__ __forceinline__ float max_number(float a, float b) {
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     return as_float(as_bits(a) > as_bits(b) ? as_bits(a) : as_bits(b));
 }
-// NaN if either operand is NaN.
+// Returns NaN if either operand is NaN.
 __device__ __forceinline__ float at_most(float a, float b) { return a != a || a < b ? a : b; }
 __device__ __forceinline__ float at_least(float a, float b) { return a != a || a > b ? a : b; }
 __device__ __forceinline__ u32 raised_magnitude(u32 largest, float v) {
@@ -88,8 +88,8 @@ __device__ __forceinline__ float corrected_quotient(float a, float s, float r, f
 __device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
 __device__ __forceinline__ bool is_less(float a, float b) {
     const i32 a_bits = (i32)as_bits(a), b_bits = (i32)as_bits(b);
-    const i32 a_order = a_bits < 0 ? -(a_bits & 0x7fffffff) : a_bits, b_order = b_bits < 0
-        ? -(b_bits & 0x7fffffff) : b_bits;
+    const i32 a_order = a_bits < 0 ? -(a_bits & 0x7fffffff) : a_bits;
+    const i32 b_order = b_bits < 0 ? -(b_bits & 0x7fffffff) : b_bits;
     return !is_nan(a) && !is_nan(b) && a_order < b_order;            // Zeros of both signs are 0.
 }
 // The operands are integers, because NVRTC 12.9 uses abs.ftz.f32 where a magnitude, an integer mask, becomes
@@ -104,7 +104,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=r"(r) : "r"(as_bits(a)), "r"(as_bits(b)));
     return as_float(r);
 }
-// NaN if either operand is NaN.
+// Returns NaN if either operand is NaN.
 __device__ __forceinline__ float at_most(float a, float b) {
     float r;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -159,10 +159,10 @@ __device__ __forceinline__ u32 no_magnitude_beyond_of_four(float a, float b, flo
     return none;
 }
 __device__ __forceinline__ bool none_beyond(const float (&a)[8], const float (&b)[8], float limit) {
-    return none_beyond_of_four(a[0], a[1], a[2], a[3], limit) & none_beyond_of_four(a[4], a[5], a[6], a[7],
-                                                                                    limit) &
-           no_magnitude_beyond_of_four(b[0], b[1], b[2], b[3], limit) & no_magnitude_beyond_of_four(b[4],
-               b[5], b[6], b[7], limit);
+    return none_beyond_of_four(a[0], a[1], a[2], a[3], limit)
+           & none_beyond_of_four(a[4], a[5], a[6], a[7], limit)
+           & no_magnitude_beyond_of_four(b[0], b[1], b[2], b[3], limit)
+           & no_magnitude_beyond_of_four(b[4], b[5], b[6], b[7], limit);
 }
 #endif
 

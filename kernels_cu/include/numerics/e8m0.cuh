@@ -33,7 +33,7 @@ __device__ __forceinline__ float inverse_e8m0(u32 e) {
 
 // The place of the scales of one direction. A line of blocks is a row of the matrix, or a column for
 // column-wise blocks.
-struct ScaleTarget {
+struct ScaleDestination {
     u8* to;                      // null: scales are not written
     i64 matrix;                  // bytes per matrix
     i64 line, block;             // compact: strides in bytes, one of which is 1; swizzled: 0, and how many

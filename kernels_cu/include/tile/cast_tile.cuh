@@ -75,8 +75,8 @@ __device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) {
     return as_global(*p.at) + offset;
 }
 
-// Where a thread's patch of 8 x 8 elements lies in x, and which of its rows and columns exist: in the results,
-// and (given_left) in x.
+// Where a thread's patch of 8 x 8 elements lies in x, and which of its rows and columns exist: in the
+// results, and (given_left) in x.
 struct CastPatch {
     i64 at;
     int rows_left, columns_left, given_left;
