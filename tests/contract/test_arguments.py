@@ -28,6 +28,7 @@ from perturbed import (
 from places import Place, every_example, every_example_that
 
 from cupy_fp8 import Quantized, Scaled
+from cupy_fp8.formats import INPUT_DTYPES
 from cupy_fp8.kernels import Launch
 
 
@@ -69,6 +70,14 @@ def test_wrong_dtype(example, place, never_launched):
             elif not message.startswith(f"TypeError: {name}: expected"):
                 assert re.search(named(*parameters(example)), message), (name, dtype, message)
                 assert dtype in of_cases or f"expected dtype {dtype}," in message, (name, dtype, message)
+
+
+@every_example_that(lambda example: "xs[1]" in example.named())
+def test_another_dtype_in_a_list(example, place):
+    example = example.on(place.run)
+    a = given(example)["xs[1]"]
+    for dtype in set(INPUT_DTYPES) - {a.dtype}:
+        right_or_refused(with_array(example, a, place.array(np.ones(a.shape, dtype))), named("xs"))
 
 
 @every_example
