@@ -133,16 +133,8 @@ def test_between_formats(tmp_path, source, before, after):
     blocks: nothing changes. Everything else is what the op makes of the float32 values."""
     first, second = tmp_path / "first", tmp_path / "second"
     run(source, first, "--recipe", before.split()[0], *FORMATS[before])
-    run(
-        first,
-        second,
-        "--recipe",
-        after.split()[0],
-        *FORMATS[after],
-        "--verify",
-        "--report",
-        tmp_path / "report.json",
-    )
+    run(first, second, "--recipe", after.split()[0], *FORMATS[after], "--verify", "--report",
+        tmp_path / "report.json")
     old, new = io.load_safetensors(first)[LINEAR], io.load_safetensors(second)[LINEAR]
     exponents = ("block128 e8m0", "mxfp8")
     values = old.dequantize()
@@ -160,17 +152,13 @@ def test_between_formats(tmp_path, source, before, after):
         assert np.abs(values[changed]).max(initial=0) <= np.abs(values).max() * 2.0**-9
         assert not changed.any() or after != "mxfp8"
     else:
-        recipe: Any = (
-            fp8.BlockScaling((128, 128), pow2_scale=True, scale_layout="compact")
-            if after == exponents[0]
-            else RECIPES[after]
-        )
+        powers = fp8.BlockScaling((128, 128), pow2_scale=True, scale_layout="compact")
+        recipe: Any = powers if after == exponents[0] else RECIPES[after]
         q = recipe.quantize(values).rowwise
         assert new.data.tobytes() == q.data.tobytes()
         np.testing.assert_array_equal(new.dequantize(), q.dequantize())
-    report = {one["name"]: one for one in json.loads((tmp_path / "report.json").read_text())["tensors"]}[
-        LINEAR
-    ]
+    tensors = json.loads((tmp_path / "report.json").read_text())["tensors"]
+    report = {one["name"]: one for one in tensors}[LINEAR]
     after_values = new.astype(np.float32) if after == "bf16" else new.dequantize()
     assert report["changed"] == np.count_nonzero(after_values != values)
 

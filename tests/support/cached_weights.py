@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from list_results import arrays
 
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, cases, testing
+from cupy_fp8.arrays import address
 from cupy_fp8.formats import bfloat16
 
 RECIPES = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling())
@@ -21,10 +21,6 @@ def weights_of(run: testing.Executor, seed: int = 0) -> list[Any]:
 def change(weights: list[Any]) -> None:
     for w in weights:
         w *= w.dtype.type(0.5)
-
-
-def address(a: Any) -> int:
-    return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
 
 
 def addresses(results: list[Quantized]) -> list[int]:

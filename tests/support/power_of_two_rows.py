@@ -47,9 +47,3 @@ def part(s: Scaled, **changes: Any) -> Scaled:
 def transposed(q: Scaled, run: testing.Executor, **options: Any) -> Scaled:
     """The column-wise part."""
     return parts(run.numpy(fp8.scaling_aware_transpose(run.array(q), **options)))[1]
-
-
-def assert_same(actual: Quantized, desired: Quantized) -> None:
-    for mine, want in zip(parts(actual), parts(desired), strict=True):
-        testing.assert_bytes_equal(mine.data, want.data)
-        testing.assert_bytes_equal(mine.scale_inv, want.scale_inv)

@@ -3,11 +3,12 @@ too."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-import cupy_fp8 as fp8
-from cupy_fp8 import DelayedScaling, DelayedScalingState, backend, reference
+from cupy_fp8 import DelayedScaling, DelayedScalingState, reference
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import poison, values
 from cupy_fp8.formats import FORMATS, FP8_DTYPES, bfloat16, float8_e5m2, float32
@@ -122,52 +123,40 @@ def test_no_tensors(run):
     assert state.amax_history.shape == (5, 0)
 
 
-# ---- on a GPU ----
-
-
-@pytest.mark.gpu
-def test_a_training_step_in_a_graph():
+# ---- in a CUDA graph ----
+def test_a_training_step_in_a_graph(device):
     """Two casts and the update, captured once; every replay quantises the new x with the scale that the
     replays before found."""
-    cp, recipe = backend.cupy(), DelayedScaling(history_len=3)
-    state, mirror = (DelayedScalingState(2, recipe, like=kind) for kind in ("cupy", "numpy"))
-    xs = [fp8.empty((64, 80), bfloat16, like="cupy") for _ in range(2)]
-    outs = [recipe.empty((64, 80), columnwise=True, like="cupy") for _ in range(2)]
+    recipe, like = DelayedScaling(history_len=3), device.array(np.zeros(1, np.float32))
+    state, mirror = (DelayedScalingState(2, recipe, like=kind) for kind in (like, "numpy"))
+    xs = [device.array(np.zeros((64, 80), bfloat16)) for _ in range(2)]
+    outs = [recipe.empty((64, 80), columnwise=True, like=like) for _ in range(2)]
+
+    def quantize(state: DelayedScalingState, i: int, x: Any, out: Any = None) -> Any:
+        return recipe.quantize(x, columnwise=True, scale=state.scale[i:i + 1],
+                               amax=state.amax_history[0, i:i + 1], out=out)
 
     def step() -> None:
         for i in range(2):
-            recipe.quantize(xs[i], columnwise=True, scale=state.scale[i:i + 1],
-                            amax=state.amax_history[0, i:i + 1], out=outs[i])
+            quantize(state, i, xs[i], outs[i])
         state.update()
 
-    for x in xs:
-        bits(x).fill(0)
-    # the warm-up: of zeros, so the scales stay
-    step()
-    stream = cp.cuda.Stream(non_blocking=True)
-    cp.cuda.get_current_stream().synchronize()
-    with stream:
+    step()                                              # of zeros, so the scales stay
+    device.cupy.cuda.get_current_stream().synchronize()
+    with device.cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         step()
         graph = stream.end_capture()
         for n in range(8):
-            for out in outs:
+            sources = [values("normal", (64, 80), bfloat16, 2 * n + i) for i in range(2)]
+            for x, source, out in zip(xs, sources, outs, strict=True):
+                bits(x)[...] = bits(device.array(source))
                 poison(out.data)
                 poison(out.scale_inv)
-            sources = [values("normal", (64, 80), bfloat16, 2 * n + i) for i in range(2)]
-            for x, source in zip(xs, sources, strict=True):
-                bits(x).set(bits(source))
             graph.launch(stream)
             stream.synchronize()
             for i, source in enumerate(sources):
-                want = recipe.quantize(source, columnwise=True, scale=mirror.scale[i:i + 1],
-                                       amax=mirror.amax_history[0, i:i + 1])
-                column, want_column = outs[i].columnwise, want.columnwise
-                assert column is not None
-                assert want_column is not None
-                assert_bytes_equal(outs[i].data, want.data)
-                assert_bytes_equal(column.data, want_column.data)
-                assert_bytes_equal(outs[i].scale_inv, want.scale_inv)
+                assert_bytes_equal(outs[i], quantize(mirror, i, source))
             mirror.update()
             assert_bytes_equal(state.scale, mirror.scale)
             assert_bytes_equal(state.amax_history, mirror.amax_history)
