@@ -17,6 +17,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import OPS
+from cupy_fp8.cases.covering import Recorded
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import (
     BYTE_DTYPES,
@@ -125,7 +126,7 @@ def test_any_layout(dtype, view, place):
 
 
 # ---- any order of threads ----
-def check_in_order(chosen: Iterable[covering.Recorded], order: str, seed: int,
+def check_in_order(chosen: Iterable[Recorded], order: str, seed: int,
                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
     monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))

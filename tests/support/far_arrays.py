@@ -284,7 +284,7 @@ def _rows() -> Iterator[tuple[str, Far]]:
     for block in ((1, None), (None, 1)):            # amaxes of whole groups, or of their rows and columns
         call = partial(_grouped, fp8.BlockScaling(block, scale_layout="compact"), columnwise=True)
         yield f"group_quantize-whole-{'rows' if block[0] else 'columns'}", Far(
-            call, np.dtype(bfloat16), *_SHAPES[0][1:], alike=True)
+            call, np.dtype(bfloat16), _TALL, alike=True)
     for (how, recipe), (name, *place) in product(
             (("mx", fp8.MXScaling()), ("block", fp8.BlockScaling()), ("tensor", fp8.DelayedScaling())),
             _SHAPES[::2]):
