@@ -48,9 +48,9 @@ def test_the_same_choice_is_the_same_variant():
     assert variant.defines == (("IN", "f32"), ("OUT", "e4m3fn"), ("WIDE", "1"))
     assert variant is kernel.variant(IN="f32", OUT="e4m3fn", WIDE=1)
     assert variant is kernel.variant(block=128, IN="f32", OUT="e4m3fn", WIDE="1")
-    others: tuple[dict[str, Any], ...] = ({"block": 256}, {"shared": 16}, {"WIDE": 0})
-    for other in others:
-        assert variant is not kernel.variant(**{"IN": "f32", "OUT": "e4m3fn", "WIDE": 1} | other)
+    chosen: dict[str, Any] = {"IN": "f32", "OUT": "e4m3fn", "WIDE": 1}
+    for other in ({"block": 256}, {"shared": 16}, {"WIDE": 0}):
+        assert variant is not kernel.variant(**{**chosen, **other})
     with pytest.raises(AssertionError, match="convert: neither kernel nor variant"):
         Kernel("convert/astype", "convert").variant()
 
