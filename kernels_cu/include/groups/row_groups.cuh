@@ -43,124 +43,94 @@ struct RowSegment {
     i64 before[2];               // how many units all groups before this one have
 };
 
-__device__ __forceinline__ i64 least(i64 a, i64 b) { return a < b ? a : b; }
-
-// Returns how many units of 2^shift rows there are. Unsigned numbers take fewer instructions. With a few
-// more, NVRTC no longer advances a pointer from row to row of the tile that follows, but keeps the offsets of
-// its 32 rows in 64 registers.
-__device__ __forceinline__ i64 units_of(i64 rows, u32 shift) {
-    return (i64)(((u64)rows + ((u64)1 << shift) - 1) >> shift);
-}
-
-// The search of one whole warp for a segment of 2^rows_log2 rows, in rounds of a few groups per lane. Rows
-// are those of the results if kAligns, else of x. A group has a unit for every 2^first_shift and every
-// 2^second_shift rows that it begins. Units are counted if kCounts.
+// Writes a segment of 2^rows_log2 rows to shared memory: rows of the results if kAligns, else of x. One whole
+// warp calls it. first_shift, second_shift: a group has a unit for every 2^shift rows that it begins; units
+// are counted if kCounts.
+// (It is one function, since divided into steps the rows of f32 groups spill registers.)
 template <bool kCounts, bool kAligns>
-struct SegmentSearch {
-    static constexpr int kPerLane = 4;
-    const RowGroups& p;
-    const i64 segment;
-    const u32 rows_log2, first_shift, second_shift;
-    // Sums over all earlier rounds.
-    i64 rows_before = 0, segments_before = 0, units_before[2] = {};
-    i64 result_rows = 0;         // this lane's part of the sum of the results' rows
-    bool reached = false;        // the segment has been found
-
-    __device__ __forceinline__ i64 in_results(i64 size) const { return kAligns ? p.aligned(size) : size; }
-
-    // Writes the segment, but for its place in the results, if a group of this lane has it. before: units
-    // before the lane's groups. start, own_segment: the first row and the first segment of these.
-    __device__ __forceinline__ void match(i64 round, const i64 (&size)[kPerLane], i64 start, i64 own_segment,
-                                          i64 (&before)[2], RowSegment& found) const {
-#pragma unroll
-        for (int u = 0; u < kPerLane; u++) {
-            const i64 written = in_results(size[u]), own_segments = units_of(written, rows_log2);
-            if (segment >= own_segment && segment < own_segment + own_segments) {
-                found.group = round + threadIdx.x % 32 * kPerLane + u, found.start = start * p.columns;
-                found.given = size[u], found.index = segment - own_segment;
-                found.before[0] = before[0], found.before[1] = before[1];
-            }
-            own_segment += own_segments;
-            start += size[u];
-            if (!kCounts) continue;
-            before[0] += units_of(written, first_shift), before[1] += units_of(written, second_shift);
-        }
-    }
-
-    // Examines the groups of a round.
-    __device__ __forceinline__ void examine(i64 round, RowSegment& found) {
+__device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u32 rows_log2, u32 first_shift,
+                                             u32 second_shift, RowSegment& found) {
+    constexpr int kPerLane = 4;
+    const int lane = threadIdx.x % 32;
+    const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
+    // Unsigned numbers take fewer instructions. With a few more, NVRTC no longer advances a pointer from row
+    // to row of the tile that follows, but keeps the offsets of its 32 rows in 64 registers.
+    const auto units = [](i64 rows, u32 shift) {
+        return (i64)(((u64)rows + ((u64)1 << shift) - 1) >> shift);
+    };
+    const auto segments_of = [&](i64 rows) { return units(rows, rows_log2); };
+    const auto in_results = [&](i64 size) { return kAligns ? p.aligned(size) : size; };
+    i64 round_start = 0, round_segment = 0, round_units[2] = {};     // sums over all earlier rounds
+    i64 to = 0;                                          // this lane's part of the result rows in them
+    bool reached = false;
+    for (i64 round = 0; round < p.splits.groups && !reached; round += 32 * kPerLane) {
         i64 size[kPerLane], rows = 0;
 #pragma unroll
-        for (int u = 0; u < kPerLane; u++) rows += size[u] = p.size(round + threadIdx.x % 32 * kPerLane + u);
-        const i64 end = warp_prefix_sum(rows), start = least(rows_before + end - rows, p.rows);
-        i64 at = start, segments = 0, own_units[2] = {};
+        for (int u = 0; u < kPerLane; u++) rows += size[u] = p.size(round + lane * kPerLane + u);
+        const i64 end = warp_prefix_sum(rows);
+        i64 start = least(round_start + end - rows, p.rows), at = start, segments = 0, own_units[2] = {};
 #pragma unroll
         for (int u = 0; u < kPerLane; u++) {
             size[u] = least(size[u], p.rows - at);
             at += size[u];
             const i64 written = in_results(size[u]);
-            if (kAligns) result_rows += written;
-            segments += units_of(written, rows_log2);
+            if (kAligns) to += written;
+            segments += segments_of(written);
             if (!kCounts) continue;
-            own_units[0] += units_of(written, first_shift), own_units[1] += units_of(written, second_shift);
+            own_units[0] += units(written, first_shift), own_units[1] += units(written, second_shift);
         }
         const i64 end_segment = warp_prefix_sum(segments);
-        i64 before[2] = {}, end_units[2] = {};
+        i64 own_segment = round_segment + end_segment - segments, before[2] = {}, end_units[2] = {};
         if (kCounts)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 end_units[i] = warp_prefix_sum(own_units[i]);
-                before[i] = units_before[i] + end_units[i] - own_units[i];
+                before[i] = round_units[i] + end_units[i] - own_units[i];
             }
-        match(round, size, start, segments_before + end_segment - segments, before, found);
-        rows_before = least(rows_before + __shfl_sync(~0u, end, 31), p.rows);
-        segments_before += __shfl_sync(~0u, end_segment, 31);
-        reached = segment < segments_before;
+#pragma unroll
+        for (int u = 0; u < kPerLane; u++) {
+            const i64 written = in_results(size[u]), own_segments = segments_of(written);
+            if (segment >= own_segment && segment < own_segment + own_segments) {
+                found.group = round + lane * kPerLane + u, found.start = start * p.columns;
+                found.given = size[u], found.index = segment - own_segment;
+                found.before[0] = before[0], found.before[1] = before[1];
+            }
+            own_segment += own_segments;
+            start += size[u];
+            if (kCounts) before[0] += units(written, first_shift), before[1] += units(written, second_shift);
+        }
+        round_start = least(round_start + __shfl_sync(~0u, end, 31), p.rows);
+        round_segment += __shfl_sync(~0u, end_segment, 31);
+        reached = segment < round_segment;
         if (kCounts)
 #pragma unroll
-            for (int i = 0; i < 2; i++) units_before[i] += __shfl_sync(~0u, end_units[i], 31);
+            for (int i = 0; i < 2; i++) round_units[i] += __shfl_sync(~0u, end_units[i], 31);
     }
-
-    // Completes the segment. The registers of the other sums are free by then.
-    __device__ __forceinline__ void complete(RowSegment& found) const {
-        const bool aligns = kAligns && p.align > 1;
-        i64 to = result_rows;
-        if (aligns) {
-            if (reached) {
-                to = 0;
-                // x has rows beyond these groups, so all of them are whole.
-                for (i64 g = threadIdx.x % 32; g < found.group; g += 32) to += p.aligned(p.size(g));
-            }
-            to = __shfl_sync(~0u, warp_prefix_sum(to), 31);
-        }
-        if (threadIdx.x % 32 != 0) return;
-        if (!reached) {
-            const i64 all = kAligns ? p.result_rows : p.rows, own_segment = segment - segments_before;
-            to = least((aligns ? to : rows_before) + (own_segment << rows_log2), all);
-            found = {-1, 0, to * p.columns, 0, left_of(all - to, 1 << rows_log2), own_segment,
-                     {units_before[0], units_before[1]}};
-            return;
-        }
-        found.rows = in_results(found.given);
-        found.to = aligns ? to * p.columns : found.start;
-        if (!p.offsets) return;
-        found.start = found.to = p.offsets[found.group];
-        if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns ||
-            (p.columns && found.start % p.columns))
-            found.start = found.to = 0, found.rows = 0;
-    }
-};
-
-// Writes a segment of 2^rows_log2 rows to shared memory. One whole warp calls it; see SegmentSearch.
-template <bool kCounts, bool kAligns>
-__device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u32 rows_log2, u32 first_shift,
-                                             u32 second_shift, RowSegment& found) {
-    using Search = SegmentSearch<kCounts, kAligns>;
-    Search search{p, segment, rows_log2, first_shift, second_shift};
-    for (i64 round = 0; round < p.splits.groups && !search.reached; round += 32 * Search::kPerLane)
-        search.examine(round, found);
     __syncwarp();
-    search.complete(found);
+    const bool aligns = kAligns && p.align > 1;
+    if (aligns) {                                // Here the registers of the other sums are free.
+        if (reached) {
+            to = 0;
+            // x has rows beyond these groups, so all of them are whole.
+            for (i64 g = lane; g < found.group; g += 32) to += p.aligned(p.size(g));
+        }
+        to = __shfl_sync(~0u, warp_prefix_sum(to), 31);
+    }
+    if (lane != 0) return;
+    if (!reached) {
+        const i64 all = kAligns ? p.result_rows : p.rows, own_segment = segment - round_segment;
+        to = least((aligns ? to : round_start) + (own_segment << rows_log2), all);
+        found = {-1, 0, to * p.columns, 0, left_of(all - to, 1 << rows_log2), own_segment,
+                 {round_units[0], round_units[1]}};
+        return;
+    }
+    found.rows = in_results(found.given);
+    found.to = aligns ? to * p.columns : found.start;
+    if (!p.offsets) return;
+    found.start = found.to = p.offsets[found.group];
+    if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns ||
+        (p.columns && found.start % p.columns))
+        found.start = found.to = 0, found.rows = 0;
 }
 
 constexpr u32 kSegmentWords = sizeof(RowSegment) / sizeof(u32);
@@ -215,6 +185,7 @@ __device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stri
 // whole warp calls it.
 __device__ __forceinline__ void write_offsets(const RowGroups& p) {
     const int lane = threadIdx.x % 32;
+    const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
     const bool aligns = p.align > 1;
     i64 before = 0, to = 0;                      // rows of x and of the results in earlier rounds
     u32 wrong = 0;
