@@ -31,7 +31,7 @@ _EXPONENTS = {"near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-
 
 
 def _inputs(case: Case) -> Arguments:
-    """The case's array is the data, with some rows of zeros. scales: a name of _EXPONENTS, or 'quantised',
+    """The case's array is the data. scales: a name of _EXPONENTS, where some rows are zeros, or 'quantised',
     for those of a quantiser. multiple: of the sizes of all experts."""
     options = dict(case.options)
     block, experts = options.pop("block", 128), options.pop("experts", None)
@@ -42,7 +42,7 @@ def _inputs(case: Case) -> Arguments:
         splits = sizes(rows // multiple, experts) * multiple
         options["splits"] = splits.astype(np.int32 if narrow else np.int64)
     data = source(case)
-    if case.layout != "strided":
+    if case.layout != "strided" and scales in _EXPONENTS:
         bits(data)[5::11] &= 0x80                   # zeros, like padding and dropped tokens
     rng = np.random.default_rng(rows + columns)
     low, high = _EXPONENTS.get(scales, QUANTISED)

@@ -232,7 +232,7 @@ __device__ __forceinline__ Chunk<F, kCount> narrowed(const float (&v)[kCount], C
         out.template narrow2<kSaturate>(i, change(v[2 * i], 2 * i), change(v[2 * i + 1], 2 * i + 1));
     return out;
 }
-// The same of the elements of a chunk.
+// Returns the codes of a chunk's elements in the same way.
 template <class F, bool kSaturate = true, class From, int kCount, class Change>
 __device__ __forceinline__ Chunk<F, kCount> converted(const Chunk<From, kCount>& in, Change change) {
     Chunk<F, kCount> out;

@@ -62,7 +62,7 @@ __device__ __forceinline__ void halve(u32 (&v)[kCount], Combine combine) {
         v[i] = combine(kept, __shfl_xor_sync(~0u, sent, kDistance));
     }
 }
-// The same over all distances from kDistance down.
+// Lanes share their words so over all distances from kDistance down.
 template <int kDistance, int kKeep, int kCount, class Combine>
 __device__ __forceinline__ void halve_down(u32 (&v)[kCount], Combine combine) {
     if constexpr (kDistance > 0) {
