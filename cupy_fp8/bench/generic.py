@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import testing
 from ..arrays import address, asnumpy
-from ..cases import ALIGNED_MATRIX, Arguments, Case, Registration, outputs, poison
+from ..cases import ALIGNED_MATRIX, Arguments, Case, HostCalls, Registration, outputs, poison
 from ..cases.base import RAISED, arrays_in, values_made_by, zeros
 from ..kernels import forced_executor, recording
 from .data import on_gpu
@@ -94,14 +94,13 @@ def _compare(op: Registration, actual: dict[str, Any], desired: dict[str, Any], 
         testing.assert_bytes_equal(array, desired[name])
 
 
-def host_calls(op: Registration) -> tuple[Call, Call | None]:
-    """Calls with an op's smallest matrix that has elements: one that writes in place, and one that
-    allocates."""
+def smallest_calls(op: Registration) -> HostCalls:
+    """Calls with an op's smallest matrix that has elements."""
     sizes: dict[int, Case] = {}
     for case in op.cases():
         if math.prod(case.shape) and len(case.shape) == len(ALIGNED_MATRIX):
             sizes.setdefault(math.prod(case.shape), case)
     case = sizes[min(sizes)] if sizes else next(op.cases())
     args, kwargs = arguments = testing.Executor("cuda").array_arguments(*op.inputs(case))
-    allocating: Callable[[], Any] = functools.partial(op.function, *args, **kwargs)
-    return _with_out(op, arguments)[0], None if op.updates else allocating
+    allocating: Call = functools.partial(op.function, *args, **kwargs)
+    return HostCalls("", _with_out(op, arguments)[0], None if op.updates else allocating)

@@ -19,10 +19,11 @@ from .base import (
     source,
     values,
 )
-from .registry import OPS, Arguments, Registration, Timed, family_modules, register
+from .registry import OPS, Arguments, HostCalls, Registration, Timed, family_modules, register
 
 __all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Arguments", "Case",
-           "Registration", "Timed", "all_cases", "outputs", "poison", "register", "source", "values"]
+           "HostCalls", "Registration", "Timed", "all_cases", "outputs", "poison", "register", "source",
+           "values"]
 
 family_modules(__name__)
 

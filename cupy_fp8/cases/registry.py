@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import Array
 from ..kernels import Variant
 from .base import Case, nbytes
 
@@ -43,6 +44,22 @@ class Timed(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
+class HostCalls(NamedTuple):
+    """Calls that do the same, whose host time `bench` takes: one with `out=` (or in place), and one that
+    allocates, if the op can. label: what the row's name has after the op's; "": nothing."""
+
+    label: str
+    with_out: Callable[[], Any]
+    allocating: Callable[[], Any] | None = None
+
+    @classmethod
+    def both(cls, label: str, function: Callable[..., Any], *args: Any, into: str = "out",
+             **options: Any) -> HostCalls:
+        """A call that allocates, and one whose option `into` gets the result of another."""
+        allocating = functools.partial(function, *args, **options)
+        return cls(label, functools.partial(allocating, **{into: allocating()}), allocating)
+
+
 @dataclass(frozen=True)
 class Registration:
     """What tests, selftest, benchmark and README need to know about an op.
@@ -56,6 +73,8 @@ class Registration:
     updates    names of the leading arguments that a call updates in place and returns
     timed      the calls that `bench` times, with their labels
     moves      (arguments, written arrays by name) -> the bytes that a call must move
+    host_calls (a small bfloat16 matrix where kernels run) -> the calls whose host time `bench` takes; None: a
+               call of the smallest case
     agrees     (arrays that a call wrote by name, those of the reference, the NumPy arguments): AssertionError
                unless the first are right, for an op whose result is not defined byte for byte; None: they are
                equal
@@ -71,6 +90,7 @@ class Registration:
     updates: tuple[str, ...] = ()
     timed: Callable[[], Iterable[Timed]] = tuple
     moves: Callable[[Arguments, dict[str, np.ndarray]], int] = bytes_moved
+    host_calls: Callable[[Array], Iterable[HostCalls]] | None = None
     agrees: Callable[[dict[str, Any], dict[str, Any], Arguments], None] | None = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ... import reference
+from ...arrays import Array
 from ...formats import (
     BYTE_DTYPES,
     FORMATS,
@@ -18,7 +19,7 @@ from ...formats import (
 )
 from ...ops.convert import astype
 from ..base import SHAPES, TIMED_MATRICES, TIMED_MATRIX, Case, array_alone, maker, source
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 
 def _inputs(case: Case) -> Arguments:
@@ -70,11 +71,20 @@ def _timed_transpose() -> Iterator[Timed]:
         yield Timed("e4m3", case(float8_e4m3fn, shape))
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("", astype.astype, x, float8_e4m3fn)
+
+
+def _host_calls_of_transpose(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("", astype.transpose, astype.astype(x, float8_e4m3fn))
+
+
 register(
     Registration("astype", astype.astype, reference.astype, _inputs, _cases,
                  "converts between float32, float16, bfloat16, E4M3, E5M2 and E8M0",
-                 programs=(astype.variants,), timed=_timed),
+                 programs=(astype.variants,), timed=_timed, host_calls=_host_calls),
     Registration("transpose", astype.transpose, reference.transpose, array_alone, _transpose_cases,
                  "swaps the last two axes of FP8 or E8M0 data",
-                 programs=(astype.variants,), timed=_timed_transpose),
+                 programs=(astype.variants,), timed=_timed_transpose,
+                 host_calls=_host_calls_of_transpose),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import asarray
+from ...arrays import Array, asarray, full
 from ...formats import (
     FORMATS,
     FP8_DTYPES,
@@ -23,6 +23,7 @@ from ...formats import (
 )
 from ...layouts import scale_shape, swap_last
 from ...ops.convert import astype, dequantize
+from ...ops.quantize import mx, tensor
 from ...results import Scaled
 from ..base import (
     ALIGNED_MATRIX,
@@ -37,7 +38,7 @@ from ..base import (
     source,
     values,
 )
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _MX_BLOCKS = ((1, 32), (32, 1))
 _OTHER_BLOCKS: tuple[Any, ...] = ((1, 128), (128, 1), (128, 128), (1, None), (None, 1), (1, 64), (32, 32),
@@ -155,6 +156,12 @@ def _timed_with_one_size(case: Callable[..., Case], shape: tuple[int, int], row:
                          scale=float32, transposed=transposed), shape)
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    scaled = tensor.quantize_tensor(x, full(1, 1, float32, like=x))
+    yield HostCalls.both("", dequantize.dequantize, scaled, dtype=bfloat16)
+    yield HostCalls.both("MX", dequantize.dequantize, mx.quantize_mx(x), dtype=bfloat16)
+
+
 register(Registration("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
                       "the values of quantised data",
-                      programs=(dequantize.variants, astype.variants), timed=_timed))
+                      programs=(dequantize.variants, astype.variants), timed=_timed, host_calls=_host_calls))

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import asarray, bits
+from ...arrays import Array, asarray, bits, zeros
 from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...layouts import cdiv
 from ...ops.convert import scaling_aware
+from ...ops.quantize import blocks
 from ...results import Quantized, Scaled
 from ..base import QUANTISED, Case, maker, nbytes, powers_of_two, source
 from ..groups import sizes
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128),
            (272, 520), (144, 264), (33, 640),
@@ -125,6 +126,14 @@ def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
     return 2 * nbytes(q.data) + (3 if q.scale_inv.dtype == float32 else 2) * nbytes(q.scale_inv)
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    wide = zeros((x.shape[0], 128), x.dtype, like=x)
+    yield HostCalls.both("splits (two launches)", scaling_aware.scaling_aware_transpose,
+                         blocks.quantize_block(wide, scale_layout="compact"),
+                         splits=asarray([4, 12], np.int64, like=x))
+
+
 register(Registration("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
                       "column-wise FP8 from row-wise FP8, without quantising again",
-                      programs=(scaling_aware.variants,), timed=_timed, moves=_moves))
+                      programs=(scaling_aware.variants,), timed=_timed, moves=_moves,
+                      host_calls=_host_calls))

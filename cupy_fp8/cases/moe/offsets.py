@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ... import reference
-from ...arrays import Array
+from ...arrays import Array, asarray
 from ...ops.moe import offsets
 from ..base import Case, laid_out
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 #: The offsets that an expert layer needs: ends, starts, and element starts of three matrices.
@@ -99,6 +100,15 @@ def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
     return splits.size * (splits.itemsize + sum(a.itemsize for a in written.values()))
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    """Their offsets have no leading zero."""
+    five = functools.partial(offsets.splits_to_offsets, asarray([4, 12], np.int64, like=x),
+                             strides=TYPICAL["strides"], dtypes=TYPICAL["dtypes"])
+    yield HostCalls("five outputs", functools.partial(five, outputs=five()),
+                    functools.partial(five, bulk_allocate=True))
+
+
 register(Registration("splits_to_offsets", _offsets, _reference, _inputs, _cases,
                       "turns group sizes into offsets, on the device",
-                      programs=(offsets.variants,), timed=_timed, moves=_moves))
+                      programs=(offsets.variants,), timed=_timed, moves=_moves,
+                      host_calls=_host_calls))

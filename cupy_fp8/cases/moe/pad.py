@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import asarray, bits, empty_like
+from ...arrays import Array, asarray, bits, empty_like
 from ...formats import FORMATS, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...layouts import scale_shape
 from ...ops.moe import pad
 from ...results import Scaled
 from ..base import Case, maker, nbytes, poison, source, values
 from ..groups import DIVISIONS, sizes
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 
 def _source(case: Case, options: dict[str, Any]) -> Any:
@@ -160,10 +160,14 @@ def _unpad_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
     return 2 * nbytes(*written.values())
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("", pad.pad_groups, x, asarray([4, 12], np.int64, like=x), 16)
+
+
 register(
     Registration("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
                  "adds rows of zeros to each group, up to a multiple of 16, 32, 128, …",
-                 programs=(pad.variants,), timed=_timed_pad, moves=_moves),
+                 programs=(pad.variants,), timed=_timed_pad, moves=_moves, host_calls=_host_calls),
     Registration("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
                  "removes the rows that `pad_groups` added",
                  programs=(pad.variants,), timed=functools.partial(_timed, "unpad_groups"),

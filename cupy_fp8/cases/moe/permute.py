@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import asarray
+from ...arrays import Array, asarray
 from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from ...layouts import scale_shape
-from ...ops.moe import permute
+from ...ops.moe import permute, route
 from ...results import Scaled
 from ...routing import Routing
 from ..base import Case, maker, nbytes, source, values
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 from .route import routing
 
 _ROUTED: tuple[dict[str, Any], ...] = (
@@ -203,13 +203,28 @@ def _unpermute_backward_moves(arguments: Arguments, written: dict[str, np.ndarra
     return nbytes(grad) * (1 + routes.topk) + nbytes(written["[0].result"])
 
 
+def _small_routing(x: Array) -> Routing:
+    """Each row of x goes to both of two experts."""
+    return route.route(asarray([[0, 1]] * len(x), np.int32, like=x), num_experts=2)
+
+
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("", permute.permute, x, _small_routing(x))
+
+
+def _host_calls_of_unpermute(x: Array) -> Iterator[HostCalls]:
+    routes = _small_routing(x)
+    yield HostCalls.both("", permute.unpermute, permute.permute(x, routes), routes)
+
+
 register(
     Registration("permute", permute.permute, reference.permute, _inputs, _cases,
                  "copies tokens to their experts' rows, with scales and probs",
-                 programs=(permute.variants,), timed=_timed, moves=_moves),
+                 programs=(permute.variants,), timed=_timed, moves=_moves, host_calls=_host_calls),
     Registration("unpermute", permute.unpermute, reference.unpermute, _unpermute_inputs, _unpermute_cases,
                  "sums each token's rows, weighted by probs, in a fixed order",
-                 programs=(permute.variants,), timed=_timed_unpermute, moves=_moves_of_sums),
+                 programs=(permute.variants,), timed=_timed_unpermute, moves=_moves_of_sums,
+                 host_calls=_host_calls_of_unpermute),
     Registration("permute_backward", permute.permute_backward, reference.permute_backward,
                  _permute_backward_inputs, _permute_backward_cases,
                  "the gradients of permuted tokens and probs",

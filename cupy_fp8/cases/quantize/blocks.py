@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import reference
+from ...arrays import Array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ...ops.quantize import blocks
 from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
@@ -22,7 +23,7 @@ from ..base import (
     array_alone,
     maker,
 )
-from ..registry import Registration, Timed, register
+from ..registry import HostCalls, Registration, Timed, register
 
 _ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS
 _COLUMN_AS_IS = {**_COLUMN, "transposed": False}
@@ -131,6 +132,11 @@ def _timed() -> Iterator[Timed]:
         yield timed("1×128 both", TIMED_MATRIX, _BOTH, dtype=dtype)
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("row", blocks.quantize_block, x)
+    yield HostCalls.both("both", blocks.quantize_block, x, columnwise=True)
+
+
 register(Registration("quantize_block", blocks.quantize_block, reference.quantize_block, array_alone, _cases,
                       "FP8 in blocks (1×128, 128×128, rows, …) with float32 scales",
-                      programs=(blocks.variants,), timed=_timed))
+                      programs=(blocks.variants,), timed=_timed, host_calls=_host_calls))

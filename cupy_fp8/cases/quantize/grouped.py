@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, bits
+from ...arrays import Array, asarray, bits, full
 from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...grouped import Grouped
 from ...ops.quantize import grouped
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import DIRECTIONS, Case, maker, nbytes, poison, source
 from ..groups import sizes
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 #: The directions: row-wise, column-wise, and both.
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
@@ -314,6 +314,12 @@ def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
     return nbytes(x) + codes + scales
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("", grouped.group_quantize, x, asarray([4, 12], np.int64, like=x), DelayedScaling(),
+                         scales=full(2, 1, float32, like=x))
+
+
 register(Registration("group_quantize", _group_quantize, _reference, _inputs, _cases,
                       "quantises each group of rows as a tensor of its own",
-                      programs=(grouped.variants,), timed=_timed, moves=_moves))
+                      programs=(grouped.variants,), timed=_timed, moves=_moves,
+                      host_calls=_host_calls))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import reference
+from ...arrays import Array
 from ...formats import (
     FORMATS,
     FP8_DTYPES,
@@ -22,7 +23,7 @@ from ...formats import (
 from ...ops.quantize import mx
 from ...options import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from ..base import DIRECTIONS, MATRIX, TIMED_MATRICES, TIMED_MATRIX, Case, array_alone, maker
-from ..registry import Registration, Timed, register
+from ..registry import HostCalls, Registration, Timed, register
 
 MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]),
                  *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
@@ -122,6 +123,11 @@ def _timed() -> Iterator[Timed]:
                     case(bfloat16, (8, *_EXPERTS[0]), "normal", "strided", **_TIMED[name]))
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("row", mx.quantize_mx, x)
+    yield HostCalls.both("both", mx.quantize_mx, x, columnwise=True)
+
+
 register(Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, array_alone, _cases,
                       "MXFP8: blocks of 32 with E8M0 scales", programs=(mx.variants,),
-                      timed=_timed))
+                      timed=_timed, host_calls=_host_calls))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import reference
+from ...arrays import Array
 from ...formats import (
     FORMATS,
     FP8_DTYPES,
@@ -25,7 +26,7 @@ from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, MX_MODES, MX_PROFILE
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import DIRECTIONS, TIMED_MATRICES, TIMED_MATRIX, Case, maker, source, values
 from ..groups import sizes
-from ..registry import Arguments, Registration, Timed, all_but, register
+from ..registry import Arguments, HostCalls, Registration, Timed, all_but, register
 
 _BOTH = DIRECTIONS[2]
 #: How many experts have biases of their own, for 133 rows. Some are empty; there is one, or more than rows,
@@ -318,13 +319,17 @@ def _timed_gpt_oss(timed: Callable[..., Timed]) -> Iterator[Timed]:
         yield timed(f"MX both {label}", _GPT_OSS_SHAPE, **_MX, **_BOTH, **options)
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("", swiglu.swiglu_quantize, x, MXScaling())
+
+
 #: Bytes that a call must move. "[1].result" is the gradient of probs.
 _MOVES = all_but("probs", "bias", "splits", "[1].result")
 
 register(
     Registration("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
                  "SwiGLU, quantised without a rounding in between",
-                 programs=(swiglu.variants,), timed=_timed, moves=_MOVES),
+                 programs=(swiglu.variants,), timed=_timed, moves=_MOVES, host_calls=_host_calls),
     Registration("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs,
                  _backward_cases,
                  "the gradients of SwiGLU, quantised",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from ... import reference
+from ...arrays import Array, full
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ...ops.quantize import bias_gradient, tensor, tensor_current
 from ...ops.scales import amax
@@ -23,7 +25,7 @@ from ..base import (
     maker,
     source,
 )
-from ..registry import Arguments, Registration, Timed, all_but, register
+from ..registry import Arguments, HostCalls, Registration, Timed, all_but, register
 
 _COLUMN = DIRECTIONS[1]
 
@@ -125,14 +127,32 @@ def _timed_cast_transpose() -> Iterator[Timed]:
         yield Timed(f"{name}→e4m3 +amax +dbias", case(source_dtype, TIMED_MATRIX, amax=0.0, dbias=True))
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    quantize = functools.partial(tensor.quantize_tensor, x)
+    scale, amax_buffer, noop = (full(1, value, float32, like=x) for value in (1, 0, 0))
+    yield HostCalls.both("row", quantize, scale)
+    yield HostCalls("row +amax +noop",
+                    functools.partial(quantize, scale, amax=amax_buffer, noop=noop, out=quantize(scale)),
+                    functools.partial(quantize, scale, amax=amax_buffer))
+    yield HostCalls.both("current", quantize)
+
+
+def _host_calls_of_cast_transpose(x: Array) -> Iterator[HostCalls]:
+    scale = full(1, 1, float32, like=x)
+    yield HostCalls.both("+amax", tensor.cast_transpose, x, scale, amax=full(1, 0, float32, like=x))
+    yield HostCalls.both("current (two launches)", tensor.cast_transpose, x)
+    yield HostCalls.both("+dbias", tensor.cast_transpose, x, scale, dbias=True)
+
+
 _PROGRAMS = (tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)
 
 register(
     Registration("quantize_tensor", tensor.quantize_tensor, reference.quantize_tensor, _inputs, _cases,
                  "FP8 with one scale, a given one or the tensor's own",
-                 programs=_PROGRAMS, timed=_timed, moves=all_but("dbias")),
+                 programs=_PROGRAMS, timed=_timed, moves=all_but("dbias"), host_calls=_host_calls),
     Registration("cast_transpose", tensor.cast_transpose, reference.cast_transpose, _inputs,
                  _cast_transpose_cases,
                  "`quantize_tensor` in both directions, from one read of x",
-                 programs=_PROGRAMS, timed=_timed_cast_transpose, moves=all_but("dbias")),
+                 programs=_PROGRAMS, timed=_timed_cast_transpose, moves=all_but("dbias"),
+                 host_calls=_host_calls_of_cast_transpose),
 )

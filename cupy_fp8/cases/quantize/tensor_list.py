@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from ... import reference
+from ...arrays import Array, full
+from ...cache import WeightCache
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
 from ...ops.quantize import blocks, grouped_blocks, mx, tensor_list
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import Case, laid_out, values
-from ..registry import Arguments, Registration, Timed, all_but, register
+from ..registry import Arguments, HostCalls, Registration, Timed, all_but, register
 
 #: Lists with a few blocks of threads, also with chunked access; with whole patches only; with tails of every
 #: tile and every alignment; empty; with many arrays; with arrays of one shape and several blocks each; with
@@ -168,12 +170,26 @@ def _timed() -> Iterator[Timed]:
     yield timed("MX row", "128 of 256×256", recipe=MXScaling(), **own_scales)
 
 
+def _host_calls_of_cast(x: Array) -> Iterator[HostCalls]:
+    weights, scales = [x.copy() for _ in range(64)], full(64, 1, float32, like=x)
+    for n in (8, 64):
+        yield HostCalls.both(f"{n} arrays", tensor_list.multi_cast_transpose, weights[:n], scales[:n],
+                             into="outputs")
+
+
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    weights, cache = [x.copy() for _ in range(64)], WeightCache(CurrentScaling())
+    cache.quantize(weights)
+    yield HostCalls("WeightCache hit, 64 arrays", functools.partial(cache.quantize, weights, update=False))
+
+
 register(
     Registration("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
                  "`cast_transpose` of many matrices, in one launch",
-                 programs=(tensor_list.variants,), timed=_timed_cast, moves=all_but("scales", "amax")),
+                 programs=(tensor_list.variants,), timed=_timed_cast, moves=all_but("scales", "amax"),
+                 host_calls=_host_calls_of_cast),
     Registration("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
                  "quantises many arrays by any recipe, in one or two launches",
                  programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants),
-                 timed=_timed, moves=all_but("scales", "amax")),
+                 timed=_timed, moves=all_but("scales", "amax"), host_calls=_host_calls),
 )

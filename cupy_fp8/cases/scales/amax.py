@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ... import reference
+from ...arrays import Array
 from ...formats import FORMATS, INPUT_DTYPES, bfloat16, float16, float32
 from ...ops.scales import amax
 from ..base import MATRIX, SHAPES, TIMED_MATRICES, TIMED_MATRIX, Case, array_alone, maker
-from ..registry import Registration, Timed, register
+from ..registry import HostCalls, Registration, Timed, register
 
 
 def _cases() -> Iterator[Case]:
@@ -31,6 +32,10 @@ def _timed() -> Iterator[Timed]:
         yield Timed(FORMATS[dtype].tag, case(dtype, TIMED_MATRIX))
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("", amax.compute_amax, x)
+
+
 register(Registration("compute_amax", amax.compute_amax, reference.compute_amax, array_alone, _cases,
                       "the largest magnitude",
-                      programs=(amax.variants,), timed=_timed))
+                      programs=(amax.variants,), timed=_timed, host_calls=_host_calls))

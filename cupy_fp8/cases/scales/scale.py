@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ... import reference
+from ...arrays import Array, zeros
 from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float32
 from ...ops.scales import scale
+from ...recipes import DelayedScaling
+from ...state import DelayedScalingState
 from ..base import MATRIX, SHAPES, Case, array_alone, maker, nbytes, source, values
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 
 def _cases() -> Iterator[Case]:
@@ -87,13 +91,25 @@ def _update_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
     return 2 * nbytes(written["history"])
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    yield HostCalls.both("", scale.compute_scale, zeros(1, float32, like=x))
+
+
+def _host_calls_of_update(x: Array) -> Iterator[HostCalls]:
+    """They update a state, as training does."""
+    amax = zeros(1, float32, like=x)
+    state = DelayedScalingState(1, DelayedScaling(history_len=16), like=amax)
+    yield HostCalls("", state.update)
+    yield HostCalls("+amax", functools.partial(state.update, amax))
+
+
 register(
     Registration("compute_scale", scale.compute_scale, reference.compute_scale, array_alone, _cases,
                  "the scale that an amax calls for",
-                 programs=(scale.variants,), timed=_timed),
+                 programs=(scale.variants,), timed=_timed, host_calls=_host_calls),
     Registration("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling,
                  _update_inputs, _update_cases,
                  "rolls amax histories and finds the next scales",
                  programs=(scale.variants,), updates=("history", "scale"),
-                 timed=_timed_update, moves=_update_moves),
+                 timed=_timed_update, moves=_update_moves, host_calls=_host_calls_of_update),
 )

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, contiguous, empty, empty_like
+from ...arrays import Array, asarray, contiguous, empty, empty_like, zeros
 from ...formats import float8_e8m0fnu
 from ...layouts import swap_last
 from ...ops.scales import swizzle
 from ..base import MATRIX, TIMED_MATRICES, Case, maker, nbytes, poison, source
 from ..groups import sizes
-from ..registry import Arguments, Registration, Timed, register
+from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5),
            (256, 32), (257, 33), (31, 130),
@@ -134,13 +134,25 @@ def _unswizzle_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> in
     return 2 * nbytes(written["result"])
 
 
+def _host_calls(x: Array) -> Iterator[HostCalls]:
+    scales = zeros((16, 4), float8_e8m0fnu, like=x)
+    yield HostCalls.both("", swizzle.swizzle_scales, scales)
+    yield HostCalls.both("groups", swizzle.swizzle_scales, scales, splits=asarray([4, 12], np.int64, like=x))
+
+
+def _host_calls_of_unswizzle(x: Array) -> Iterator[HostCalls]:
+    swizzled = swizzle.swizzle_scales(zeros((16, 4), float8_e8m0fnu, like=x))
+    yield HostCalls.both("", swizzle.unswizzle_scales, swizzled, shape=(16, 4))
+
+
 register(
     Registration("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
                  "E8M0 scales in the tiles that matrix products read",
-                 programs=(swizzle.variants,), timed=_timed_swizzle, moves=_moves),
+                 programs=(swizzle.variants,), timed=_timed_swizzle, moves=_moves,
+                 host_calls=_host_calls),
     Registration("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs,
                  functools.partial(_cases, "unswizzle_scales"),
                  "swizzled scales as compact ones",
                  programs=(swizzle.variants,), timed=functools.partial(_timed, "unswizzle_scales"),
-                 moves=_unswizzle_moves),
+                 moves=_unswizzle_moves, host_calls=_host_calls_of_unswizzle),
 )
