@@ -112,8 +112,9 @@ def _of_arrays(kind: type) -> _Describe | None:
 
 def _of_cupy(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
     memory = a.data
-    addresses.append(memory.ptr)
-    facts += (a.shape, a.dtype, memory.device_id, memory.ptr % ALLOCATION_ALIGNMENT == 0)
+    at = memory.ptr
+    addresses.append(at)
+    facts += (a.shape, a.dtype, memory.device_id, at % ALLOCATION_ALIGNMENT == 0)
     if not a._c_contiguous:
         facts.append(a.strides)
     return True
@@ -139,7 +140,10 @@ def _of_parts(parts: Sequence[Any], facts: list[Any], addresses: list[Any]) -> b
     kinds = tuple(map(type, parts))
     signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
     facts += (signature, signature.options(parts))
-    return all(describe(parts[i], facts, addresses) for i, describe in signature.described)
+    for position, describe in signature.described:  # `all` of a generator takes twice the time.
+        if not describe(parts[position], facts, addresses):
+            return False
+    return True
 
 
 # ---- lists ----
