@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..kernels import Variant, forced_executor, recording
-from .base import ALIGNED_MATRIX, Case
+from .base import ALIGNED_MATRIX, Case, values_made_by, zeros
 from .registry import Arguments, Registration
 
 #: Brings an op's positional and keyword arguments to where its kernels are to run.
@@ -82,14 +82,20 @@ def served_by(chosen: Sequence[Recorded], recorded: Sequence[Recorded]) -> list[
     return [one for one in recorded if one.raised or compiled.issuperset(one.variants)]
 
 
+def spread(chosen: Sequence[Recorded], candidates: Sequence[Recorded], most: int) -> list[Recorded]:
+    """The chosen ones of the candidates, and about `most` others, which are evenly spread."""
+    wanted, step = set(map(id, chosen)), max(1, math.ceil(len(candidates) / most))
+    return [one for i, one in enumerate(candidates) if i % step == 0 or id(one) in wanted]
+
+
 def record(op: Registration, place: Place | None = None,
            cases: Iterable[Case] | None = None) -> list[Recorded]:
     """Records what an op's cases (None: all of them) launch on the CPU, or wherever `place` moves the arrays.
-    No kernel runs."""
+    No kernel runs, and arrays are zeros, since no launch depends on their values."""
     found = []
     for case in op.cases() if cases is None else cases:
         raised = False
-        with forced_executor("host"), recording() as variants:
+        with forced_executor("host"), values_made_by(zeros), recording() as variants:
             try:
                 args, kwargs = op.inputs(case)
                 if place is not None:

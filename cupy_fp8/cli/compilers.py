@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 from ..kernels import Variant
-from .progress import Progress
 
 _MOST = 16                          # NVRTC and g++ each need 100 to 200 MB
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -32,10 +31,11 @@ class Compilers:
         done = sum(future.done() for future in self._futures.values())
         return f"compiled {done} of {len(self._futures)} kernels"
 
-    def wait(self, futures: list[Future[None]], op: str, progress: Progress) -> None:
-        """Waits for compilers, but raises none of their errors: the launch of the kernel raises it again."""
-        while wait(futures, timeout=_SECONDS_BETWEEN_LOOKS).not_done:
-            progress.show(f"{self}; next: {op}")
+    def wait(self) -> None:
+        """Waits a little while, or until another kernel is compiled. A compiler's error is not raised: the
+        launch of the kernel raises it again."""
+        working = [future for future in self._futures.values() if not future.done()]
+        wait(working, timeout=_SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED)
 
 
 @contextmanager

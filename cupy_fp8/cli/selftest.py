@@ -2,21 +2,25 @@
 products within their error bound).
 
 The quick pass, which is the default, launches every kernel entry point that an op's cases launch. It checks
-the few cases that cover them, and all cases that need no other kernel. Kernels are compiled in parallel,
-ahead of the checks.
+the few cases that cover them, and some that need no other kernel. Kernels are compiled in parallel, ahead of
+the checks. An op is checked as soon as its kernels are ready.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .. import backend, cases, testing
-from ..cases.covering import Recorded, covering_of, record, served_by
+from ..cases.covering import Recorded, covering_of, record, served_by, spread
 from . import names
 from .compilers import Compilers, compilers
 from .progress import Progress
+
+#: How many cases of an op the quick pass checks beside those that cover its entry points.
+_MOST_OTHERS = 40
 
 
 def main(argv: list[str]) -> int:
@@ -38,8 +42,9 @@ def main(argv: list[str]) -> int:
     device = backend.cupy().cuda.runtime.getDevice() if name == "cuda" else None
     with testing.executor(name) as run, compilers(device) as compiling:
         try:
-            work = [_Work(op, _selected(op, run, options.full, progress), compiling) for op in ops]
-            failed = sum([_checked(one, run, progress) for one in work])
+            work = [_Work(op, _selected(op, run, options.full, progress), compiling)
+                    for op in _products_last(ops)]
+            failed = sum([_checked(one, run, progress) for one in _when_compiled(work, compiling, progress)])
         finally:
             progress.clear()
     same = "all bytes equal the reference's" if all(op.agrees is None for op in ops) else (
@@ -59,17 +64,37 @@ class _Work:
         self.futures = compilers.start(variants)
 
 
+def _products_last(ops: list[cases.Registration]) -> list[cases.Registration]:
+    """The order in which kernels are compiled. Those of matrix products take longest."""
+    return sorted(ops, key=lambda op: op.family == "matmul")
+
+
+def _when_compiled(work: Iterable[_Work], compilers: Compilers, progress: Progress) -> Iterator[_Work]:
+    """Each op's work once its kernels are compiled: the first in the list that is ready."""
+    left = list(work)
+    while left:
+        ready = next((one for one in left if all(future.done() for future in one.futures)), None)
+        if ready is None:
+            progress.show(f"{compilers}; next: {left[0].op.name}")
+            compilers.wait()
+        else:
+            left.remove(ready)
+            yield ready
+
+
 def _selected(op: cases.Registration, run: testing.Executor, full: bool,
               progress: Progress) -> list[Recorded]:
     progress.show(f"looking for the kernels of {op.name}")
     recorded = record(op, run.array_arguments)
-    return recorded if full else served_by(covering_of(recorded), recorded)
+    if full:
+        return recorded
+    chosen = covering_of(recorded)
+    return spread(chosen, served_by(chosen, recorded), _MOST_OTHERS)
 
 
 def _checked(work: _Work, run: testing.Executor, progress: Progress) -> int:
     """Check an op's cases and print its line. Returns how many failed."""
     start, failed, first_error = time.perf_counter(), 0, ""
-    work.compilers.wait(work.futures, work.op.name, progress)
     for done, case in enumerate(work.cases):
         progress.show(f"{work.op.name}: {done} of {len(work.cases)} cases; {work.compilers}")
         try:
