@@ -140,7 +140,8 @@ def _of_parts(parts: Sequence[Any], facts: list[Any], addresses: list[Any]) -> b
     kinds = tuple(map(type, parts))
     signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
     facts += (signature, signature.options(parts))
-    for position, describe in signature.described:  # `all` of a generator takes twice the time.
+    # `all` of a generator takes twice the time.
+    for position, describe in signature.described:  # noqa: SIM110
         if not describe(parts[position], facts, addresses):
             return False
     return True
