@@ -28,12 +28,12 @@ __device__ __forceinline__ float operand(const SwigluBlockParams& p, const Block
 __device__ __forceinline__ float scaled(const SwigluBlockParams& p, float v, float by) {
     return divides(p) ? div_rn(v, by) : mul_rn(v, by);
 }
-__device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, const float (&y)[8],
+__device__ __forceinline__ Chunk<OUT, 8> quantized(const SwigluBlockParams& p, const float (&y)[8],
                                                    float by) {
     return narrowed<OUT>(y, [&](float v, int) { return scaled(p, v, by); });
 }
 // The same with an operand for each column.
-__device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, const float (&y)[8],
+__device__ __forceinline__ Chunk<OUT, 8> quantized(const SwigluBlockParams& p, const float (&y)[8],
                                                    const float (&by)[8]) {
     return narrowed<OUT>(y, [&](float v, int i) { return scaled(p, v, by[i]); });
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, c
 // ---- rows that stream ----
 // Scales along rows. A block is one to four segments of four lanes; a lane writes the scale of the chunk that
 // it owns.
-struct RowScales {
+struct BlockRowScales {
     const SwigluBlockParams& p;
     u32 at_scale;                // where it goes, from p.row_scales.to on: the host refuses 2^32 scales
     int given;                   // how many rows there are from this one on
@@ -49,11 +49,12 @@ struct RowScales {
     bool has, has_other;
 
     // at: the position of the tile's results.
-    __device__ __forceinline__ RowScales(const SwigluBlockParams& p, const TilePosition& at, int thread)
-        : RowScales(p, at.row + thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2,
-                    at.column + thread % Tile::kColumnPatches / (kSegment / 8) * kSegment) {}
+    __device__ __forceinline__ BlockRowScales(const SwigluBlockParams& p, const TilePosition& at, int thread)
+        : BlockRowScales(
+              p, at.row + thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2,
+              at.column + thread % Tile::kColumnPatches / (kSegment / 8) * kSegment) {}
     // row: that of the chunk that this lane owns; column: that of its segment.
-    __device__ __forceinline__ RowScales(const SwigluBlockParams& p, i64 row, i64 column) : p(p) {
+    __device__ __forceinline__ BlockRowScales(const SwigluBlockParams& p, i64 row, i64 column) : p(p) {
         const i64 segment = column / kSegment, block = segment >> p.block_segments / 2;
         if constexpr (kOptions && kBackward)
             this->has = column < end_of(p.call, 0), has_other = column + apart(p.call) < end_of(p.call, 1);
@@ -107,7 +108,7 @@ private:
 };
 
 // Stores the transposed tile, quantised column by column.
-__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at,
+__device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, const TilePosition& at,
                                                  const float (&y)[4][8], const i64& end,
                                                  const ColumnAmaxes& amaxes, const Tile& tile) {
     const SwigluCall& call = p.call;
@@ -137,13 +138,21 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
     amaxes.operands(by);
     Chunk<OUT, 8> codes[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) codes[r] = quantised(p, y[r], by);
+    for (int r = 0; r < 4; r++) codes[r] = quantized(p, y[r], by);
     write_rows(tile, row_in_step(0), codes);
     __syncthreads();
     store_tile(call, at, end, tile, p.data_t, p.vector);
 }
 
-__device__ __forceinline__ void quantise_with_options(const SwigluBlockParams& p) {
+// Stores four chunks as they are. by: the operand of the chunk that this lane owns.
+__device__ __forceinline__ void store_quantized(const SwigluBlockParams& p, u8* data,
+                                                const ChunkPosition& position, int left,
+                                                const float (&four)[4][8], float by) {
+    store_chunks(p.call, data, position, left,
+                 [&](int chunk) { return quantized(p, four[chunk], broadcast(by, chunk)); });
+}
+
+__device__ __forceinline__ void quantize_with_options(const SwigluBlockParams& p) {
     extern __shared__ __align__(16) u8 shared[];
     const SwigluCall& call = p.call;
     StreamPosition at(call, p.tiles);
@@ -163,20 +172,37 @@ __device__ __forceinline__ void quantise_with_options(const SwigluBlockParams& p
             if (p.data) {
                 // Nothing derived from `thread` takes registers before this.
                 const int thread = thread_again();
-                const float by = RowScales(p, at.results(call), thread).scale(four, columns);
+                const float by = BlockRowScales(p, at.results(call), thread).scale(four, columns);
                 const ChunkPosition position(call, at.results(call), thread);
-                store_chunks(call, p.data + columns, position, rows.left_in(part, rows.left + kStepRows),
-                             [&](int chunk) { return quantised(p, four[chunk], broadcast(by, chunk)); });
+                store_quantized(p, p.data + columns, position, rows.left_in(part, rows.left + kStepRows),
+                                four, by);
             }
             if (p.data_t)
-                quantise_columns(p, moved(at.results(call), columns), four, end_of(call, part), amaxes, tile);
+                quantize_columns(p, moved(at.results(call), columns), four, end_of(call, part), amaxes, tile);
         }
     }
     Stream::finish();
 }
 
+// Path tiles: quantises the chunks of a tile in the directions that the call wants.
+__device__ __forceinline__ void quantize_tile(const SwigluBlockParams& p, const StreamPosition& at,
+                                              float (&y)[kThreadChunks][8], const BlockRowScales& scales,
+                                              const ChunkPosition& position, int left,
+                                              const ColumnAmaxes& amaxes, const Tile& tile) {
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+        const auto& four = four_chunks(y, part);
+        const i64 columns = part * p.call.half();
+        if (p.data) {
+            const float by = scales.scale(four, columns);
+            store_quantized(p, p.data + columns, position, left, four, by);
+        }
+        quantize_columns(p, moved(at.tile(), columns), four, p.call.columns, amaxes, tile);
+    }
+}
+
 // Paths rows and tiles.
-__device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
+__device__ __forceinline__ void quantize_without_options(const SwigluBlockParams& p) {
     extern __shared__ __align__(16) u8 shared[];
     const SwigluCall& call = p.call;
     StreamPosition at(call, p.tiles);
@@ -184,7 +210,7 @@ __device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
     const int own = owned<4>();
     Stream rows(call, first, p.tiles, shared);
     ChunkPosition position(call, first);
-    RowScales scales(p, first.row + row_in_step(row_of(own)),
+    BlockRowScales scales(p, first.row + row_in_step(row_of(own)),
                      first.column + part_of(own) * call.half() +
                          Tile::column_patch() / (kSegment / 8) * kSegment);
     const float* weights = Stream::shared_probs() + row_in_step(0);
@@ -197,25 +223,14 @@ __device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
         float y[kThreadChunks][8];
         if constexpr (kTiled) {
             rows.compute(at, 0, weights, y);
-#pragma unroll
-            for (int part = 0; part < kParts; part++) {
-                const auto& four = four_chunks(y, part);
-                const i64 columns = part * call.half();
-                if (p.data) {
-                    const float by = scales.scale(four, columns);
-                    store_chunks(call, p.data + columns, position, rows.left + kStepRows,
-                                 [&](int chunk) { return quantised(p, four[chunk], broadcast(by, chunk)); });
-                }
-                quantise_columns(p, moved(at.tile(), columns), four, call.columns, amaxes, tile);
-            }
+            quantize_tile(p, at, y, scales, position, rows.left + kStepRows, amaxes, tile);
             at.down++;
         } else {
             rows.compute(at, step, weights, y);
             auto& four = four_chunks(y, 0);
             const float by = kBackward ? scales.scale(const_cast<const float(&)[4][8]>(four))
                                        : scales.scale(four, weights);
-            store_chunks(call, p.data, position, rows.left + kStepRows,
-                         [&](int chunk) { return quantised(p, four[chunk], broadcast(by, chunk)); });
+            store_quantized(p, p.data, position, rows.left + kStepRows, four, by);
         }
         position.advance(call), scales.advance(kStepRows);
         weights += kStepRows;
@@ -228,7 +243,7 @@ __device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
 constexpr int kSegmentStride = 16 + 4;
 
 // The same column by column. amaxes: [16][128] words.
-__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at,
+__device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, const TilePosition& at,
                                                  const float (&y)[8][8], u32* amaxes, const Tile& tile) {
     const SwigluCall& call = p.call;
     const int blocks = kSegments / (int)p.block_segments, patches = (int)p.block_segments * (kSegment / 8);
@@ -250,7 +265,7 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
     load_floats(amaxes + Tile::row_patch() / patches * patches * Tile::kColumns + Tile::patch_column(), by);
     Chunk<OUT, 8> patch[8];
 #pragma unroll
-    for (int r = 0; r < 8; r++) patch[r] = quantised(p, y[r], by);
+    for (int r = 0; r < 8; r++) patch[r] = quantized(p, y[r], by);
     tile.write_patch(patch);
     __syncthreads();
     store_transposed(call, at, tile, p.data_t, p.vector);
@@ -280,15 +295,15 @@ __device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, cons
     }
 }
 
-__device__ __forceinline__ void quantise_any(const SwigluBlockParams& p) {
+__device__ __forceinline__ void quantize_any(const SwigluBlockParams& p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
     __shared__ __align__(16) float of_rows[kWarps][kSegments * kSegmentStride];
     const SwigluCall& call = p.call;
     const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
-    const Place place(call, at);
+    const PatchPosition patch(call, at);
     EightValues rows[8] = {};
-    each_row(call, place, [&](int, const EightValues& v) { append(rows, v); });
+    each_row(call, patch, [&](int, const EightValues& v) { append(rows, v); });
     float y[8][8];
 #pragma unroll
     for (int r = 0; r < 8; r++)
@@ -308,9 +323,9 @@ __device__ __forceinline__ void quantise_any(const SwigluBlockParams& p) {
         float by[8];
         load_floats(mine + segment * kSegmentStride + row, by);
 #pragma unroll
-        for (int r = 0; r < 8; r++) store_row(call, place, p.data, r, quantised(p, y[r], by[r]));
+        for (int r = 0; r < 8; r++) store_row(call, patch, p.data, r, quantized(p, y[r], by[r]));
     }
-    if (p.data_t) quantise_columns(p, at, y, amaxes, Tile{shared});
+    if (p.data_t) quantize_columns(p, at, y, amaxes, Tile{shared});
 }
 
 extern "C" __global__ void
@@ -318,8 +333,8 @@ __launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads,
                   kPath == Path::any ? kBlocks : kStreamBlocks)
 swiglu_block(const __grid_constant__ SwigluBlockParams p) {
     if (is_set(p.call.noop)) return;
-    if constexpr (kOptions) quantise_with_options(p);
-    else if constexpr (kPath == Path::any) quantise_any(p);
-    else quantise_plain(p);
+    if constexpr (kOptions) quantize_with_options(p);
+    else if constexpr (kPath == Path::any) quantize_any(p);
+    else quantize_without_options(p);
 }
 #endif

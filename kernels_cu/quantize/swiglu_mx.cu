@@ -108,11 +108,11 @@ __device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const
     if (p.column_data && own.word < Tile::kColumns) store_part_of_columns(p, at, end, last, own, of_columns);
 }
 
-__device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], float by) {
+__device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&y)[8], float by) {
     return narrowed<OUT>(y, [&](float v, int) { return mul_rn(v, by); });
 }
 // The same with a factor for each column.
-__device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], const float (&by)[8]) {
+__device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&y)[8], const float (&by)[8]) {
     return narrowed<OUT>(y, [&](float v, int i) { return mul_rn(v, by[i]); });
 }
 // The factors of eight columns, from their scales' bytes.
@@ -130,7 +130,7 @@ struct MxRowScales {
 
     // Returns the factor of the elements of this lane's chunk. to: where the byte goes.
     __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
-    // The same for u, which has not been multiplied by the rows' weights yet, as RowScales in
+    // The same for u, which has not been multiplied by the rows' weights yet, as BlockRowScales in
     // swiglu_blocks.cu does it.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
@@ -153,7 +153,7 @@ private:
 };
 
 // Quantises the segments down the columns. of_columns: a row of bytes for each of them.
-__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at,
+__device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const TilePosition& at,
                                                  const i64& end, const float (&y)[4][8],
                                                  const ColumnAmaxes& amaxes, u8* of_columns, u8* data,
                                                  const ChunkPosition& position, int left) {
@@ -170,10 +170,34 @@ __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const 
     __syncthreads();
     float by[8];
     load_factors(of_columns + row_in_step(0) / kSegment * Tile::kColumns + Tile::patch_column(), by);
-    store_chunks(call, data, position, left, [&](int r) { return quantised(y[r], by); });
+    store_chunks(call, data, position, left, [&](int r) { return quantized(y[r], by); });
 }
 
-__device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
+// Stores four chunks as they are. by: the factor of the chunk that this lane owns.
+__device__ __forceinline__ void store_quantized(const SwigluMxParams& p, u8* data,
+                                                const ChunkPosition& position, int left,
+                                                const float (&four)[4][8], float by) {
+    store_chunks(p.call, data, position, left,
+                 [&](int chunk) { return quantized(four[chunk], broadcast(by, chunk)); });
+}
+
+// With options: quantises the chunks of one part row-wise. columns: how far to the right of the results'
+// first tile the part is; end: the column after its last; bytes: where its scales go.
+__device__ __forceinline__ void quantize_rows(const SwigluMxParams& p, const StreamPosition& at, i64 columns,
+                                              i64 end, const float (&four)[4][8], int left, u8* bytes) {
+    const SwigluCall& call = p.call;
+    // Nothing derived from `thread` takes registers before this.
+    const int thread = thread_again();
+    const int segment = thread % Tile::kColumnPatches / (kSegment / 8);
+    // The row that this lane owns.
+    const int row = thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2;
+    const MxRowScales scales{p, at.results(call).column + columns + segment * kSegment < end};
+    const float by = scales.scale(four, bytes + row * kSegments + segment);
+    const ChunkPosition position(call, at.results(call), thread);
+    store_quantized(p, p.data + columns, position, left, four, by);
+}
+
+__device__ __forceinline__ void quantize_with_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
     // A word per row; two tiles take turns.
     __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];
@@ -194,35 +218,58 @@ __device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
             const i64 columns = part * apart(call), end = end_of(call, part);
             const int left = rows.left_in(part, rows.left + kStepRows);
             u8* const bytes = of_rows[at.down % 2][part];
-            if (p.data) {
-                // Nothing derived from `thread` takes registers before this.
-                const int thread = thread_again();
-                const int segment = thread % Tile::kColumnPatches / (kSegment / 8);
-                // The row that this lane owns.
-                const int row = thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2;
-                const MxRowScales scales{p, at.results(call).column + columns + segment * kSegment < end};
-                const float by = scales.scale(four, bytes + row * kSegments + segment);
-                const ChunkPosition position(call, at.results(call), thread);
-                store_chunks(call, p.data + columns, position, left,
-                             [&](int chunk) { return quantised(four[chunk], broadcast(by, chunk)); });
-            }
-            const auto place = moved(at.results(call), columns);
+            if (p.data) quantize_rows(p, at, columns, end, four, left, bytes);
+            const auto part_at = moved(at.results(call), columns);
             if (p.column_data) {
                 const ChunkPosition position(call, at.results(call), thread_again());
-                quantise_columns(p, place, end, four, amaxes, of_columns, p.column_data + columns, position,
+                quantize_columns(p, part_at, end, four, amaxes, of_columns, p.column_data + columns, position,
                                  left);
             } else {
                 // store_part_scales() reads other warps' bytes
                 __syncthreads();
             }
-            store_part_scales(p, place, end, bytes, of_columns);
+            store_part_scales(p, part_at, end, bytes, of_columns);
         }
     }
     Stream::finish();
 }
 
+// Path tiles: quantises the chunks of a tile in the directions that the call wants. bytes, of_columns: where
+// the scales of the tile's rows and columns go; to: where that of the chunk goes that this lane owns.
+__device__ __forceinline__ void quantize_tile(const SwigluMxParams& p, const StreamPosition& at,
+                                              float (&y)[kThreadChunks][8], const MxRowScales& scales,
+                                              const ChunkPosition& position, int left,
+                                              const ColumnAmaxes& amaxes, u8* bytes, u8* to,
+                                              u8* of_columns) {
+    const SwigluCall& call = p.call;
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+        const auto& four = four_chunks(y, part);
+        const i64 columns = part * call.half();
+        const int skipped = part * (Tile::kRows * kSegments);
+        if (p.data) {
+            const float by = scales.scale(four, to + skipped);
+            store_quantized(p, p.data + columns, position, left, four, by);
+        }
+        const auto part_at = moved(at.tile(), columns);
+        quantize_columns(p, part_at, call.columns, four, amaxes, of_columns, p.column_data + columns,
+                         position, left);
+        store_scales(p, part_at, bytes + skipped, of_columns);
+    }
+}
+
+// Path rows: stores the scales of a whole tile's rows.
+__device__ __forceinline__ void store_row_scales(const SwigluMxParams& p, const StreamPosition& at,
+                                                 const u8* bytes) {
+    // store_scales() reads other warps' bytes
+    __syncthreads();
+    for (int part = 0; part < kParts; part++)
+        store_scales(p, moved(at.tile(), part * p.call.half()), bytes + part * (Tile::kRows * kSegments),
+                     nullptr);
+}
+
 // Paths rows and tiles.
-__device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
+__device__ __forceinline__ void quantize_without_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
     // A word per row; two tiles take turns.
     __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];
@@ -245,37 +292,17 @@ __device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
         u8* const to = bytes + own_row * kSegments + segment;
         rows.compute(at, step % kSteps, weights, y);
         if constexpr (kTiled) {
-            // A row of bytes per 32 rows.
-            __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];
+            __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];  // a row of bytes per 32 rows
             const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-#pragma unroll
-            for (int part = 0; part < kParts; part++) {
-                const auto& four = four_chunks(y, part);
-                const i64 columns = part * call.half();
-                const int skipped = part * (Tile::kRows * kSegments);
-                if (p.data) {
-                    const float by = scales.scale(four, to + skipped);
-                    store_chunks(call, p.data + columns, position, rows.left + kStepRows,
-                                 [&](int chunk) { return quantised(four[chunk], broadcast(by, chunk)); });
-                }
-                const auto place = moved(at.tile(), columns);
-                quantise_columns(p, place, call.columns, four, amaxes, of_columns, p.column_data + columns,
-                                 position, rows.left + kStepRows);
-                store_scales(p, place, bytes + skipped, of_columns);
-            }
+            quantize_tile(p, at, y, scales, position, rows.left + kStepRows, amaxes, bytes, to, of_columns);
             at.down++;
         } else {
             auto& four = four_chunks(y, 0);
             const float by = kBackward ? scales.scale(const_cast<const float(&)[4][8]>(four), to)
                                        : scales.scale(four, weights, to);
-            store_chunks(call, p.data, position, rows.left + kStepRows,
-                         [&](int chunk) { return quantised(four[chunk], broadcast(by, chunk)); });
+            store_quantized(p, p.data, position, rows.left + kStepRows, four, by);
             if (step % kSteps == kSteps - 1) {
-                // store_scales() reads other warps' bytes
-                __syncthreads();
-                for (int part = 0; part < kParts; part++)
-                    store_scales(p, moved(at.tile(), part * call.half()),
-                                 bytes + part * (Tile::kRows * kSegments), nullptr);
+                store_row_scales(p, at, bytes);
                 at.down++;
             }
         }
@@ -286,9 +313,9 @@ __device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
 
 // ---- path any ----
 // Quantises the 32 rows of each segment down the columns. of_columns: a row of bytes for each of them.
-__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at,
-                                                 const Place& place, const float (&y)[8][8], u32* amaxes,
-                                                 u8* of_columns) {
+__device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const TilePosition& at,
+                                                 const PatchPosition& patch, const float (&y)[8][8],
+                                                 u32* amaxes, u8* of_columns) {
     const SwigluCall& call = p.call;
     const i64 column_blocks = (call.rows + kSegment - 1) / kSegment;
     PatchAmaxes amax;
@@ -307,18 +334,18 @@ __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const 
     float by[8];
     load_factors(of_columns + Tile::row_patch() / (kSegment / 8) * Tile::kColumns + Tile::patch_column(), by);
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_row(call, place, p.column_data, r, quantised(y[r], by));
+    for (int r = 0; r < 8; r++) store_row(call, patch, p.column_data, r, quantized(y[r], by));
 }
 
-__device__ __forceinline__ void quantise_any(const SwigluMxParams& p) {
+__device__ __forceinline__ void quantize_any(const SwigluMxParams& p) {
     const SwigluCall& call = p.call;
     __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
     __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];          // a row of bytes per 32 rows
     __shared__ __align__(16) u8 of_rows[Tile::kRows * kSegments];    // a word per row
     const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
-    const Place place(call, at);
+    const PatchPosition patch(call, at);
     EightValues rows[8] = {};
-    each_row(call, place, [&](int, const EightValues& v) { append(rows, v); });
+    each_row(call, patch, [&](int, const EightValues& v) { append(rows, v); });
     float y[8][8];
 #pragma unroll
     for (int r = 0; r < 8; r++)
@@ -341,10 +368,10 @@ __device__ __forceinline__ void quantise_any(const SwigluMxParams& p) {
 #pragma unroll
         for (int r = 0; r < 8; r++) {
             const float by = inverse_e8m0(of_rows[(Tile::patch_row() + r) * kSegments + segment]);
-            store_row(call, place, p.data, r, quantised(y[r], by));
+            store_row(call, patch, p.data, r, quantized(y[r], by));
         }
     }
-    if (p.column_data) quantise_columns(p, at, place, y, amaxes, of_columns);
+    if (p.column_data) quantize_columns(p, at, patch, y, amaxes, of_columns);
     // store_scales() reads other warps' bytes
     else __syncthreads();
     store_scales(p, at, of_rows, of_columns);
@@ -355,8 +382,8 @@ __launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads,
                   kPath == Path::any ? kBlocks : kStreamBlocks)
 swiglu_mx(const __grid_constant__ SwigluMxParams p) {
     if (is_set(p.call.noop)) return;
-    if constexpr (kOptions) quantise_with_options(p);
-    else if constexpr (kPath == Path::any) quantise_any(p);
-    else quantise_plain(p);
+    if constexpr (kOptions) quantize_with_options(p);
+    else if constexpr (kPath == Path::any) quantize_any(p);
+    else quantize_without_options(p);
 }
 #endif

@@ -51,8 +51,45 @@ __device__ __forceinline__ u32 raised_by(u32 amax, const float (&values)[8]) {
     for (const float v : values) amax = raised_magnitude(amax, v);
     return amax;
 }
-__device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&values)[8], float scale) {
+__device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&values)[8], float scale) {
     return narrowed<OUT>(values, [&](float v, int) { return mul_rn(v, scale); });
+}
+
+// Multiplies eight elements of y by the weight of their row, if rows have weights.
+__device__ __forceinline__ void multiply_by_weight(const SwigluCall& call, const float* of_row,
+                                                   float (&y)[8]) {
+    if (!call.probs) return;
+    const float weight = *of_row;
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = mul_rn(y[i], weight);
+}
+
+// With options: stores the codes of a tile as they are.
+__device__ __forceinline__ void store_codes(const SwigluCastParams& p, const StreamPosition& at,
+                                            const Stream& rows,
+                                            const Chunk<OUT, 8> (&codes)[kParts][kThreadRows]) {
+    const ChunkPosition position(p.call, at.results(p.call), thread_again());
+#pragma unroll
+    for (int part = 0; part < kParts; part++)
+        store_chunks(p.call, p.data + part * apart(p.call), position, rows.left_in(part, rows.left),
+                     [&](int chunk) { return codes[part][chunk]; });
+}
+// The same transposed, through shared memory behind the stages.
+__device__ __forceinline__ void store_codes_t(const SwigluCastParams& p, const StreamPosition& at,
+                                              const Chunk<OUT, 8> (&codes)[kParts][kThreadRows],
+                                              u8* shared) {
+    const SwigluCall& call = p.call;
+    const auto tile = [&](int part) {
+        return Tile{shared + kStages * kStageBytes + part * Tile::kRows * Tile::kColumns};
+    };
+    __syncthreads();                                                 // All threads have stored the last tile.
+#pragma unroll
+    for (int part = 0; part < kParts; part++) write_rows(tile(part), row_in_step(0), codes[part]);
+    __syncthreads();
+#pragma unroll
+    for (int part = 0; part < kParts; part++)
+        store_tile(call, moved(at.results(call), part * apart(call)), end_of(call, part), tile(part),
+                   p.data_t, p.vector);
 }
 
 // Each of the following functions casts the tiles of a block and returns the thread's amax, as bits.
@@ -75,43 +112,21 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++) y[0][i] = mul_rn(v[0][i], v[1][i]);
-                if (call.probs) {
-                    const float weight = weights[r * kApart];
-#pragma unroll
-                    for (int i = 0; i < 8; i++) y[0][i] = mul_rn(y[0][i], weight);
-                }
+                multiply_by_weight(call, weights + r * kApart, y[0]);
             }
             const u32 before = amax;
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
                 amax = raised_by(amax, y[part]);
-                codes[part][r] = quantised(y[part], scale);
+                codes[part][r] = quantized(y[part], scale);
             }
             // A row that does not exist has only biases.
             if (!kBackward && r >= rows.left) amax = before;
         });
         if constexpr (kBackward) rows.store_sums(at, sums);
-        if (p.data) {
-            const ChunkPosition position(call, at.results(call), thread_again());
-#pragma unroll
-            for (int part = 0; part < kParts; part++)
-                store_chunks(call, p.data + part * apart(call), position, rows.left_in(part, rows.left),
-                             [&](int chunk) { return codes[part][chunk]; });
-        }
+        if (p.data) store_codes(p, at, rows, codes);
         rows.left -= kStepRows;
-        if (p.data_t) {
-            const auto tile = [&](int part) {
-                return Tile{shared + kStages * kStageBytes + part * Tile::kRows * Tile::kColumns};
-            };
-            __syncthreads();                                         // All threads have stored the last tile.
-#pragma unroll
-            for (int part = 0; part < kParts; part++) write_rows(tile(part), row_in_step(0), codes[part]);
-            __syncthreads();
-#pragma unroll
-            for (int part = 0; part < kParts; part++)
-                store_tile(call, moved(at.results(call), part * apart(call)), end_of(call, part), tile(part),
-                           p.data_t, p.vector);
-        }
+        if (p.data_t) store_codes_t(p, at, codes, shared);
     }
     Stream::finish();
     return amax;
@@ -137,13 +152,9 @@ __device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale
             float y[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]);
-            if (call.probs) {
-                const float weight = weights[r * kApart];
-#pragma unroll
-                for (int i = 0; i < 8; i++) y[i] = mul_rn(y[i], weight);
-            }
+            multiply_by_weight(call, weights + r * kApart, y);
             amax = raised_by(amax, y);
-            codes[r] = quantised(y, scale);
+            codes[r] = quantized(y, scale);
         });
         if (p.data) store_chunks(call, p.data, position, rows.left, [&](int chunk) { return codes[chunk]; });
         rows.left -= kStepRows;
@@ -167,20 +178,20 @@ __device__ __forceinline__ u32 cast_rows(const SwigluCastParams& p, float scale)
     const SwigluCall& call = p.call;
     u32 amax = 0;
     const auto at = position(call, blockIdx.x);
-    const Place place(call, at);
-    RowStore store(call, place, p.data);
+    const PatchPosition patch(call, at);
+    RowStore store(call, patch, p.data);
     constexpr int kRows = 4;
-    Rows<kRows, kRowsAhead> rows(call, place);
+    Rows<kRows, kRowsAhead> rows(call, patch);
 #pragma unroll 1
     for (int group = 0; group < 8 / kRows; group++) {
         Chunk<OUT, 8> codes[kParts][kRows];
-        rows.each(call, place, group, [&](int r, const float(&values)[2][8]) {
+        rows.each(call, patch, group, [&](int r, const float(&values)[2][8]) {
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
                 amax = raised_by(amax, values[part]);
                 // The chunk is a variable of its own, since NVRTC for sm_80 leaves the loop over rows rolled,
                 // and the arrays in local memory, where integer conversions write into codes[][] directly.
-                const Chunk<OUT, 8> of_row = quantised(values[part], scale);
+                const Chunk<OUT, 8> of_row = quantized(values[part], scale);
                 codes[part][r] = of_row;
                 store.put(group * kRows, r, part, of_row);
             }
@@ -210,17 +221,17 @@ __device__ __forceinline__ u32 cast_any(const SwigluCastParams& p, float scale) 
     const bool empty = !call.rows || !call.columns;
     const auto at =
         empty ? TilePosition{} : TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
-    const Place place(call, at);
-    Chunk<OUT, 8> patch[8];
-    each_row(call, place, [&](int r, const EightValues& y) {
+    const PatchPosition patch(call, at);
+    Chunk<OUT, 8> patch_codes[8];
+    each_row(call, patch, [&](int r, const EightValues& y) {
         amax = raised_by(amax, y.of);
-        const Chunk<OUT, 8> codes = quantised(y.of, scale);
-        if (p.data) store_row(call, place, p.data, r, codes);
-        append(patch, codes);
+        const Chunk<OUT, 8> codes = quantized(y.of, scale);
+        if (p.data) store_row(call, patch, p.data, r, codes);
+        append(patch_codes, codes);
     });
     if (p.data_t) {
         const Tile tile{shared};
-        tile.write_patch(patch);
+        tile.write_patch(patch_codes);
         __syncthreads();
         store_transposed(call, at, tile, p.data_t, p.vector);
     }

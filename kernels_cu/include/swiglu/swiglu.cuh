@@ -73,11 +73,11 @@ constexpr int kLoad = 16 / sizeof(IN::storage), kLoads = 8 / kLoad;
 using Eight = Chunk<IN, kLoad>[kLoads];
 
 // Where a thread's patch of 8 x 8 elements lies.
-struct Place {
+struct PatchPosition {
     i64 row, column;
     int rows_left, columns_left;
 
-    __device__ __forceinline__ Place(const SwigluCall& call, const TilePosition& at)
+    __device__ __forceinline__ PatchPosition(const SwigluCall& call, const TilePosition& at)
         : row(at.row + Tile::patch_row()), column(at.column + Tile::patch_column()) {
         rows_left = left_of(call.rows - row, 8), columns_left = left_of(call.columns - column, 8);
     }

@@ -31,19 +31,19 @@ constexpr bool kTransposesBlocks = false;
 
 // The biases of a block's columns that the rows of a tile have, of a and b, in an order in which a thread has
 // four after four. With experts those of the first row's expert are here, then those of the last row's; rows
-// of other experts are rare. They are kept as f32, but forward in blocks with transposed data as they come:
+// of other experts are rare. They are stored as f32, but forward in blocks with transposed data as they come:
 // there the chips with the least shared memory (99 KB) have none left.
 class Biases {
-    using Kept = Either<kTransposesBlocks && !kBackward, IN, f32>::Type;
+    using Stored = Either<kTransposesBlocks && !kBackward, IN, f32>::Type;
     static constexpr int kHalf = Tile::kColumns / 2, kOfExpert = 2 * Tile::kColumns;
     static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // adding it changes no bit
-    static __device__ __forceinline__ Kept::storage* kept() {
-        __shared__ __align__(16) Kept::storage biases[(1 + kExperts) * kOfExpert];
+    static __device__ __forceinline__ Stored::storage* shared_biases() {
+        __shared__ __align__(16) Stored::storage biases[(1 + kExperts) * kOfExpert];
         return biases;
     }
-    static __device__ __forceinline__ u32 keep(f32, u32 bits) { return as_bits(IN::widen(bits)); }
+    static __device__ __forceinline__ u32 to_stored(f32, u32 bits) { return as_bits(IN::widen(bits)); }
     template <class F>
-    static __device__ __forceinline__ u32 keep(F, u32 bits) { return bits; }
+    static __device__ __forceinline__ u32 to_stored(F, u32 bits) { return bits; }
 
 public:
     // The two experts whose biases are in shared memory.
@@ -68,13 +68,13 @@ public:
         const bool exists = from && at < call.half();
         const u32 bits =
             exists ? from[call.interleaved() ? 2 * at + part : part * call.half() + at] : kMinusZero;
-        kept()[threadIdx.x] = (Kept::storage)keep(Kept{}, bits);
+        shared_biases()[threadIdx.x] = (Stored::storage)to_stored(Stored{}, bits);
     }
     // Keeps the address of this thread's biases in a register: the compiler would compute it anew for every
     // use.
     __device__ __forceinline__ Biases() {
         if constexpr (kOptions) {
-            const Kept::storage* const mine = kept() + Tile::column_patch() * 4;
+            const Stored::storage* const mine = shared_biases() + Tile::column_patch() * 4;
 #ifdef CUPY_FP8_HOST
             from = mine;
 #else
@@ -102,9 +102,9 @@ public:
     }
 
 private:
-    using Four = Chunk<Kept, 4>;
+    using Four = Chunk<Stored, 4>;
 #ifdef CUPY_FP8_HOST
-    const Kept::storage* from;
+    const Stored::storage* from;
 
     __device__ __forceinline__ Four load(int at) const {
         return Four::load_shared(reinterpret_cast<const u8*>(from + at));
@@ -114,7 +114,7 @@ private:
 
     __device__ __forceinline__ Four load(int at) const {
         Four four;
-        const u32 address = from + at * (int)sizeof(Kept::storage);
+        const u32 address = from + at * (int)sizeof(Stored::storage);
         if constexpr (Four::kWords == 4)
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(four.word[0]), "=r"(four.word[1]), "=r"(four.word[2]), "=r"(four.word[3])

@@ -116,25 +116,25 @@ struct Source {
     Grads grad;
 
     template <bool kWide>
-    __device__ __forceinline__ void load(const SwigluCall& call, const Place& place, int r) {
-        const int left = place.columns_of(r);
-        const i64 row = place.row + r;
-        x.load<kWide>(call, call.x + row * (2 * call.half()), place.column, left);
-        if constexpr (kBackward) grad.load<kWide>(call, call.grad + row * call.half(), place.column, left);
+    __device__ __forceinline__ void load(const SwigluCall& call, const PatchPosition& patch, int r) {
+        const int left = patch.columns_of(r);
+        const i64 row = patch.row + r;
+        x.load<kWide>(call, call.x + row * (2 * call.half()), patch.column, left);
+        if constexpr (kBackward) grad.load<kWide>(call, call.grad + row * call.half(), patch.column, left);
     }
 };
 
 // Finds a and b of a part of row r, biased and clamped. clipped: bit i for a, bit 8 + i for b.
-__device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Place& place, int r, int part,
-                                              Halves& in, float (&a)[kPart], float (&b)[kPart],
+__device__ __forceinline__ void widen_clamped(const SwigluCall& call, const PatchPosition& patch, int r,
+                                              int part, Halves& in, float (&a)[kPart], float (&b)[kPart],
                                               u32& clipped) {
     in.widen(call, part, a, b);
-    const int left = place.columns_of(r);
-    if (const IN::storage* const biases = call.bias && left ? call.bias_of(place.row + r) : nullptr) {
+    const int left = patch.columns_of(r);
+    if (const IN::storage* const biases = call.bias && left ? call.bias_of(patch.row + r) : nullptr) {
         Halves bias;
         float of_a[kPart], of_b[kPart];
-        if (call.has(SwigluCall::kWide)) bias.load<true>(call, biases, place.column, left);
-        else bias.load<false>(call, biases, place.column, left);
+        if (call.has(SwigluCall::kWide)) bias.load<true>(call, biases, patch.column, left);
+        else bias.load<false>(call, biases, patch.column, left);
         bias.widen(call, part, of_a, of_b);
 #pragma unroll
         for (int i = 0; i < kPart; i++) a[i] = add_rn(a[i], of_a[i]), b[i] = add_rn(b[i], of_b[i]);
@@ -167,11 +167,11 @@ __device__ __forceinline__ void find_sigma(const SwigluCall& call, const float (
 }
 
 // Computes eight elements of y. prob: the row's weight.
-__device__ __forceinline__ void activate(const SwigluCall& call, const Place& place, int r, const float& prob,
-                                         Source& in, float (&y)[8]) {
+__device__ __forceinline__ void activate(const SwigluCall& call, const PatchPosition& patch, int r,
+                                         const float& prob, Source& in, float (&y)[8]) {
     float a[kPart], b[kPart], sigma[kPart];
     u32 clipped;
-    widen_clamped(call, place, r, 0, in.x, a, b, clipped);
+    widen_clamped(call, patch, r, 0, in.x, a, b, clipped);
     find_sigma(call, a, b, sigma);
 #pragma unroll
     for (int i = 0; i < kPart; i++) y[i] = mul_rn(mul_rn(a[i], sigma[i]), b[i]);
@@ -200,19 +200,20 @@ __device__ __forceinline__ void differentiate_part(const SwigluCall& call, const
 }
 
 // Stores the sum of a row's terms over the columns of a tile: half a warp has the row's patches.
-__device__ __forceinline__ void store_sum(const SwigluCall& call, const Place& place, int r, float total) {
+__device__ __forceinline__ void store_sum(const SwigluCall& call, const PatchPosition& patch, int r,
+                                          float total) {
 #pragma unroll
     for (int distance = 1; distance < Tile::kColumnPatches; distance *= 2)
         total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
-    const i64 first = place.column - Tile::patch_column();
-    if (Tile::column_patch() == 0 && r < place.rows_left && (call.interleaved() || first < call.half()))
-        call.sums[first / Tile::kColumns * call.rows + place.row + r] = as_float(f32::narrow(total));
+    const i64 first = patch.column - Tile::patch_column();
+    if (Tile::column_patch() == 0 && r < patch.rows_left && (call.interleaved() || first < call.half()))
+        call.sums[first / Tile::kColumns * call.rows + patch.row + r] = as_float(f32::narrow(total));
 }
 
 // Computes eight elements of the gradient of x.
-__device__ __forceinline__ void differentiate(const SwigluCall& call, const Place& place, int r,
+__device__ __forceinline__ void differentiate(const SwigluCall& call, const PatchPosition& patch, int r,
                                               const float& prob, Source& in, float (&d)[8]) {
-    const u32 all_others = place.not_da(call);
+    const u32 all_others = patch.not_da(call);
     TreeSum<8> sum;
 #pragma unroll
     for (int part = 0; part < 8 / kPart; part++) {
@@ -220,7 +221,7 @@ __device__ __forceinline__ void differentiate(const SwigluCall& call, const Plac
         float a[kPart], b[kPart], sigma[kPart], grad[kPart];
         float (&out)[kPart] = *reinterpret_cast<float(*)[kPart]>(d + part * kPart);
         u32 clipped;
-        widen_clamped(call, place, r, part, in.x, a, b, clipped);
+        widen_clamped(call, patch, r, part, in.x, a, b, clipped);
         in.grad.widen(call, part, grad);
         find_sigma(call, a, b, sigma);
         if (call.sums) {
@@ -238,13 +239,13 @@ __device__ __forceinline__ void differentiate(const SwigluCall& call, const Plac
         if (!call.has(SwigluCall::kClamped)) continue;
         // Gradients of clipped elements are 0 whatever the weight, and those of absent elements must be too:
         // 0 times Inf would be NaN.
-        const u32 absent = (0xffu << place.columns_left & 0xffu) >> part * kPart;
+        const u32 absent = (0xffu << patch.columns_left & 0xffu) >> part * kPart;
         clipped |= absent | absent << 8;
 #pragma unroll
         for (int i = 0; i < kPart; i++)
             if ((others >> i & 1 ? clipped >> 8 : clipped) >> i & 1) out[i] = 0.0f;
     }
-    if (call.sums) store_sum(call, place, r, sum.sum());
+    if (call.sums) store_sum(call, patch, r, sum.sum());
 }
 
 // Appends a row to the last rows of an array, which has no index at run time: the loop over rows is rolled,
@@ -259,21 +260,21 @@ struct EightValues { float of[8]; };
 
 // use(r, values) is called for each row of the patch. Values of rows and columns that do not exist are 0.
 template <class Use>
-__device__ __forceinline__ void each_row(const SwigluCall& call, const Place& place, Use use) {
+__device__ __forceinline__ void each_row(const SwigluCall& call, const PatchPosition& patch, Use use) {
     __shared__ float probs[Tile::kRows];
-    const i64 row = place.row - Tile::patch_row() + threadIdx.x;
+    const i64 row = patch.row - Tile::patch_row() + threadIdx.x;
     if (call.probs && threadIdx.x < Tile::kRows)
         probs[threadIdx.x] = row < call.rows ? call.probs[row] : 1.0f;
     __syncthreads();
 #pragma unroll 1
     for (int r = 0; r < 8; r++) {
         Source in;
-        if (call.has(SwigluCall::kWide)) in.load<true>(call, place, r);
-        else in.load<false>(call, place, r);
+        if (call.has(SwigluCall::kWide)) in.load<true>(call, patch, r);
+        else in.load<false>(call, patch, r);
         EightValues values;
         const float& weight = probs[Tile::patch_row() + r];
-        if constexpr (kBackward) differentiate(call, place, r, weight, in, values.of);
-        else activate(call, place, r, weight, in, values.of);
+        if constexpr (kBackward) differentiate(call, patch, r, weight, in, values.of);
+        else activate(call, patch, r, weight, in, values.of);
         use(r, values);
     }
 }

@@ -96,12 +96,12 @@ __device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&s
 template <int kRows, int kAhead>
 class Rows {
 public:
-    __device__ __forceinline__ Rows(const SwigluCall& call, const Place& place)
-        : left(place.columns_left ? place.rows_left : 0), half(call.half()),
-          a(call.x + place.row * (2 * half) + place.column) {
+    __device__ __forceinline__ Rows(const SwigluCall& call, const PatchPosition& patch)
+        : left(patch.columns_left ? patch.rows_left : 0), half(call.half()),
+          a(call.x + patch.row * (2 * half) + patch.column) {
         static_assert(kRows % kAhead == 0, "a row takes the registers of the one that is kAhead above it");
-        if constexpr (kBackward) grad = call.grad + place.row * half + place.column;
-        const i64 row = place.row - Tile::patch_row() + threadIdx.x;
+        if constexpr (kBackward) grad = call.grad + patch.row * half + patch.column;
+        const i64 row = patch.row - Tile::patch_row() + threadIdx.x;
         const bool exists = row < call.rows;
         const float prob = call.probs && threadIdx.x < Tile::kRows && exists ? call.probs[row]
             : exists ? 1.0f : 0.0f;
@@ -116,7 +116,8 @@ public:
     }
     // use(r, values) is called for the rows of a group. Groups are taken in their order.
     template <class Use>
-    __device__ __forceinline__ void each(const SwigluCall& call, const Place& place, int group, Use use) {
+    __device__ __forceinline__ void each(const SwigluCall& call, const PatchPosition& patch, int group,
+                                         Use use) {
         const float* const first_prob = shared_probs() + Tile::patch_row() + group * kRows;
         const auto prob = Chunk<f32, kRows>::load_shared(reinterpret_cast<const u8*>(first_prob));
         u32 sums[kRows];
@@ -140,9 +141,9 @@ public:
         a += kRows * 2 * half;
         if constexpr (kBackward) {
             grad += kRows * half;
-            const i64 row = place.row + group * kRows;
+            const i64 row = patch.row + group * kRows;
             if (call.sums)
-                store_sums(call, sums, row, 1, place.column / Tile::kColumns, left - group * kRows);
+                store_sums(call, sums, row, 1, patch.column / Tile::kColumns, left - group * kRows);
         }
     }
 

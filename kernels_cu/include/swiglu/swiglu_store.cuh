@@ -18,12 +18,12 @@ constexpr int kBlocks = sizeof(IN::storage) == 2 || !kBackward ? 2 : 1;
 #endif
 
 // Stores row r of a patch of path any.
-__device__ __forceinline__ void store_row(const SwigluCall& call, const Place& place, u8* data, int r,
+__device__ __forceinline__ void store_row(const SwigluCall& call, const PatchPosition& patch, u8* data, int r,
                                           const Chunk<OUT, 8>& codes) {
-    if (r >= place.rows_left) return;
-    u8* to = data + (place.row + r) * call.columns + place.column;
-    if (!call.has(SwigluCall::kWide)) codes.store_partial(to, place.columns_left);
-    else if (place.columns_left) codes.store(to);
+    if (r >= patch.rows_left) return;
+    u8* to = data + (patch.row + r) * call.columns + patch.column;
+    if (!call.has(SwigluCall::kWide)) codes.store_partial(to, patch.columns_left);
+    else if (patch.columns_left) codes.store(to);
 }
 
 // Stores the transposed tile; call __syncthreads() before. vector: every transposed row allows 16-byte
@@ -50,9 +50,9 @@ struct RowStore {
     i64 half;
     int left;
 
-    __device__ __forceinline__ RowStore(const SwigluCall& call, const Place& place, u8* data)
-        : to(data), half(call.half()), left(data && place.columns_left ? place.rows_left : 0) {
-        if (left) to += place.row * call.columns + place.column;
+    __device__ __forceinline__ RowStore(const SwigluCall& call, const PatchPosition& patch, u8* data)
+        : to(data), half(call.half()), left(data && patch.columns_left ? patch.rows_left : 0) {
+        if (left) to += patch.row * call.columns + patch.column;
     }
     // Stores row r of the group that starts with row `first`.
     __device__ __forceinline__ void put(int first, int r, int part, const Chunk<OUT, 8>& codes) const {

@@ -50,8 +50,8 @@ public:
         for (int r = 0; r < kThreadRows; r++) {
             if (r % kAtOnce == 0) copy_async_wait<(kStages > kAtOnce)>();
             float v[kArrays][8], sigma[8];
-            if constexpr (kOptions) read_options(at, r, v, sigma);
-            else read_plain(r, v, sigma);
+            if constexpr (kOptions) read_with_options(at, r, v, sigma);
+            else read_without_options(r, v, sigma);
             if (r % kAtOnce == kAtOnce - 1) request(r + 1 - kAtOnce + kStages);
             use(r, v, sigma);
         }
@@ -205,7 +205,7 @@ private:
             v[7] = first;
         }
     }
-    __device__ __forceinline__ void read_plain(int r, float (&v)[kArrays][8], float (&sigma)[8]) {
+    __device__ __forceinline__ void read_without_options(int r, float (&v)[kArrays][8], float (&sigma)[8]) {
         Eight raw;
         read(r, 0, raw);
         widen_eight(raw, v[0]);
@@ -218,7 +218,7 @@ private:
             widen_eight(raw, v[k]);
         }
     }
-    __device__ __forceinline__ void read_options(const StreamPosition& at, int r, float (&v)[kArrays][8],
+    __device__ __forceinline__ void read_with_options(const StreamPosition& at, int r, float (&v)[kArrays][8],
                                                  float (&sigma)[8]) {
         Eight raw[2];
         read(r, 0, raw[0]);

@@ -25,7 +25,7 @@ constexpr int kAtOnce = (kStages + 1) / 2;
 constexpr int kArrays = 2 + kBackward;
 constexpr int kLoadBytes = kStreamThreads * 16;
 constexpr int kStageBytes = kArrays * kLoads * kLoadBytes;
-static_assert(kThreadRows % kAtOnce == 0, "rows are requested in the place of those that have been read");
+static_assert(kThreadRows % kAtOnce == 0, "rows are requested in the patch of those that have been read");
 // Blocks of threads on a multiprocessor: 32 warps for y, 24 for gradients, 16 for both their directions.
 // Quotients take more registers, and so do blocks with options.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
