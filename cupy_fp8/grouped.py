@@ -222,11 +222,11 @@ class Grouped(Result):
         def scales(name: str, i: int) -> Array:
             flat, block, transposed, at = directions[name]
             shape = scale_shape((sizes[i], self.shape[1]), block, layout, transposed)
-            if flat.size < at[i] + prod(shape):
-                raise ValueError(f"{'columnwise_' if name == 'columnwise' else ''}scale_inv: group {i} has "
-                                 f"scales {at[i]} to "
-                                 f"{at[i] + prod(shape)}, got {flat.size}")
-            return flat[at[i] : at[i] + prod(shape)].reshape(shape)  # empty for whole columns without rows
+            end = at[i] + prod(shape)
+            if flat.size < end:
+                prefix = "columnwise_" if name == "columnwise" else ""
+                raise ValueError(f"{prefix}scale_inv: group {i} has scales {at[i]} to {end}, got {flat.size}")
+            return flat[at[i] : end].reshape(shape)     # It is empty for whole columns without rows.
 
         return scales
 

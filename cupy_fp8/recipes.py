@@ -214,8 +214,7 @@ class BlockScaling:
         """`quantize_block` with this recipe's options. Every block finds its own scale: `scale` and `amax`
         belong to per-tensor recipes."""
         check_scales(self, scale, amax)
-        return ops.quantize_block(x, rowwise=rowwise, columnwise=columnwise, noop=noop, out=out,
-                                  **vars(self))
+        return ops.quantize_block(x, rowwise=rowwise, columnwise=columnwise, noop=noop, out=out, **vars(self))
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:

@@ -13,7 +13,7 @@ from .. import backend
 from ..advice import list_instead
 from ..arrays import address
 from ..formats import float32
-from ..kernels.structs import Layout
+from ..kernels.structs import StructLayout
 from . import validate
 from .call import Call
 from .descriptions import Description
@@ -134,7 +134,7 @@ class TableLayout:
     """Where a table has its parts: a record for each array, then for each block of threads the number of its
     array, then zeros for the launches."""
 
-    def __init__(self, record: Layout, blocks: Sequence[int], zeros: int = 0) -> None:
+    def __init__(self, record: StructLayout, blocks: Sequence[int], zeros: int = 0) -> None:
         """blocks: of threads, for each array. zeros: bytes."""
         self.record, self.blocks, self.count = record, blocks, sum(blocks)
         if self.count > _MOST_BLOCKS:

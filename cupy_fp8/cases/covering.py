@@ -1,4 +1,4 @@
-"""Chooses few cases that together show as much as many do: every kernel entry point, or other facts."""
+"""Chooses few cases that together show as much as many do: every kernel entry point, or other features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .registry import Arguments, Registration
 
 #: Brings an op's positional and keyword arguments to where its kernels are to run.
 Place = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
-Facts = frozenset[Any]
+Features = frozenset[Any]
 
 
 class Recorded(NamedTuple):
@@ -33,8 +33,8 @@ class Recorded(NamedTuple):
         return frozenset((variant.kernel.source, variant.kernel.entry) for variant in self.variants)
 
     @property
-    def errors(self) -> Facts:
-        """A fact that no other case shows, if the op raised an error."""
+    def errors(self) -> Features:
+        """A feature that no other case shows, if the op raised an error."""
         return frozenset({str(self.case)} if self.raised else ())
 
 
@@ -59,14 +59,14 @@ def covering_of(recorded: Sequence[Recorded]) -> list[Recorded]:
     return chosen or list(recorded[:1])
 
 
-def cover(candidates: Sequence[Recorded], facts: Callable[[Recorded], Facts],
+def cover(candidates: Sequence[Recorded], features: Callable[[Recorded], Features],
           preference: Callable[[Recorded], Any] = lambda _: 0) -> list[Recorded]:
     """Few candidates that together show every fact, in their order.
 
-    Each step takes a candidate that shows most of the missing facts: the preferred one of several, or the
+    Each step takes a candidate that shows most of the missing features: the preferred one of several, or the
     first."""
-    shown = [(facts(one), preference(one)) for one in candidates]
-    missing = Facts().union(*(found for found, _ in shown))
+    shown = [(features(one), preference(one)) for one in candidates]
+    missing = Features().union(*(found for found, _ in shown))
     chosen: set[int] = set()
     while missing:
         gains = [(len(found & missing), preferred) for found, preferred in shown]

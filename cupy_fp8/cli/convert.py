@@ -84,11 +84,11 @@ def _print_plan(conversion: convert.Conversion) -> None:
     """What is converted, and what stays, with the reason."""
     plan = conversion.plan.values()
     print(
-        f"{sum(one.layout is not None for one in plan)} of {len(conversion.plan)} tensors become "
+        f"{sum(one.stored is not None for one in plan)} of {len(conversion.plan)} tensors become "
         f"{conversion.settings.recipe}.")
     reasons: dict[str, list[str]] = {}
     for one in plan:
-        if one.layout is None:
+        if one.stored is None:
             reasons.setdefault(one.why, []).append(one.name)
     for why, names in reasons.items():
         print(f"  {len(names)} stay ({why}), such as {names[0]}")

@@ -41,7 +41,6 @@ def values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
     if q.dtype in FP8_DTYPES:
         return astype(q, float32), contiguous(q)
     if q.dtype not in (*INPUT_DTYPES, _FLOAT64):
-        raise TypeError(f"q: expected a Scaled, a Quantized or an array of dtype "
-                        f"{names((*FP8_DTYPES, *INPUT_DTYPES))}, float64, "
-                        f"got {q.dtype}")
+        expected = names((*FP8_DTYPES, *INPUT_DTYPES, _FLOAT64))
+        raise TypeError(f"q: expected a Scaled, a Quantized or an array of dtype {expected}, got {q.dtype}")
     return q, None

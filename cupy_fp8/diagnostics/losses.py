@@ -103,8 +103,8 @@ def spans_of_tiles(codes: np.ndarray, scales: np.ndarray,
     number = something & ~np.isnan(v)
     used = something.any(axis=-1)
     high, low = np.where(used, s, 0).max(axis=1), np.where(used, s, np.inf).min(axis=1)
-    (high_fraction, high_exponent), (low_fraction,
-                                     low_exponent) = np.frexp(high), np.frexp(np.where(high > 0, low, 1))
+    high_fraction, high_exponent = np.frexp(high)
+    low_fraction, low_exponent = np.frexp(np.where(high > 0, low, 1))
     with np.errstate(divide="ignore"):                                      # exact for powers of two
         spans = np.where(high > 0, np.log2(high_fraction / low_fraction) + (high_exponent - low_exponent),
                          np.nan)

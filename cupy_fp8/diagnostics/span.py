@@ -105,9 +105,9 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
         raise ValueError("q: expected a row-wise part, got a Quantized without one; q.columnwise.T has its "
                          "columns as rows")
     if part.block is None or part.block[0] != 1:
-        raise ValueError(f"q: expected row-wise blocks (1, B), got "
-                         f"{part.block or 'one scale for the tensor'}; those of column-wise data "
-                         "are in its .T")
+        had = part.block or "one scale for the tensor"
+        raise ValueError(f"q: expected row-wise blocks (1, B), got {had}; those of column-wise data are in "
+                         "its .T")
     rows = part.block[1] if block is None else block
     if not isinstance(rows, (int, np.integer)) or not 1 <= rows < 2**63:
         raise ValueError("block: expected how many rows share a scale, an integer of 1 or more, "

@@ -62,9 +62,9 @@ class ErrorReport:
     def __repr__(self) -> str:
         f = self._facts()
         tail = f", {f['non-finite in x']} non-finite in x" if self.nonfinite else ""
-        return (f"ErrorReport(SQNR {f['SQNR']}, max relative error {f['max relative error']}; of "
-                f"{f['elements']} elements "
-                f"{f['saturated']} saturated, {f['underflowed']} underflowed, {f['NaN']} NaN{tail})")
+        return (f"ErrorReport(SQNR {f['SQNR']}, max relative error {f['max relative error']}; "
+                f"of {f['elements']} elements {f['saturated']} saturated, {f['underflowed']} underflowed, "
+                f"{f['NaN']} NaN{tail})")
 
     def _repr_html_(self) -> str:
         return facts_table(self._facts())

@@ -250,8 +250,7 @@ def _wanted(checkpoint: Checkpoint, names: Iterable[str] | None) -> list[str]:
         found = [name] if name in checkpoint.tensors else fnmatch.filter(checkpoint.tensors, name)
         if not found:
             near = difflib.get_close_matches(name, checkpoint.tensors, 1)
-            raise ValueError(
-                f"names: {checkpoint.path} has no tensor {name!r}"
-                f"{f'; did you mean {near[0]!r}?' if near else ''}")
+            advice = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"names: {checkpoint.path} has no tensor {name!r}{advice}")
         chosen.update(found)
     return [name for name in checkpoint.tensors if name in chosen]

@@ -19,7 +19,7 @@ from . import weights
 from .checkpoint import Checkpoint
 from .pairing import Pair, combine
 from .safetensors import DTYPES, TensorFile
-from .weights import Changes, Layout, Rows
+from .weights import Changes, Rows, StoredWeight
 
 __all__ = ["COPY_BYTES", "Chunk", "Compared", "Copy", "Out", "Queue", "Report", "Source", "Work", "reserve"]
 
@@ -86,8 +86,8 @@ class Out:
 
     def put(self, name: str, at: int, a: np.ndarray) -> None:
         """at: bytes from the tensor's beginning."""
-        left, position = np.ascontiguousarray(a).reshape(-1).view(np.uint8).data, self._start[
-            name] + at
+        left = np.ascontiguousarray(a).reshape(-1).view(np.uint8).data
+        position = self._start[name] + at
         while left:
             done = os.pwrite(self._descriptor, left, position)
             left, position = left[done:], position + done
@@ -127,24 +127,24 @@ class Chunk:
 
     source: Source
     rows: Rows
-    layout: Layout
+    stored: StoredWeight
     scale: float | None
     compare: bool
     out: Any
 
     def __call__(self) -> tuple[int, Changes]:
         values = self.source.rows(self.rows)
-        data, scales, changes = weights.make_rows(values, self.layout, self.scale, self.compare)
+        data, scales, changes = weights.make_rows(values, self.stored, self.scale, self.compare)
         height, width = self.source.shape[-2:]
         row = self.rows.matrix * height + self.rows.start
         self.out.put(self.source.name, row * width * data.dtype.itemsize, data)
-        if scales is not None and self.layout.scale is not None:
+        if scales is not None and self.stored.scale is not None:
             at = 0
-            if self.layout.block:
-                down = self.layout.block[0] or 1
+            if self.stored.block:
+                down = self.stored.block[0] or 1
                 line = self.rows.matrix * -(-height // down) + self.rows.start // down
-                at = line * self.layout.scale[2][-1] * scales.dtype.itemsize
-            self.out.put(self.source.name + self.layout.scale[0], at, scales)
+                at = line * self.stored.scale[2][-1] * scales.dtype.itemsize
+            self.out.put(self.source.name + self.stored.scale[0], at, scales)
         return (self.rows.stop - self.rows.start) * width * self.source.dtype.itemsize, changes
 
 

@@ -27,7 +27,7 @@ from .chunks import COPY_BYTES, Chunk, Compared, Copy, Out, Queue, Report, Sourc
 from .pairing import Pair
 from .replace import resuming
 from .safetensors import DTYPES, TensorFile, by_alignment, header_of
-from .weights import Layout
+from .weights import StoredWeight
 
 __all__ = ["STAYS", "Conversion", "Settings", "Tensors"]
 
@@ -59,20 +59,19 @@ class Settings:
         if self.recipe not in weights.RECIPES:
             raise ValueError(f"recipe: expected one of {', '.join(weights.RECIPES)}, got {self.recipe!r}")
         if self.scale_format not in weights.SCALE_FORMATS:
-            raise ValueError(
-                f"scale_format: expected one of {', '.join(weights.SCALE_FORMATS)}, "
-                f"got {self.scale_format!r}")
+            raise ValueError(f"scale_format: expected one of {', '.join(weights.SCALE_FORMATS)}, got "
+                             f"{self.scale_format!r}")
         if self.scale_format == "e8m0" and self.recipe not in ("block128", "mxfp8"):
             raise ValueError(f"scale_format: {self.recipe} has no e8m0 scales; block128 and mxfp8 have")
 
 
 class Tensors(NamedTuple):
-    """What becomes of a tensor, and of its scales. layout: None where both stay as they are. why: it
+    """What becomes of a tensor, and of its scales. stored: None where both stay as they are. why: it
     stays."""
 
     name: str
     pair: Pair | None
-    layout: Layout | None
+    stored: StoredWeight | None
     why: str = ""
 
 
@@ -132,7 +131,7 @@ class Conversion:
         if (len(tensor.shape) < 2 and s.recipe != "bf16") or not prod(tensor.shape):
             return Tensors(name, pair, None, "of fewer than two dimensions, or empty")
         shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
-        return Tensors(name, pair, weights.layout_of(s.recipe, s.scale_format, shape))
+        return Tensors(name, pair, weights.stored_weight(s.recipe, s.scale_format, shape))
 
     # ---- a shard ----
     def convert(self, shard: str, progress: Callable[[int], None]) -> list[Report] | None:
@@ -163,37 +162,36 @@ class Conversion:
             reports = []
             for one in plan:
                 tensor = self.checkpoint.tensors[one.name]
-                report = Report(one.name, tensor.shape, self._kind(one), self.settings.recipe if one.layout
-                                else "as it is")
+                after = self.settings.recipe if one.stored else "as it is"
+                report = Report(one.name, tensor.shape, self._kind(one), after)
                 reports.append(report)
                 for work in self._works(one, out, pool):
                     queue.put(work, report, progress)
             queue.drain()
         return reports
 
-    def _works(self, one: Tensors, out: Out,
-               pool: ThreadPoolExecutor) -> Iterator[Work]:
+    def _works(self, one: Tensors, out: Out, pool: ThreadPoolExecutor) -> Iterator[Work]:
         """The chunks of a tensor, and of its scales: what each does when it is called."""
-        if one.layout is None:
+        if one.stored is None:
             for name in (one.name, *([one.pair.scale] if one.pair else [])):
                 for start in range(0, self.checkpoint.tensors[name].nbytes, COPY_BYTES):
                     yield Copy(self.checkpoint, name, start, out)
             return
         source = Source(self.checkpoint, one.name, one.pair, self._like)
         scale = None
-        if one.layout.scale is not None and one.layout.block is None and (
+        if one.stored.scale is not None and one.stored.block is None and (
                 not one.pair or one.pair.block is not None):
             scale = weights.tensor_scale(list(pool.map(lambda rows: weights.amax_of(source.rows(rows)),
                                                        weights.row_chunks(source.shape))))
         for rows in weights.row_chunks(source.shape):
-            yield Chunk(source, rows, one.layout, scale, self._compare, out)
+            yield Chunk(source, rows, one.stored, scale, self._compare, out)
 
     def _written(self, plan: list[Tensors]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """The tensors of a shard of the result, by name: dtype and shape."""
         found: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         for one in plan:
-            if one.layout is not None:
-                made = one.layout.tensors(one.name, self.checkpoint.tensors[one.name].shape)
+            if one.stored is not None:
+                made = one.stored.tensors(one.name, self.checkpoint.tensors[one.name].shape)
             else:
                 made = {name: (self._dtype(name), self.checkpoint.tensors[name].shape)
                         for name in (one.name, *([one.pair.scale] if one.pair else []))}
@@ -267,11 +265,11 @@ class Conversion:
         """What readers find in config.json: DeepSeek's form for block128, that of MX checkpoints,
         compressed-tensors' form for row and tensor."""
         left = sorted(one.name.removesuffix(".weight") for one in self.plan.values()
-                      if one.layout is None and len(self.checkpoint.tensors[one.name].shape) == 2
+                      if one.stored is None and len(self.checkpoint.tensors[one.name].shape) == 2
                       and not one.pair)
         s = self.settings
         if s.recipe == "bf16":
-            kept = any(one.pair and one.layout is None for one in self.plan.values())
+            kept = any(one.pair and one.stored is None for one in self.plan.values())
             return dict(quantization_of(self.checkpoint.config)) or None if kept else None
         if s.recipe in ("block128", "mxfp8"):
             found: dict[str, Any] = {"quant_method": "fp8" if s.recipe == "block128" else "mxfp8",

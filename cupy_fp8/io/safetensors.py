@@ -95,9 +95,8 @@ def header_of(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], meta
     end = 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in _NAMES:
-            raise TypeError(
-                f"{name}: .safetensors files have no dtype {dtype}; expected one of "
-                f"{', '.join(map(str, _NAMES))}")
+            raise TypeError(f"{name}: .safetensors files have no dtype {dtype}; expected one of "
+                            f"{', '.join(map(str, _NAMES))}")
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

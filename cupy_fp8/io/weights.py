@@ -25,7 +25,8 @@ from ..ops.scales.amax import compute_amax
 from ..ops.scales.scale import compute_scale
 from ..results import Scaled
 
-__all__ = ["RECIPES", "SCALE_FORMATS", "Changes", "Layout", "Rows", "layout_of", "make_rows", "row_chunks"]
+__all__ = ["RECIPES", "SCALE_FORMATS", "Changes", "Rows", "StoredWeight", "make_rows", "row_chunks",
+           "stored_weight"]
 
 RECIPES = ("block128", "mxfp8", "row", "tensor", "bf16")
 SCALE_FORMATS = ("f32", "e8m0")
@@ -33,36 +34,37 @@ _CHUNK = 1 << 20                        # elements that are worked on at a time,
 _UINT8 = np.dtype(np.uint8)
 
 
-class Layout(NamedTuple):
-    """The tensors that a file holds for a weight. block: elements that share a scale; (): no scales; None:
-    one for the tensor. scale: the end of the scales' name, their dtype and their shape."""
+class StoredWeight(NamedTuple):
+    """How a file holds a weight. block: elements that share a scale; (): no scales; None: one for the tensor.
+    scale: the end of the scales' name, their dtype and their shape."""
 
     dtype: np.dtype[Any]
     block: tuple[int | None, int | None] | tuple[()] | None
     scale: tuple[str, np.dtype[Any], tuple[int, ...]] | None
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """The dtype and shape of each tensor of a weight of this name and shape."""
         found = {name: (self.dtype, shape)}
         if self.scale:
             found[name + self.scale[0]] = self.scale[1:]
         return found
 
 
-def layout_of(recipe: str, scale_format: str, shape: tuple[int, ...]) -> Layout:
+def stored_weight(recipe: str, scale_format: str, shape: tuple[int, ...]) -> StoredWeight:
     """What a recipe makes of a weight […, N, K]: the names and shapes that DeepSeek's (block128), MX and
     compressed-tensors' (row, tensor) checkpoints have. MX scales are stored as U8, which is what readers
     expect."""
     if recipe == "bf16":
-        return Layout(bfloat16, (), None)
+        return StoredWeight(bfloat16, (), None)
     if recipe == "tensor":
-        return Layout(float8_e4m3fn, None, ("_scale", float32, (1,)))
+        return StoredWeight(float8_e4m3fn, None, ("_scale", float32, (1,)))
     *batch, rows, columns = shape
     if recipe == "row":
-        return Layout(float8_e4m3fn, (1, None), ("_scale", float32, (*batch, rows, 1)))
+        return StoredWeight(float8_e4m3fn, (1, None), ("_scale", float32, (*batch, rows, 1)))
     down, across, dtype = (1, 32, _UINT8) if recipe == "mxfp8" else (
         128, 128, float8_e8m0fnu if scale_format == "e8m0" else float32)
-    return Layout(float8_e4m3fn, (down, across),
-                  ("_scale_inv", dtype, (*batch, cdiv(rows, down), cdiv(columns, across))))
+    return StoredWeight(float8_e4m3fn, (down, across),
+                        ("_scale_inv", dtype, (*batch, cdiv(rows, down), cdiv(columns, across))))
 
 
 class Rows(NamedTuple):
@@ -100,54 +102,54 @@ class Changes(NamedTuple):
         return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
 
 
-def make_rows(source: Array | Scaled, layout: Layout, scale: float | None,
+def make_rows(source: Array | Scaled, stored: StoredWeight, scale: float | None,
               compare: bool) -> tuple[np.ndarray, np.ndarray | None, Changes]:
-    """(data, scales or None, changes) of a chunk, as a file holds them. scale: of a layout with one for the
-    tensor. compare: measure the changes of data that are rounded (those of re-based data are always
+    """(data, scales or None, changes) of a chunk, as a file holds them. scale: the tensor's, if it has one
+    scale. compare: measure the changes of data that are rounded (those of re-based data are always
     counted)."""
-    if isinstance(source, Scaled) and layout.scale is not None:
-        scales, exponents = asnumpy(bits(source.scale_inv)).view(source.scale_inv.dtype), _is_exponents(
-            layout)
+    if isinstance(source, Scaled) and stored.scale is not None:
+        scales = asnumpy(bits(source.scale_inv)).view(source.scale_inv.dtype)
+        exponents = _has_exponents(stored)
         if not exponents or is_power_of_two(scales):
-            if source.block == layout.block and source.dtype == layout.dtype:
-                return _kept(source, scales, layout)
+            if source.block == stored.block and source.dtype == stored.dtype:
+                return _kept(source, scales, stored)
             along_rows = source.block is None or source.block[1] != 1
-            if exponents and source.dtype == layout.dtype and along_rows:
-                return _rebased(source, layout, compare)
-    values = source.dequantize(bfloat16 if layout.scale is None
-                               else np.float32) if isinstance(source, Scaled) else source
-    if not isinstance(source, Scaled) and source.dtype == np.float64:
-        values = source.astype(np.float32)
-    if layout.scale is None:
+            if exponents and source.dtype == stored.dtype and along_rows:
+                return _rebased(source, stored, compare)
+    if isinstance(source, Scaled):
+        values = source.dequantize(bfloat16 if stored.scale is None else np.float32)
+    else:
+        values = source.astype(np.float32) if source.dtype == np.float64 else source
+    if stored.scale is None:
         data = values if values.dtype == bfloat16 else astype(values, bfloat16)
         return asnumpy(data), None, _compared(source, data, compare)
-    q = _quantized(values, layout, scale)
+    q = _quantized(values, stored, scale)
     scales = asnumpy(q.scale_inv)
-    if _is_exponents(layout) and scales.dtype == float32:
+    if _has_exponents(stored) and scales.dtype == float32:
         scales = astype(scales, float8_e8m0fnu)             # exact: powers of two
-    changes = _compared(source, q, compare)
-    return asnumpy(bits(q.data)).view(layout.dtype), scales.view(
-        layout.scale[1]) if scales.itemsize == 1 else scales, changes
+    if scales.itemsize == 1:
+        scales = scales.view(stored.scale[1])
+    return asnumpy(bits(q.data)).view(stored.dtype), scales, _compared(source, q, compare)
 
 
-def _kept(source: Scaled, scales: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, Changes]:
+def _kept(source: Scaled, scales: np.ndarray, stored: StoredWeight) -> tuple[np.ndarray, np.ndarray, Changes]:
     """Data that have the scales they are to have; at most these are stored in another dtype, exactly."""
-    assert layout.scale is not None
-    if _is_exponents(layout):
-        scales = astype(scales, float8_e8m0fnu).view(layout.scale[1])
+    assert stored.scale is not None
+    if _has_exponents(stored):
+        scales = astype(scales, float8_e8m0fnu).view(stored.scale[1])
     elif scales.dtype != float32:
         scales = astype(scales, float32)
     return asnumpy(bits(source.data)).view(source.dtype), scales, Changes(prod(source.shape))
 
 
-def _quantized(values: Array, layout: Layout, scale: float | None) -> Scaled:
-    if layout.block is None:
+def _quantized(values: Array, stored: StoredWeight, scale: float | None) -> Scaled:
+    if stored.block is None:
         found = quantize_tensor(values, scale).rowwise
-    elif layout.block == (1, 32):
+    elif stored.block == (1, 32):
         found = quantize_mx(values).rowwise
     else:
-        assert layout.block
-        found = quantize_block(values, block=layout.block, pow2_scale=_is_exponents(layout),
+        assert stored.block
+        found = quantize_block(values, block=stored.block, pow2_scale=_has_exponents(stored),
                                scale_layout="compact").rowwise
     return found
 
@@ -174,19 +176,19 @@ def is_power_of_two(scale: np.ndarray) -> bool:
     return bool((normal | (words == 0x400000)).all())       # the last is 2**-127, the smallest that E8M0 has
 
 
-def _is_exponents(layout: Layout) -> bool:
-    return layout.scale is not None and layout.scale[1].itemsize == 1
+def _has_exponents(stored: StoredWeight) -> bool:
+    return stored.scale is not None and stored.scale[1].itemsize == 1
 
 
-def _rebased(source: Scaled, layout: Layout, compare: bool) -> tuple[np.ndarray, np.ndarray, Changes]:
+def _rebased(source: Scaled, stored: StoredWeight, compare: bool) -> tuple[np.ndarray, np.ndarray, Changes]:
     """Data of powers of two on new powers of two, and how many values are not what they were."""
-    assert layout.scale is not None
-    assert layout.block
+    assert stored.scale is not None
+    assert stored.block
     count = asarray(np.zeros(1, np.int64), like=source.data)
-    q = rebase_scales(source, block=layout.block, scale_dtype=float8_e8m0fnu, changed=count)
+    q = rebase_scales(source, block=stored.block, scale_dtype=float8_e8m0fnu, changed=count)
     data, scales = (asnumpy(bits(a)).view(a.dtype) for a in q)
     changes = _compared(source, q, compare)._replace(changed=int(asnumpy(count)[0]))
-    return data, scales.view(layout.scale[1]), changes
+    return data, scales.view(stored.scale[1]), changes
 
 
 def _compared(source: Array | Scaled, made: Array | Scaled, compare: bool) -> Changes:
@@ -207,6 +209,5 @@ def on(like: Any, source: np.ndarray | Scaled) -> Array | Scaled:
     """A chunk where it is to be worked on."""
     if isinstance(source, Scaled):
         return Scaled(asarray(source.data, like=like), asarray(source.scale_inv, like=like), source.shape,
-                      False, source.block,
-                      source.scale_layout)
+                      False, source.block, source.scale_layout)
     return asarray(source, like=like)

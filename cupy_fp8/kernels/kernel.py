@@ -53,7 +53,7 @@ class Kernel:
         self._variants: dict[tuple[int, int, tuple[tuple[str, str], ...]], Variant] = {}
 
     @functools.cached_property
-    def layout(self) -> structs.Layout:
+    def layout(self) -> structs.StructLayout:
         """Where the members of its parameter struct lie."""
         return structs.of_entry(self.source, self.entry)
 
@@ -62,7 +62,7 @@ class Kernel:
         """Packs the members of its parameter struct, all of them in order."""
         return self.layout.packer
 
-    def record(self, name: str) -> structs.Layout:
+    def record(self, name: str) -> structs.StructLayout:
         """Another struct of its source: a record of a table that it reads."""
         return structs.named(self.source, name)
 

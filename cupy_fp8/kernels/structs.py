@@ -39,7 +39,7 @@ class Member(NamedTuple):
     name: str
     offset: int
     code: str
-    inner: Layout | None
+    inner: StructLayout | None
 
 
 class _Declared(NamedTuple):
@@ -49,10 +49,10 @@ class _Declared(NamedTuple):
     code: str
     size: int
     align: int
-    inner: Layout | None
+    inner: StructLayout | None
 
 
-class Layout:
+class StructLayout:
     """Where a struct's members lie in memory, as C++ places them."""
 
     def __init__(self, name: str, declared: list[_Declared], align: int) -> None:
@@ -114,7 +114,7 @@ class Layout:
 
 
 @functools.cache
-def of_entry(source: str, entry: str) -> Layout:
+def of_entry(source: str, entry: str) -> StructLayout:
     """The parameter struct of an entry point of kernels_cu/<source>.cu."""
     text = _all_text(f"{source}.cu")
     found = re.search(rf"\b{entry}\(\s*const __grid_constant__ (\w+) p\)", text)
@@ -123,7 +123,7 @@ def of_entry(source: str, entry: str) -> Layout:
 
 
 @functools.cache
-def named(source: str, name: str) -> Layout:
+def named(source: str, name: str) -> StructLayout:
     """Another struct that kernels_cu/<source>.cu or its headers declare: a record of a table in memory."""
     return _layout(name, _all_text(f"{source}.cu"))
 
@@ -152,7 +152,7 @@ def _all_text(path: str) -> str:
     return expand(path)
 
 
-def _layout(name: str, text: str) -> Layout:
+def _layout(name: str, text: str) -> StructLayout:
     template, _, argument = name.removesuffix(">").partition("<")
     found = re.search(rf"\bstruct (?:alignas\((\d+)\) )?{template} \{{", text)
     assert found, f"struct {template} is not declared"
@@ -162,7 +162,7 @@ def _layout(name: str, text: str) -> Layout:
         if parameter and argument:
             statement = re.sub(rf"\b{parameter[1]}\b", argument, statement)
         declared += _members(statement, text)
-    return Layout(name, declared, int(found[1] or 1))
+    return StructLayout(name, declared, int(found[1] or 1))
 
 
 def _statements(text: str, start: int) -> Iterator[str]:

@@ -190,8 +190,8 @@ def test_e5m2_is_quantised_from_its_values():
     q = fp8.quantize_mx(np.random.default_rng(0).standard_normal((256, 512), np.float32),
                         dtype=fp8.float8_e5m2).rowwise
     assert q is not None
-    layout = weights.layout_of("block128", "e8m0", q.shape)
-    data, scales, changes = weights.make_rows(q, layout, None, True)
+    stored = weights.stored_weight("block128", "e8m0", q.shape)
+    data, scales, changes = weights.make_rows(q, stored, None, True)
     want = fp8.quantize_block(q.dequantize(), block=(128, 128), pow2_scale=True,
                               scale_layout="compact").rowwise
     assert want is not None

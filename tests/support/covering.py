@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 
 from cupy_fp8.cases import OPS, Case
-from cupy_fp8.cases.covering import Facts, Recorded, cover, record
+from cupy_fp8.cases.covering import Features, Recorded, cover, record
 
 __all__ = ["cover", "entry_cases", "launched_entries", "observe", "observed", "quick_cases"]
 
@@ -27,21 +27,21 @@ def launched_entries(one: Recorded) -> frozenset[tuple[str, str]]:
     return one.entries if one.size else frozenset()
 
 
-def facts(one: Recorded) -> Facts:
+def features(one: Recorded) -> Features:
     """The quick tier has a case of each of these, op by op: every entry point with the type that it reads,
     and every dtype, layout, kind of values, kind of shape and value of an option."""
     case = one.case
     reads = {(v.kernel.entry, dict(v.defines).get("IN")) for v in one.variants if one.size}
     options = {(name, str(value)) for name, value in case.options.items()}
     shape = len(case.shape), one.size > 0
-    return Facts({*reads, *options, *one.errors, case.dtype, case.layout, case.values, shape})
+    return Features({*reads, *options, *one.errors, case.dtype, case.layout, case.values, shape})
 
 
 @functools.cache
 def quick_cases() -> tuple[Recorded, ...]:
     """The cases of the quick tier, op by op."""
     return tuple(chosen for name in OPS
-                 for chosen in cover([one for one in observed() if one.case.op == name], facts))
+                 for chosen in cover([one for one in observed() if one.case.op == name], features))
 
 
 @functools.cache

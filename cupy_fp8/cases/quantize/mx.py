@@ -101,8 +101,7 @@ def _timed() -> Iterator[Timed]:
 
     def timed(name: str, shape: tuple[int, ...], dtype: np.dtype[Any] = bfloat16, more: str = "",
               **options: Any) -> Timed:
-        return Timed(f"{FORMATS[dtype].tag}→e4m3 {name}{more}",
-                     case(dtype, shape, **_TIMED[name], **options))
+        return Timed(f"{FORMATS[dtype].tag}→e4m3 {name}{more}", case(dtype, shape, **_TIMED[name], **options))
 
     for shape in TIMED_MATRICES:
         for name in _TIMED:

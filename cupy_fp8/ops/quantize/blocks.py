@@ -152,8 +152,7 @@ class BlockQuantization(Quantization):
         least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
         pow2 = block_pow2(pow2_scale, profile)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        directions = block_directions(logical_shape(shape, swapped), to, *switches, block,
-                                      scale_layout)
+        directions = block_directions(logical_shape(shape, swapped), to, *switches, block, scale_layout)
         super().__init__(shape, source, swapped, options, directions, "block-scaled")
         self.compact, self.square = scale_layout == "compact", 1 not in block
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2

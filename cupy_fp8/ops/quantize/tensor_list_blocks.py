@@ -69,7 +69,7 @@ class _BlockList(Op[_Inputs]):
         """One launch for all arrays of a dtype. An array has launches of its own if its last two axes are
         swapped in memory, or if blocks are whole rows or columns: kernels for lists do not take these."""
         assert isinstance(call.result, ListResult)
-        listed: dict[np.dtype[Any], list[_Listed]] = {}
+        listed: dict[np.dtype[Any], list[_ListedArray]] = {}
         alone: list[Launch] = []
         for array, own in zip(inputs.arrays, call.result.divide(written), strict=True):
             x, quantization = array.x, array.quantization
@@ -77,7 +77,7 @@ class _BlockList(Op[_Inputs]):
                 alone += inputs.op.launches(call, array, *own)
             elif quantization.size:
                 listed.setdefault(x.dtype, []).append(
-                    _Listed(x, quantization, _members(quantization, own, x)))
+                    _ListedArray(x, quantization, _members(quantization, own, x)))
         for arrays in listed.values():
             yield _launch(call, arrays)
         yield from alone
@@ -87,7 +87,7 @@ QUANTIZE = _BlockList()
 
 
 # ---- launches ----
-class _Listed(NamedTuple):
+class _ListedArray(NamedTuple):
     """An array of a launch, its quantisation, and the members of its record except x."""
 
     x: Input
@@ -119,7 +119,7 @@ def _members(quantization: grouped_blocks.AnyQuantization, written: Sequence[int
     return {**quantization.warp_tile_members(axes, addresses, aligned), **members}
 
 
-def _launch(call: Call, arrays: list[_Listed]) -> Launch:
+def _launch(call: Call, arrays: list[_ListedArray]) -> Launch:
     """The launch for arrays of one dtype. It takes the program for any memory unless all arrays allow wide
     accesses."""
     quantization, wide = arrays[0].quantization, all(each.allows_wide for each in arrays)

@@ -117,8 +117,7 @@ class _Inputs(NamedTuple):
 
 class _ConvertScales(Op[_Inputs]):
     def arguments(self, call: Call, scale_inv: Any, source: Any, target: Any, shape: Any, block: Any,
-                  dtype: Any,
-                  check: Any) -> _Inputs:
+                  dtype: Any, check: Any) -> _Inputs:
         backend.module_of(scale_inv, "scale_inv")
         for name, layout in (("source", source), ("target", target)):
             if not isinstance(layout, str):
