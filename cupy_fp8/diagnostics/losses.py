@@ -8,9 +8,8 @@ import numpy as np
 
 from ..arrays import Array, bits
 from ..formats import FORMATS, float8_e4m3fn, float8_e5m2
-from ..layouts import cdiv
 from ..reference.convert.scaling_aware import target_exponent
-from ..reference.numerics import widen
+from ..reference.numerics import in_blocks, widen
 
 #: (code of the maximum, bound, maximum, whether the bound itself overflows). The bound is half a step past
 #: the maximum; values beyond it overflow when rounded to nearest even. A tie rounds to 448 in E4M3, which is
@@ -79,24 +78,17 @@ def _overflowed(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> Arr
     return ((bits(codes) & 0x7F) == top) & ((left >= right) if at_tie else (left > right))
 
 
-def count_per_block(xp: Any, found: Array, rows: int, columns: int) -> Array:
+def count_per_block(found: Array, rows: int, columns: int) -> Array:
     """Counts the set flags of a matrix in each block of rows x columns."""
-    down, across = (cdiv(extent, block) for extent, block in zip(found.shape, (rows, columns), strict=True))
-    padded = xp.zeros((down * rows, across * columns), np.bool_)
-    padded[:found.shape[0], :found.shape[1]] = found
-    return padded.reshape(down, rows, across, columns).sum(axis=(1, 3), dtype=np.int32)
+    return in_blocks(found, (rows, columns)).sum(axis=(1, 3), dtype=np.int32)
 
 
 def spans_of_tiles(codes: np.ndarray, scales: np.ndarray,
                    tile: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
     """(the spans, the counts of a SpanReport) of rows of tiles: codes [rows, K], f32 scales [rows,
     row-blocks]."""
-    down, across = cdiv(len(scales), tile[0]), scales.shape[1]
-    padded = np.zeros((down * tile[0], across * tile[1]), codes.dtype)
-    padded[:len(codes), :codes.shape[1]] = codes
-    codes = padded.reshape(down, tile[0], across, tile[1])
-    scales = np.pad(scales.astype(np.float64),
-                    ((0, down * tile[0] - len(scales)), (0, 0))).reshape(down, tile[0], across)
+    codes = in_blocks(codes, tile)
+    scales = in_blocks(scales.astype(np.float64), (tile[0], 1))[..., 0]
     valid = np.isfinite(scales) & (scales > 0)
     v, s = np.abs(widen(codes)).astype(np.float64), np.where(valid, scales, 1)
     something = (v != 0) & valid[..., None]

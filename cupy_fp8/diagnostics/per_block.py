@@ -140,7 +140,7 @@ def counts_of(x: Array | None, values: Array, codes: Array, extents: tuple[int, 
             magnitude = xp.zeros(1, np.float64) if x is None else finite_magnitude(xp, _f64(x[matrix][piece]))
             for kind, found in enumerate((*losses(xp, magnitude, v, code), negative_zeros(code))):
                 if x is not None or COUNTED[kind] in ("nan", "negative_zeros"):
-                    counts[(kind, *matrix, *blocks_of_piece)] += count_per_block(xp, found, *part)
+                    counts[(kind, *matrix, *blocks_of_piece)] += count_per_block(found, *part)
     return counts
 
 

@@ -11,6 +11,7 @@ from ..arrays import Array, asnumpy
 from ..diagnostics import BlockReport, ScaleReport, scales
 from ..diagnostics.pieces import of_line
 from ..layouts import cdiv
+from ..reference.numerics import in_blocks
 from ..results import Quantized, Scaled
 from .sample import MOST_CELLS
 from .scale_maps import draw_map
@@ -78,16 +79,16 @@ def loss_map(report: BlockReport, loss: str = "underflowed", *, ax: Any = None) 
     xp = backend.module_of(counts)
     share = (100 * counts / xp.asarray(report.elements)).astype(np.float32)
     share = share.reshape(-1, share.shape[-1])
-    tiles = tuple(max(1, cdiv(extent, MOST_CELLS)) for extent in share.shape)
-    cells = asnumpy(_largest(xp, share, tiles))
+    down, across = tile = tuple(max(1, cdiv(extent, MOST_CELLS)) for extent in share.shape)
+    cells = asnumpy(_largest(share, (down, across)))
     ax = axes(ax, (6, 3.6))
     top = float(cells.max(initial=0))
-    draw_map(ax, np.where(cells > 0, cells, np.nan), share.shape, "% of a block, at most" if max(tiles) > 1
+    draw_map(ax, np.where(cells > 0, cells, np.nan), share.shape, "% of a block, at most" if max(tile) > 1
              else "% of a block", vmin=0, vmax=top or 1)
     name, affected = _LOSSES[loss][0], int((counts != 0).sum())
     title = f"{name[0].upper()}{name[1:]} elements in {affected:,} of {counts.size:,} blocks"
-    if max(tiles) > 1:
-        title += f", a cell for {tiles[0]}×{tiles[1]} blocks"
+    if max(tile) > 1:
+        title += f", a cell for {down}×{across} blocks"
     ax.set_title(title, fontsize="medium")
     if not cells.all():
         ax.set_xlabel("block column      (grey: no loss)")
@@ -146,12 +147,10 @@ def _counts(report: BlockReport, loss: str) -> Array:
     return counts
 
 
-def _largest(xp: Any, a: Array, tiles: tuple[int, ...]) -> Array:
+def _largest(a: Array, tile: tuple[int, int]) -> Array:
     """The largest element of each tile of a matrix; tiles at the ends are smaller."""
-    grid = [cdiv(extent, size) for extent, size in zip(a.shape, tiles, strict=True)]
-    padded = xp.zeros((grid[0] * tiles[0], grid[1] * tiles[1]), a.dtype)
-    padded[:a.shape[0], :a.shape[1]] = a
-    return padded.reshape(grid[0], tiles[0], grid[1], tiles[1]).max(axis=(1, 3)) if a.size else padded
+    tiles = in_blocks(a, tile)
+    return tiles.max(axis=(1, 3)) if a.size else tiles[:, 0, :, 0]
 
 
 def _by_count(counts: Array, width: int, steps: int) -> np.ndarray:

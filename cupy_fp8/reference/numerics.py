@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import backend
 from ..arrays import bits
 from ..formats import FORMATS, FP8_DTYPES, float8_e8m0fnu, float32
+from ..layouts import Block, cdiv
 
 F32_ONE = np.float32(1)
 F32_NAN = np.uint32(0x7FC00000)
@@ -196,3 +198,15 @@ def scale_from_amax(amax: np.ndarray, target: np.float32, eps: np.float32, large
     nothing = (a == 0) | ~np.isfinite(a)
     scale = np.where(nothing, F32_ONE, scale)
     return floor_to_power_of_two(scale) if pow2 else scale
+
+
+def in_blocks(a: Any, block: Block) -> Any:
+    """A NumPy or CuPy array […, M, K] as […, rows of blocks, rows, columns of blocks, columns], with zeros in
+    the parts of blocks that do not exist."""
+    *batch, rows, columns = a.shape
+    height, width = (min(extent or whole, whole)
+                     for extent, whole in zip(block, (max(rows, 1), max(columns, 1)), strict=True))
+    down, across = cdiv(rows, height), cdiv(columns, width)
+    padded = backend.module_of(a).zeros((*batch, down * height, across * width), a.dtype)
+    padded[..., :rows, :columns] = a
+    return padded.reshape(*batch, down, height, across, width)

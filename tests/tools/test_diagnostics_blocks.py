@@ -112,9 +112,9 @@ def test_a_part_of_a_block_takes_no_memory_for_all_of_it(monkeypatch):
     monkeypatch.setattr(pieces, "CHUNK", 100)
     sizes = []
 
-    def recorded(xp, found, rows, columns):
+    def recorded(found, rows, columns):
         sizes.append(rows * columns)
-        return count_per_block(xp, found, rows, columns)
+        return count_per_block(found, rows, columns)
 
     monkeypatch.setattr(per_block, "count_per_block", recorded)
     x = sample((500, 3))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...layouts import Block, cdiv, scale_dtype
+from ...layouts import Block, scale_dtype
 from ...results import Quantized, Scaled, row_wise
 from .. import numerics
 from ..scales import convert
@@ -24,13 +24,13 @@ def rebase_scales(q: Scaled | Quantized, *, block: Block, scale_dtype: Any = Non
     data = transpose(s.data) if s.transposed else s.data
     v = numerics.widen(data)
     power, exists, zero, wrong = _of_elements(s)
-    t = target_exponent(_blocks(magnitudes(v, power, exists), block).max(axis=(-3, -1)), s.dtype)
+    t = target_exponent(numerics.in_blocks(magnitudes(v, power, exists), block).max(axis=(-3, -1)), s.dtype)
     exponent = on_elements(t, block, s.shape)
     out = moved(v, power - exponent, exists, zero, s.dtype)
     if changed is not None:
         changed += _differing(v, out, exponent, power, exists, zero)
     held = _dtype_of_scales(s, scale_dtype, scale_layout)
-    scales = stored_scales(t, np.asarray(_blocks(wrong, block).any(axis=(-3, -1))), held)
+    scales = stored_scales(t, np.asarray(numerics.in_blocks(wrong, block).any(axis=(-3, -1))), held)
     return Scaled._of(transpose(out) if s.transposed else out, _laid_out(scales, s, block, scale_layout),
                       s.shape, s.transposed, block, scale_layout)
 
@@ -40,18 +40,6 @@ def _of_elements(s: Scaled) -> Exponents:
     if s.block is None:
         return Exponents(*(np.full(s.shape, a.reshape(-1)[0], a.dtype) for a in exponents(s.scale_inv)))
     return Exponents(*(on_elements(a, s.block, s.shape) for a in exponents(block_scales(s))))
-
-
-def _blocks(a: np.ndarray, block: Block) -> np.ndarray:
-    """[…, rows of blocks, rows, columns of blocks, columns], with zeros in the parts of blocks that do not
-    exist."""
-    *batch, rows, columns = a.shape
-    height, width = (min(b or whole, whole) for b, whole in zip(block, (max(rows, 1), max(columns, 1)),
-                                                                strict=True))
-    down, across = cdiv(rows, height), cdiv(columns, width)
-    padded = np.zeros((*batch, down * height, across * width), a.dtype)
-    padded[..., :rows, :columns] = a
-    return padded.reshape(*batch, down, height, across, width)
 
 
 def _differing(v: np.ndarray, out: np.ndarray, exponent: np.ndarray, power: np.ndarray, exists: np.ndarray,

@@ -145,12 +145,8 @@ def target_exponent(top: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, block: int) -> np.ndarray:
     """log2 of the largest scale among rows that are not all zeros in the columns of a row-wise block; 0 if
     there are none."""
-    blocks, rows, columns = v.shape
-    across = cdiv(columns, block)
-    anything = np.zeros((blocks, rows, across * block), bool)
-    anything[..., :columns] = (v != 0) & exists                                 # NaN is not 0
-    anything = np.repeat(anything.reshape(blocks, rows, across, block).any(axis=-1), block, axis=-1)[...,
-                                                                                                     :columns]
+    not_zero = numerics.in_blocks((v != 0) & exists, (1, block)).any(axis=(-3, -1))      # NaN is not 0.
+    anything = np.repeat(not_zero, block, axis=-1)[..., :v.shape[-1]]
     top = np.max(np.where(anything, power, _NOTHING), axis=1, initial=_NOTHING)
     return np.where(top == _NOTHING, 0, top)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import FORMATS, float8_e4m3fn
-from ...layouts import Block, cdiv
+from ...layouts import Block
 from ...options import block_eps, block_pow2
 from ...results import Quantized, Scaled
 from .. import numerics
@@ -46,15 +46,7 @@ def block_amax(v: np.ndarray, block: Block) -> np.ndarray:
     """max |v| of each block in f32, NaN ignored: […, M, K] -> […, blocks along M, blocks along K]."""
     # Magnitudes order like their bits.
     magnitude = np.where(np.isnan(v), np.uint32(0), v.view(np.uint32) & np.uint32(0x7FFFFFFF))
-    for axis, extent in zip((-2, -1), block, strict=True):
-        length = v.shape[axis]
-        extent = extent or max(length, 1)
-        magnitude = np.moveaxis(magnitude, axis, -1)
-        padded = np.zeros((*magnitude.shape[:-1], cdiv(length, extent) * extent), np.uint32)
-        padded[..., :length] = magnitude
-        blocks = padded.reshape(*padded.shape[:-1], cdiv(length, extent), extent)
-        magnitude = np.moveaxis(blocks.max(axis=-1), -1, axis)
-    return np.ascontiguousarray(magnitude).view(np.float32)
+    return numerics.in_blocks(magnitude, block).max(axis=(-3, -1)).view(np.float32)
 
 
 def scales_from_amax(amax: np.ndarray, target: np.float32, profile: str, eps: np.float32, pow2: bool,

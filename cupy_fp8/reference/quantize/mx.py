@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ...formats import FORMATS, float8_e4m3fn, float8_e8m0fnu
-from ...layouts import cdiv
 from ...results import Quantized, Scaled
 from .. import numerics
 from ..convert.astype import transpose
@@ -49,14 +48,11 @@ def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = Tr
 def block_amax(v: np.ndarray, profile: str) -> np.ndarray:
     """max |v| of each 32 elements of the last axis in f32: […, L] -> […, ceil(L / 32)]. NaN is ignored; in
     the profile 'torchao' it wins."""
-    *lines, length = v.shape
     # Magnitudes order like their bits, and NaN is above Inf.
     magnitude = v.view(np.uint32) & np.uint32(0x7FFFFFFF)
     if profile == "te":
         magnitude = np.where(np.isnan(v), np.uint32(0), magnitude)
-    padded = np.zeros((*lines, cdiv(length, BLOCK) * BLOCK), np.uint32)
-    padded[..., :length] = magnitude
-    return padded.reshape(*lines, cdiv(length, BLOCK), BLOCK).max(axis=-1).view(np.float32)
+    return numerics.in_blocks(magnitude, (1, BLOCK)).max(axis=(-3, -1)).view(np.float32)
 
 
 def scale_byte(amax: np.ndarray, dtype: np.dtype[Any], mode: str, profile: str) -> np.ndarray:
