@@ -8,7 +8,8 @@ ascending, descending or seeded random order; blocks run in that kind of order t
     cast = hostexec.compile_kernel("kernels_cu/quantize/tensor.cu", "cast", defines={"IN": "bf16"},
     include_dirs=["kernels_cu/include"]) cast((blocks,), (256,), params, shared_mem=0)
 
-Inside ``blocks_of_grid(first=2, last=2)`` only those blocks run, over arrays too large for all of them.
+Inside ``blocks_of_grid(first=2, last=2)`` only those blocks run, over arrays too large for all of them, and
+with ``around=`` also blocks in between.
 
 Modes: "fast"; "asan" (AddressSanitizer and UndefinedBehaviorSanitizer: bounds, alignment, overflow); "tsan"
 (ThreadSanitizer: threads or blocks without an order). The last two need a process of their own:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from . import build
@@ -20,8 +22,32 @@ _ORDERS = {"asc": 0, "desc": 1, "random": 2}
 # Instrumented code needs more stack.
 _STACK_BYTES = {"fast": 128 << 10, "asan": 512 << 10, "tsan": 256 << 10}
 _EXIT_CODE = 66  # of a child process in which a sanitizer found something
-# (first, last) inside `blocks_of_grid`. None: every block runs.
-_ends: ContextVar[tuple[int, int] | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Which blocks of a grid run inside `blocks_of_grid`."""
+
+    first: int
+    last: int
+    around: tuple[Fraction, ...]
+    each: int
+
+    def ranges(self, total: int) -> Iterator[tuple[int, int]]:
+        """The ranges of a grid of so many blocks, as (begin, end): not empty, apart, in ascending order."""
+        middles = [math.floor(total * place) - self.each // 2 for place in sorted(self.around)]
+        wanted = ((0, self.first), *((begin, begin + self.each) for begin in middles),
+                  (total - self.last, total))
+        done = 0
+        for begin, end in wanted:
+            begin, end = max(begin, done), min(end, total)
+            if begin < end:
+                yield begin, end
+                done = end
+
+
+# None: every block runs.
+_chosen: ContextVar[_Chosen | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)
 
 
 class _Kernel(ctypes.Structure):  # HostKernel in shim/host_abi.h
@@ -45,8 +71,8 @@ class _Launch(ctypes.Structure):  # HostLaunch in shim/host_abi.h
         ("resident", ctypes.c_uint),
         ("cluster", ctypes.c_uint),
         ("stack_bytes", ctypes.c_uint),
-        ("first_blocks", ctypes.c_uint64),
-        ("last_blocks", ctypes.c_uint64),
+        ("ranges", ctypes.c_uint),
+        ("blocks", ctypes.POINTER(ctypes.c_uint64)),
         ("params", ctypes.c_void_p),
     ]
 
@@ -160,20 +186,21 @@ class HostKernel:
         resident = bool(resident) or cluster > 1
         schedule = (_ORDERS[order], seed & 0xFFFFFFFF, _workers(), resident, cluster if cluster > 1 else 0,
                     _STACK_BYTES[self.mode])
-        launch = _Launch(blocks, threads, shared_mem, *schedule, *self._ends(tuple(blocks), resident),
-                         address)
+        ranges = self._ranges(math.prod(blocks), resident)
+        firsts_and_counts = (ctypes.c_uint64 * (2 * len(ranges)))(
+            *(number for begin, end in ranges for number in (begin, end - begin)))
+        launch = _Launch(blocks, threads, shared_mem, *schedule, len(ranges), firsts_and_counts, address)
         if self._runtime.host_launch(ctypes.byref(self._kernel), ctypes.byref(launch)):
             raise HostError(f"{self.entry}: {self._name_places(self._runtime.host_error().decode())}")
 
-    def _ends(self, blocks: Sequence[int], resident: bool | None) -> tuple[int, int]:
-        """How many blocks run at the beginning and at the end of a grid. All run if these are no fewer than
-        the grid has."""
-        total = math.prod(blocks)
-        first, last = _ends.get() or (total, 0)
-        if resident and first + last < total:
+    def _ranges(self, total: int, resident: bool) -> list[tuple[int, int]]:
+        """The blocks that run of a grid of so many."""
+        chosen = _chosen.get()
+        ranges = [(0, total)] if chosen is None else list(chosen.ranges(total))
+        if resident and sum(end - begin for begin, end in ranges) < total:
             raise HostError(f"{self.entry}: blocks of a resident grid wait for each other; blocks_of_grid "
                             f"cannot leave any out")
-        return first, last
+        return ranges
 
     def _name_places(self, message: str) -> str:
         """Replace the addresses in a message by file:line, innermost first."""
@@ -193,20 +220,24 @@ class HostKernel:
 
 
 @contextmanager
-def blocks_of_grid(*, first: int, last: int) -> Iterator[None]:
+def blocks_of_grid(*, first: int, last: int, around: Sequence[Fraction] = (), each: int = 0
+                   ) -> Iterator[None]:
     """Within it, launches of this thread run only so many blocks at the beginning and at the end of their
-    grid.
+    grid, and `each` blocks around each of the places `around`, which are shares of the grid's blocks.
 
     A test of indices beyond 2**31 then takes the time of a few blocks, and only the memory that these blocks
-    touch of what is mapped. Raises ValueError unless both numbers are 0 or more.
+    touch of what is mapped. Raises ValueError unless the numbers are 0 or more and the places in [0, 1].
     """
-    if min(first, last) < 0:
-        raise ValueError(f"first, last: expected numbers of blocks, 0 or more, got {first} and {last}")
-    token = _ends.set((first, last))
+    if min(first, last, each) < 0:
+        raise ValueError(f"first, last, each: expected numbers of blocks, 0 or more, got {first}, {last} and "
+                         f"{each}")
+    if not all(0 <= place <= 1 for place in around):
+        raise ValueError(f"around: expected shares of a grid, 0 to 1, got {', '.join(map(str, around))}")
+    token = _chosen.set(_Chosen(first, last, tuple(around), each))
     try:
         yield
     finally:
-        _ends.reset(token)
+        _chosen.reset(token)
 
 
 @functools.cache

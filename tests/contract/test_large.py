@@ -1,8 +1,10 @@
-"""More than 2**32 elements: both ends of huge arrays, on the CPU without the memory, and on a GPU."""
+"""More than 2**32 elements: both ends of huge arrays and what is around element 2**31, on the CPU without the
+memory, and on a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 from far_arrays import (
     BLOCKS,
     CALLS,
+    END,
+    FAR,
     ON_DEVICE,
     WITHOUT_CALL,
     Far,
@@ -17,6 +21,7 @@ from far_arrays import (
     check_on_device,
     lazy_memory,
     mapped,
+    windows,
 )
 from tiers import needs_host
 
@@ -53,7 +58,7 @@ def no_advice(monkeypatch):
 @needs_host
 @pytest.mark.full
 @every_call
-def test_both_ends_equal_the_reference(far):
+def test_both_ends_and_the_middle_equal_the_reference(far):
     check(far)
 
 
@@ -111,23 +116,49 @@ def test_amax_wherever_the_largest_is():
     assert not fp8.asnumpy(fp8.compute_amax(x)).any()
 
 
+def test_the_windows_have_what_32_bits_cannot_count():
+    def spans(shape: tuple[int, ...], axis: int, end: int) -> list[tuple[int, int]]:
+        return [(window.start, window.stop) for window in windows(shape, axis, end)]
+
+    tall = spans((FAR, 128), 0, END)
+    assert [begin * 128 < place <= end * 128 for begin, end in tall[1:3] for place in (1 << 30, 1 << 31)] == [
+        True, False, False, True]
+    assert tall[0] == (0, END)
+    assert tall[3] == (1 << 25, FAR)
+    begin, end = spans((128, FAR), 1, END)[2]
+    assert 63 * FAR + begin < 1 << 31 < 63 * FAR + end
+    assert spans((1280, 128), 0, END) == [(0, END), (1280 - END, 1280)]
+
+
 @needs_host
-def test_only_the_ends_of_a_grid_run():
-    """Blocks of 2048 elements: the middle of the result keeps what it had."""
-    x, out = np.ones(10 * 2048, np.float16), np.zeros(10 * 2048, np.uint8).view(float8_e4m3fn)
-    with testing.executor("host"), hostexec.blocks_of_grid(first=2, last=3):
+@pytest.mark.parametrize(("chosen", "wanted"), [
+    ({"first": 2, "last": 3}, "##.....###"), ({"first": 8, "last": 8}, "##########"),
+    ({"first": 1, "last": 1, "around": [Fraction(1, 2)], "each": 2}, "#...##...#"),
+    ({"first": 0, "last": 0, "around": [Fraction(1), Fraction(2, 5), Fraction(3, 10)], "each": 3},
+     "..####...#"),
+    ({"first": 3, "last": 0, "around": [Fraction(0), Fraction(1, 4)], "each": 4}, "####......"),
+    ({"first": 0, "last": 0}, "..........")], ids=str)
+def test_chosen_blocks_of_a_grid_run(chosen, wanted):
+    """Blocks of 2048 elements: elsewhere the result keeps what it had."""
+    x, out = np.arange(10 * 2048, dtype=np.float16), np.zeros(10 * 2048, np.uint8).view(float8_e4m3fn)
+    with testing.executor("host"), hostexec.blocks_of_grid(**chosen):
         fp8.astype(x, float8_e4m3fn, out=out)
-    ran = [bool(block.any()) for block in out.view(np.uint8).reshape(10, 2048)]
-    assert ran == [True] * 2 + [False] * 5 + [True] * 3
-    with testing.executor("host"), hostexec.blocks_of_grid(first=8, last=8):
-        fp8.astype(x, float8_e4m3fn, out=out)
-    assert out.view(np.uint8).all(), "blocks of both ends run once"
+    want = reference.astype(x, float8_e4m3fn).view(np.uint8).reshape(10, 2048)
+    want[[block == "." for block in wanted]] = 0
+    assert np.array_equal(out.view(np.uint8).reshape(10, 2048), want)
 
 
-@pytest.mark.parametrize("ends", [{"first": -1, "last": 2}, {"first": 0, "last": -1}])
-def test_negative_numbers_of_blocks_are_refused(ends):
+@pytest.mark.parametrize("chosen", [{"first": -1}, {"last": -1}, {"each": -1}])
+def test_negative_numbers_of_blocks_are_refused(chosen):
     with (pytest.raises(ValueError, match="expected numbers of blocks, 0 or more"),
-          hostexec.blocks_of_grid(**ends)):
+          hostexec.blocks_of_grid(**{"first": 0, "last": 2, **chosen})):
+        pass
+
+
+@pytest.mark.parametrize("place", [Fraction(-1, 2), Fraction(3, 2)])
+def test_places_outside_of_a_grid_are_refused(place):
+    with (pytest.raises(ValueError, match="expected shares of a grid, 0 to 1"),
+          hostexec.blocks_of_grid(first=0, last=0, around=[place], each=1)):
         pass
 
 

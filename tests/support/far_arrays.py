@@ -1,8 +1,8 @@
-"""Calls whose arrays have more than 2**32 elements. On the CPU memory is mapped lazily, and only the first
-and last blocks of a grid run; on a GPU all of them do.
+"""Calls whose arrays have more than 2**32 elements. On the CPU memory is mapped lazily, and only the blocks
+of a grid run that have its ends and the middle; on a GPU all of them do.
 
-A far call is compared at both ends with the reference of these ends alone. A product of indices in 32 bits
-would lead elsewhere.
+A far call is compared at both ends, and around element 2**31 and a place before it, with the reference of
+these windows alone. A product of indices in 32 bits would lead elsewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from itertools import product
 from math import prod
@@ -29,9 +30,9 @@ from cupy_fp8.layouts import cdiv, round_up
 from cupy_fp8.ops.matmul import aligned
 from cupy_fp8.results import Scaled
 
-END = 512                   # rows or columns of either end that are compared
+END = 512                   # rows or columns that are compared at either end, and around each other place
 FAR = (1 << 25) + END       # with 128 elements each, these are more than 2**32
-BLOCKS = 64                 # of a grid, at either end: no kernel needs more for END * 128 elements
+BLOCKS = 64                 # of a grid, for each window: no kernel needs more for END * 128 elements
 _LARGE = 1 << 24            # bytes of an array that is mapped rather than allocated
 #: Python has a name for it from 3.13 on; the number is that of Linux.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -61,13 +62,28 @@ def lazy_memory() -> Iterator[None]:
         yield
 
 
+def windows(shape: tuple[int, ...], axis: int, end: int) -> list[slice]:
+    """What is compared along a long axis: both ends, and as much around two places between them.
+
+    The axis is a little longer than a power of two. Half of that is where element 2**31 is in rows of memory,
+    if the axis is the first, and in a transposed result, if it is the last one. A quarter is where byte 2**31
+    of 16-bit elements is. The last axis has element 2**31 of rows of memory near its end.
+    """
+    extent = shape[axis]
+    most = 1 << (extent.bit_length() - 1)
+    places = (most // 4, most // 2) if axis == 0 else (most // 2, (1 << 31) % extent)
+    middles = [slice(place - end // 2, place - end // 2 + end) for place in places]
+    apart = extent >= 16 * end                              # else the array is short
+    return [slice(0, end), *(middles if apart else ()), slice(extent - end, extent)]
+
+
 @dataclass(frozen=True)
 class Far:
     """A call, `call(module, x)` with the package or its reference as the module, of an x whose axis `axis` is
     long.
 
-    end: how much of that axis is compared at either end; blocks: how many must run for it; alike: whether
-    both ends are the same, for amaxes of the whole axis
+    end: how much of that axis is compared in each window; blocks: how many must run for it; alike: whether
+    all windows are the same, for amaxes of the whole axis
     """
 
     call: Callable[[Any, Any], Any]
@@ -82,20 +98,34 @@ class Far:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def ends(self) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """Where both ends of x are, and what is there. Everything else is 0."""
-        for seed, place in enumerate((slice(None, self.end), slice(-self.end, None))):
-            shape = (*self.shape[:self.axis], self.end, *self.shape[self.axis + 1:])
-            yield (*(slice(None),) * self.axis, place), cases.values("normal", shape, self.dtype,
-                                                                     0 if self.alike else seed)
+    @property
+    def windows(self) -> list[slice]:
+        return windows(self.shape, self.axis, self.end)
+
+    @property
+    def around(self) -> list[Fraction]:
+        """Where the windows between the ends are, as shares of the axis."""
+        return [Fraction(window.start + window.stop, 2 * self.shape[self.axis])
+                for window in self.windows[1:-1]]
+
+    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+        """What x has in the first window and in the others. Everything else is 0."""
+        shape = (*self.shape[:self.axis], self.end, *self.shape[self.axis + 1:])
+        first = cases.values("normal", shape, self.dtype, 0)
+        return first, first if self.alike else cases.values("normal", shape, self.dtype, 1)
+
+    def fill(self, x: Any) -> None:
+        first, others = (bits(fp8.asarray(part, like=x)) for part in self.contents())
+        for number, window in enumerate(self.windows):
+            bits(x)[(*(slice(None),) * self.axis, window)] = others if number else first
 
 
 def check(far: Far) -> None:
-    """AssertionError unless both ends of every result are those of the reference."""
+    """AssertionError unless the windows of every result are those of the reference."""
     x = mapped(far.shape, far.dtype)
-    for at, end in far.ends():
-        bits(x)[at] = bits(end)
-    with testing.executor("host"), lazy_memory(), hostexec.blocks_of_grid(first=far.blocks, last=far.blocks):
+    far.fill(x)
+    with testing.executor("host"), lazy_memory(), hostexec.blocks_of_grid(
+            first=far.blocks, last=far.blocks, around=far.around, each=far.blocks):
         found = cases.outputs(far.call(fp8, x), {})
     _compare(far, found)
 
@@ -103,26 +133,44 @@ def check(far: Far) -> None:
 def check_on_device(far: Far) -> None:
     """The same on a GPU, where every block runs."""
     x = fp8.zeros(far.shape, far.dtype, like="cupy")
-    for at, end in far.ends():
-        bits(x)[at] = bits(fp8.asarray(end, like=x))
+    far.fill(x)
     _compare(far, cases.outputs(far.call(fp8, x), {}))
 
 
 def _compare(far: Far, found: dict[str, Any]) -> None:
     compared = 0
-    for last, (_, end) in enumerate(far.ends()):
-        for name, want in cases.outputs(far.call(reference, end), {}).items():
+    first, others = (cases.outputs(far.call(reference, part), {}) for part in far.contents())
+    for number, window in enumerate(far.windows):
+        for name, want in (others if number else first).items():
             if want.ndim < 2 or found[name].shape == want.shape:
                 continue                                        # scales of a whole tensor and sizes of groups
             assert found[name].ndim == want.ndim, name
-            at = tuple(slice(-n, None) if last else slice(n) for n in want.shape)
+            if window.stop == far.shape[far.axis]:
+                at = tuple(slice(-n, None) for n in want.shape)
+            else:
+                at = tuple(_part(window, n, extent) for n, extent in
+                           zip(want.shape, found[name].shape, strict=True))
+                want = want[tuple(slice(part.stop - part.start) for part in at)]
             got = np.ascontiguousarray(fp8.asnumpy(bits(found[name])[at])).view(want.dtype)
             try:
                 testing.assert_bytes_equal(got, want)
             except AssertionError as error:
-                raise AssertionError(f"{name}, {'last' if last else 'first'} {far.end}: {error}") from None
+                raise AssertionError(f"{name}, {window.start} to {window.stop}: {error}") from None
             compared += 1
-    assert compared >= 2, "nothing was compared"
+    assert compared >= len(far.windows), "nothing was compared"
+
+
+def _part(window: slice, wanted: int, extent: int) -> slice:
+    """What a window is along an axis of a result, of which its reference has `wanted`: everything along a
+    short axis; fewer of scales; more where rows have been added."""
+    if wanted == extent:
+        return slice(0, extent)
+    start, stop = window.start, window.stop
+    if wanted < stop - start:
+        assert (stop - start) % wanted == 0 == start % ((stop - start) // wanted)
+        return slice(start * wanted // (stop - start), stop * wanted // (stop - start))
+    times = wanted // (stop - start)
+    return slice(times * start, times * stop)
 
 
 def _beside(x: Any, a: Any) -> Any:
@@ -253,10 +301,10 @@ def _of_one_expert(m: Any, x: Any) -> Any:
 
 
 def _backward(recipe: Any, scale: dict[str, float], m: Any, x: Any) -> Any:
-    """x is the gradient, and beside itself the input, of which the ends alone are filled."""
+    """x is the gradient, and beside itself the input, of which the windows alone are filled."""
     columns = x.shape[1]
     both = fp8.empty((len(x), 2 * columns), x.dtype, like=x)
-    for at in (slice(None, END), slice(-END, None)):
+    for at in windows(x.shape, 0, END):
         bits(both)[at, :columns] = bits(both)[at, columns:] = bits(x)[at]
     return m.swiglu_backward_quantize(x, both, recipe, rowwise=True, columnwise=True, **scale)[0]
 
@@ -326,9 +374,10 @@ def _converted(target: str, m: Any, s: Any) -> Any:
 
 def _others() -> Iterator[tuple[str, Far]]:
     yield "update_delayed_scaling", Far(_updated, np.dtype(np.float32), (16, (1 << 28) + END), 1)
-    for kernel in product_kernels.KERNELS:
+    for kernel in product_kernels.KERNELS:          # Hopper's grid of clusters runs whole
         yield f"grouped_matmul_nt-{kernel}", Far(partial(_weighted, kernel), np.dtype(float8_e4m3fn),
-                                                 ((1 << 10) + 4, 1024, 4096), 0, 1, 1 << 10)
+                                                 ((1 << 11) + 4, 128, 1 << 14), 0, 1,
+                                                 1 << 10 if kernel == product_kernels.HOPPER else BLOCKS)
     yield "grouped_matmul_nt-align_rows", Far(_aligned, np.dtype(float8_e4m3fn), (FAR, 136))
 
 
@@ -340,17 +389,21 @@ def _updated(m: Any, history: Any) -> Any:
 
 
 def _weighted(kernel: str, m: Any, b: Any) -> Any:
-    """Rows of one 1 each, which pick elements of the first and of the last group's weights. No other group
-    has rows."""
-    groups, _, k = b.shape
+    """Rows of one 1 each, which pick elements of the weights of each window's group. No other group has
+    rows."""
+    groups, n, k = b.shape
+    chosen = sorted({window.stop - 1 for window in windows(b.shape, 0, 1)})
     sizes = np.zeros(groups, np.int64)
-    sizes[0] = sizes[-1] = 16
-    picks = np.tile(np.eye(k, dtype=np.float32)[:128:8], (sizes.sum() // 16, 1)).astype(float8_e4m3fn)
+    sizes[chosen] = 16
+    picks = np.tile(np.eye(128, k, dtype=np.float32)[::8], (len(chosen), 1)).astype(float8_e4m3fn)
     one, executor = np.ones(1, np.float32), "host" if isinstance(b, np.ndarray) else "cuda"
     a, weights = _beside(b, Scaled(picks, one, picks.shape)), Scaled(b, _beside(b, one), b.shape)
     with pytest.MonkeyPatch.context() as patch:
         product_kernels.use(kernel, testing.Executor(executor), patch)
-        return m.grouped_matmul_nt(a, weights, _beside(b, sizes), dtype=np.float32)
+        products = m.grouped_matmul_nt(a, weights, _beside(b, sizes), dtype=np.float32)
+    found = fp8.zeros((groups, 16, n), np.float32, like=b)
+    found[chosen] = products.reshape(-1, 16, n)
+    return found
 
 
 def _aligned(m: Any, x: Any) -> Any:

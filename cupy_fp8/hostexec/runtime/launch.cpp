@@ -111,6 +111,12 @@ static void prepare_dynamic_shared(Worker* worker) {
 }
 
 // ---- a worker's thread ----
+// The index of a block in the grid, of its number among those that run.
+static uint64_t block_of(const Launch* launch, uint64_t number) {
+    const HostBlocks* range = launch->ranges;
+    while (number >= range->count) number -= range++->count;
+    return range->first + number;
+}
 static void work(Worker* worker) {
     Launch* launch = worker->launch;
     worker->failed = false;
@@ -124,8 +130,7 @@ static void work(Worker* worker) {
         const uint64_t one =
             descending ? launch->blocks - 1 - number
                        : (number * launch->block_multiplier + launch->block_offset) % launch->blocks;
-        const uint64_t block =
-            launch->first_block + (one < launch->first_blocks ? one : one + launch->skipped_blocks);
+        const uint64_t block = block_of(launch, one);
         if (launch->options->cluster) launch->worker_of_block[one] = worker;
         run_block(worker, block);
         if (launch->options->cluster) launch->worker_of_block[one] = nullptr;
@@ -205,20 +210,18 @@ static int refuse(const std::string& reason) {
     return 1;
 }
 
-// Runs `grid` blocks from first_block on: all of the grid's, or a cluster's.
-static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, uint64_t first_block,
-                         uint64_t grid) {
+// Runs the blocks of the ranges: those chosen of the grid, or a cluster's.
+static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, const HostBlocks* blocks,
+                         unsigned ranges) {
     Launch launch = {};
-    launch.first_block = first_block;
+    launch.ranges = blocks;
+    for (unsigned i = 0; i < ranges; i++) launch.blocks += blocks[i].count;
     launch.kernel = kernel;
     launch.options = options;
     launch.params = options->params;
     launch.threads_per_block = options->block[0] * options->block[1] * options->block[2];
-    launch.first_blocks = std::min(options->first_blocks, grid);
-    launch.blocks = launch.first_blocks + std::min(options->last_blocks, grid - launch.first_blocks);
-    launch.skipped_blocks = grid - launch.blocks;
     launch.exclusive = kTsan || options->resident;
-    if (options->cluster) launch.worker_of_block.resize(grid);
+    if (options->cluster) launch.worker_of_block.resize(launch.blocks);
     permute_blocks(launch);
 
     const uint64_t threads = launch.blocks * (launch.threads_per_block + 1);
@@ -257,10 +260,10 @@ static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, ui
 
 extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) {
     std::lock_guard<std::mutex> lock(one_launch_at_a_time);
+    if (!options->cluster) return launch_blocks(kernel, options, options->blocks, options->ranges);
     const uint64_t grid = (uint64_t)options->grid[0] * options->grid[1] * options->grid[2];
-    if (!options->cluster) return launch_blocks(kernel, options, 0, grid);
     if (grid % options->cluster) return refuse("a grid of clusters needs a multiple of their blocks");
-    for (uint64_t first = 0; first < grid; first += options->cluster)
-        if (launch_blocks(kernel, options, first, options->cluster)) return 1;
+    for (HostBlocks cluster = {0, options->cluster}; cluster.first < grid; cluster.first += cluster.count)
+        if (launch_blocks(kernel, options, &cluster, 1)) return 1;
     return 0;
 }

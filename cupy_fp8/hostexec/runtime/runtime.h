@@ -84,10 +84,8 @@ struct Launch {
     const HostLaunch* options;
     const void* params;
     unsigned threads_per_block;
-    uint64_t first_block;                             // of the cluster; else 0
-    uint64_t blocks;                                  // that run
-    // those before, and the ones left out after, which shift the numbers of the rest
-    uint64_t first_blocks, skipped_blocks;
+    const HostBlocks* ranges;                         // of the blocks that run
+    uint64_t blocks;                                  // in all ranges
     bool exclusive;
     // block number b runs as (b * multiplier + offset) mod blocks
     uint64_t block_multiplier = 1, block_offset = 0;

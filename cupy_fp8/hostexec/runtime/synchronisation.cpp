@@ -93,7 +93,7 @@ extern "C" void* host_shared_of_block(void* own, unsigned block) {
     const uint64_t at = (uint64_t)((unsigned char*)own - worker->dynamic_shared);
     if (at >= worker->dynamic_bytes) fail_here("%p is not in dynamic shared memory", own);
     const std::vector<Worker*>& all = worker->launch->worker_of_block;
-    const uint64_t in_cluster = block - worker->launch->first_block;
+    const uint64_t in_cluster = block - worker->launch->ranges->first;
     if (in_cluster >= all.size()) fail_here("block %u is not of this cluster", block);
     if (!all[in_cluster]) fail_here("block %u has not begun or has ended", block);
     return all[in_cluster]->dynamic_shared + at;

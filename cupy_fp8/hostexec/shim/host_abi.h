@@ -52,13 +52,18 @@ struct HostKernel {
 
 enum HostOrder { HOST_ASCENDING, HOST_DESCENDING, HOST_RANDOM };
 
+// Neighbouring blocks of a grid, by their linear indices.
+struct HostBlocks {
+    uint64_t first, count;
+};
+
 struct HostLaunch {
     unsigned grid[3], block[3];
     unsigned shared_bytes, order, seed, workers;
     unsigned resident, cluster;  // cluster: so many blocks are resident together, one cluster after the other
     unsigned stack_bytes;
-    // how many blocks run at either end of the grid; together no fewer than it has: all
-    uint64_t first_blocks, last_blocks;
+    unsigned ranges;
+    const HostBlocks* blocks;    // that run: ranges apart from each other, in ascending order
     const void* params;
 };
 
