@@ -219,6 +219,17 @@ def no_attribute(owner: str, name: str, public: Iterable[str]) -> AttributeError
     return AttributeError(f"{owner} has no attribute {name!r}{advice}")
 
 
+def public_only(module: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a module with these globals: `dir` shows what `__all__` has, and a name
+    that the module does not have is answered with one that was meant."""
+    public: list[str] = module["__all__"]
+
+    def missing(name: str) -> Any:
+        raise no_attribute(f"module {module['__name__']!r}", name, public)
+
+    return missing, lambda: [*public, *(name for name in module if name.startswith("__"))]
+
+
 class Absent:
     """An attribute that people look for and that is named otherwise here: AttributeError says how. Unlike
     `__getattr__`, it costs nothing where other attributes are read."""

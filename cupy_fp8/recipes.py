@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .advice import listed, meant, no_attribute, shown, type_name
+from .advice import listed, meant, public_only, shown, type_name
 from .arrays import Array, Shape, _as_shape, empty_beside
 from .directions import (
     block_directions,
@@ -263,5 +263,4 @@ def check_scales(recipe: Recipe, scale: Any, amax: Any, several: bool = False) -
                          "their own elements")
 
 
-def __getattr__(name: str) -> Any:
-    raise no_attribute(f"module {__name__!r}", name, __all__)
+__getattr__, __dir__ = public_only(globals())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import backend, kernels
-from .advice import no_attribute
+from .advice import public_only
 from .arrays import Result, asarray, asnumpy, bits, check_comparable, is_array, pairs
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
 from .grouped import Grouped
@@ -207,9 +207,4 @@ def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.
                                                  endpoint=True).reshape(shape).view(dtype))
 
 
-def __getattr__(name: str) -> Any:
-    raise no_attribute(f"module {__name__!r}", name, __all__)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+__getattr__, __dir__ = public_only(globals())

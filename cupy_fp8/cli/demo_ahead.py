@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import backend
 from ..arrays import asarray, empty
-from ..diagnostics import rehearsal
+from ..diagnostics.comparison import launched
 from ..kernels import recording
 from .compilers import Compilers, compilers
 
@@ -30,7 +30,7 @@ class Ahead:
         if not self._expected:
             self._compilers.start(self._of_times_and_conversions(dtype))
         self._expected.add((shape, dtype))
-        self._compilers.start(rehearsal.launched(empty(shape, dtype, like=self._xp)))
+        self._compilers.start(launched(empty(shape, dtype, like=self._xp)))
 
     def _of_times_and_conversions(self, dtype: np.dtype[Any]) -> Any:
         from ..bench.measure import DELAY

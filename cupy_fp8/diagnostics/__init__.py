@@ -1,8 +1,6 @@
 """Measures how much quantisation changed a tensor and each of its blocks."""
 
-from typing import Any
-
-from ..advice import no_attribute
+from ..advice import public_only
 from .comparison import Comparison, compare
 from .per_block import BlockReport, blocks
 from .recipe_rows import RecipeError
@@ -14,10 +12,4 @@ from .whole import ErrorReport, error
 __all__ = ["BlockReport", "Comparison", "ErrorReport", "RecipeError", "ScaleReport", "ScaleWarning",
            "SpanReport", "Vanished", "blocks", "compare", "error", "log_step", "scale_span", "scales"]
 
-
-def __getattr__(name: str) -> Any:
-    raise no_attribute(f"module {__name__!r}", name, __all__)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+__getattr__, __dir__ = public_only(globals())

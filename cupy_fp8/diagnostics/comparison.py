@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .. import backend
-from ..arrays import Array
-from ..formats import FORMATS, INPUT_DTYPES, float8_e5m2, names
+from ..arrays import Array, contiguous
+from ..formats import FORMATS, INPUT_DTYPES, float8_e5m2, float32, names
+from ..kernels import Variant, recording
 from ..ops.scales.amax import compute_amax
 from ..ops.scales.scale import compute_scale
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..results import Quantized, Scaled, block_text, html_table
+from ..results import Quantized, Scaled, as_scaled, block_text, html_table
+from . import on_gpu
 from .recipe_rows import COLUMNS, Recipe, RecipeError, columns_for, recipe_name
+from .scale_report import compact_scales
 from .text import text_table
 from .verdict import verdict_on
 from .whole import ErrorReport, error
 
-__all__ = ["RECIPES", "Comparison", "compare", "each"]
+__all__ = ["RECIPES", "Comparison", "compare", "each", "launched"]
 
 #: Quantises a tensor, into a result if one is given.
 Quantize: TypeAlias = Callable[..., Quantized]
@@ -30,6 +33,7 @@ RECIPES: tuple[Recipe, ...] = (
     *(BlockScaling(block, pow2_scale=pow2) for block in ((128, 128), (1, None), (1, 128))
       for pow2 in (False, True)),
     MXScaling(), MXScaling(float8_e5m2))
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -152,6 +156,18 @@ def quantizer(recipe: Recipe, x: Array, amax: Array | None) -> Quantize:
         return recipe.quantize
     scale = compute_scale(compute_amax(x) if amax is None else amax, dtype=recipe.dtype, margin=recipe.margin)
     return lambda x, out=None: recipe.quantize(x, scale=scale, out=out)
+
+
+def launched(x: Array, recipes: Iterable[Recipe] = RECIPES) -> list[Variant]:
+    """The kernel variants that `compare` launches for an array, in the order in which a GPU needs them.
+    Nothing runs, and x may hold anything."""
+    flat = contiguous(x).reshape(-1)
+    with recording() as variants:
+        for recipe in recipes:
+            s = as_scaled(quantizer(recipe, x, None)(x))
+            compact_scales(s)
+            on_gpu.error_sums(flat, s.dequantize(float32).reshape(-1), s.data.reshape(-1))
+    return list(dict.fromkeys(variants))
 
 
 def _values(x: Any) -> Array:

@@ -5,9 +5,7 @@ changes no global setting of matplotlib: text takes the colours of the style in 
 arrays are sampled, so that 10^9 elements take less than a second; the title says so.
 """
 
-from typing import Any
-
-from ..advice import no_attribute
+from ..advice import public_only
 from .block_losses import loss_histogram, loss_map, scale_histogram
 from .magnitudes import error_by_magnitude, histogram
 from .ranges import block_ranges, format_ranges, rounding
@@ -26,10 +24,4 @@ __all__ = ["amax_history", "bars", "block_ranges", "cells", "comparison", "curve
            "rounding", "routes", "scale_heat_map", "scale_histogram", "scale_layout", "steps",
            "table"]
 
-
-def __getattr__(name: str) -> Any:
-    raise no_attribute(f"module {__name__!r}", name, __all__)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+__getattr__, __dir__ = public_only(globals())
