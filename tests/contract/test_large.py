@@ -23,12 +23,12 @@ from far_arrays import (
     mapped,
     windows,
 )
+from programs import launched_variants
 from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, hostexec, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases.programs import launched_variants
 from cupy_fp8.formats import bfloat16, float8_e4m3fn
 from cupy_fp8.kernels import grid_size
 

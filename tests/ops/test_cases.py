@@ -8,11 +8,11 @@ from functools import partial
 import covering
 import pytest
 from large_tiles import check_those_that_ask
+from programs import WITHOUT_OP
 from tiers import quick_if
 
 from cupy_fp8 import cases, testing
 from cupy_fp8.cases import OPS, Case
-from cupy_fp8.cases.programs import WITHOUT_OP
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e4m3fn, float32
 from cupy_fp8.kernels import Kernel, Launch, sources

@@ -13,13 +13,13 @@ import numpy as np
 import nvrtc
 import pytest
 import toy_op
+from programs import all_programs, programs
 from ptx import check_instructions
 from tiers import needs_host
 
 from cupy_fp8 import bench, cases, hostexec
 from cupy_fp8.__main__ import main
 from cupy_fp8.cases.covering import record
-from cupy_fp8.cases.programs import all_programs, programs
 from cupy_fp8.cli import written
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,6 +15,7 @@ from typing import Any
 import nvrtc
 import pytest
 from background import Background
+from programs import Program, all_programs, launched_variants, programs
 from ptx import check_instructions
 from tiers import first_of_each
 
@@ -22,7 +23,6 @@ from cupy_fp8 import kernels
 from cupy_fp8.arrays import zeros
 from cupy_fp8.calls import remembered
 from cupy_fp8.cases import OPS, Registration
-from cupy_fp8.cases.programs import Program, all_programs, launched_variants, programs
 from cupy_fp8.formats import FORMATS
 from cupy_fp8.kernels import Launch, shapes, sources
 from cupy_fp8.ops.convert.astype import astype

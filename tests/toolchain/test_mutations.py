@@ -17,10 +17,10 @@ import mutations
 import pytest
 from background import Background
 from mutations import FAULTS, FOUND_BY_SANITIZER, SURVIVED, chosen, fault_of
+from programs import WITHOUT_OP
 
 import cupy_fp8
 from cupy_fp8 import hostexec
-from cupy_fp8.cases.programs import WITHOUT_OP
 from cupy_fp8.kernels import sources
 
 pytestmark = [pytest.mark.full,

@@ -23,13 +23,13 @@ import covering
 import numpy as np
 import pytest
 from background import Background
+from programs import WITHOUT_OP
 from tiers import quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import DIRECTIONS, OPS, Case
-from cupy_fp8.cases.programs import WITHOUT_OP
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.kernels import sources

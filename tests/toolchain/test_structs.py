@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs import launched_variants
 from tiers import first_of_each
 
 import cupy_fp8 as fp8
 from cupy_fp8 import hostexec
-from cupy_fp8.cases.programs import launched_variants
 from cupy_fp8.diagnostics import on_gpu
 from cupy_fp8.kernels import Kernel, Variant, sources, structs
 from cupy_fp8.ops.matmul.problem import OperandView

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from covering import observed
+from programs import launched_variants
 from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, testing
 from cupy_fp8.__main__ import main
 from cupy_fp8.cases.covering import Recorded, covering, covering_of, served_by, spread
-from cupy_fp8.cases.programs import launched_variants
 from cupy_fp8.cli import progress, selftest
 from cupy_fp8.kernels import Variant, recording
 

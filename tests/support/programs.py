@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kernels import Variant
-from .registry import OPS, Registration
+from cupy_fp8.cases import OPS, Registration
+from cupy_fp8.diagnostics import on_gpu
+from cupy_fp8.kernels import Variant
 
 #: Sources of kernels that no op launches: the benchmark's delay, and the sums of diagnostics.error.
 WITHOUT_OP = frozenset({"bench/delay", "diagnostics/error_sums"})
@@ -37,11 +38,5 @@ def launched_variants() -> dict[Program, Variant]:
 
 
 def all_programs() -> tuple[Program, ...]:
-    """The programs of all ops, and those in WITHOUT_OP.
-
-    >>> str(next(p for p in all_programs() if p.source == "scales/amax"))
-    'compute_amax-IN=bf16-NAN_WINS=0'
-    """
-    from ..diagnostics import on_gpu
-
+    """The programs of all ops, and those in WITHOUT_OP."""
     return (*launched_variants(), *map(Program.of, on_gpu.variants()), Program("bench/delay", "delay", ()))
