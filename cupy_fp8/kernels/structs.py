@@ -104,7 +104,8 @@ class StructLayout:
             else:
                 found.append(value if value is not None else b"" if code.endswith("s") else 0)
         if known < len(given) and (unknown := given.keys() - {member.name for member in self.members}):
-            raise TypeError(f"{self.name} has no members {sorted(unknown)}")
+            known_names = ", ".join(member.name for member in self.members)
+            raise TypeError(f"{self.name} has no members {sorted(unknown)}; it has {known_names}")
         return found
 
     @functools.cached_property

@@ -15,7 +15,7 @@
 // Defines:
 //   IN           the format of y and out
 //   TOPK         1, 2, 4, 6 or 8 slots per token, which RowPipeline keeps in registers; 0: any number
-#include "numerics/column_sum.cuh"
+#include "numerics/tree_sum.cuh"
 #include "moe/routes.cuh"
 
 #ifdef ENTRY_unpermute

@@ -10,11 +10,11 @@
 // A block of 256 threads takes a token, keeps up to 1024 chunks of it in registers and goes through its rows.
 // It loads a chunk of the next row as soon as this row's chunk is used. 32 neighbouring chunks belong to a
 // warp. Their sum by shuffles is a subtree of the fixed tree, and so is the sum of 32 such sums. The sums of
-// tiles meet in a binary counter. Rows that allow no 16-byte accesses are moved element by element.
+// tiles meet in a RunningTreeSum. Rows that allow no 16-byte accesses are moved element by element.
 //
 // Defines:
 //   IN           the format of grad, y and grad_y
-#include "numerics/column_sum.cuh"
+#include "numerics/tree_sum.cuh"
 #include "moe/routes.cuh"
 
 #ifdef ENTRY_unpermute_backward
@@ -34,21 +34,12 @@ constexpr int kCount = 16 / sizeof(IN::storage), kUnits = 4;
 constexpr int kTile = kUnits * kThreads;     // chunks in a tile: one for each lane of 32 warps
 constexpr int kStep = kThreads * kCount;     // columns from one of a thread's chunks to the next
 constexpr int kSlots = 32;                   // slots at a time
-constexpr int kLevels = 32;                  // levels of the binary counter, for 2^32 tiles
 constexpr int kMostExperts = 1024;
 using Part = Chunk<IN, kCount>;
 static_assert(kUnits * kWarps == 32, "one warp adds up a tile's sums");
 
-// Returns the sum over the lanes of a warp to every lane. The order of the two terms of a sum does not
-// matter.
-__device__ __forceinline__ float warp_tree_sum(float term) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) term = add_rn(term, __shfl_xor_sync(~0u, term, step));
-    return term;
-}
-
-// Computes such sums of kUnits terms at once. Lane l gets the sum of term l % kUnits. That takes fewer steps,
-// since each of two lanes gives away half of its terms.
+// Computes warp_tree_sum of kUnits terms at once. Lane l gets the sum of term l % kUnits. That takes fewer
+// steps, since each of two lanes gives away half of its terms.
 __device__ __forceinline__ float warp_tree_sums(const float (&term)[kUnits]) {
     static_assert(kUnits == 4, "two bits of a lane's number");
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
@@ -94,7 +85,7 @@ struct Shared {
     i64 prob_at[kSlots];
     float prob[kSlots];
     float of_warp[kSlots][32];               // the sums of 32 parts of a tile
-    float of_tiles[kSlots][kLevels];         // the sums of 2^level tiles each
+    RunningTreeSum of_tiles[kSlots];
     u32 routed[kMostExperts / 32];           // a bit for each expert
 };
 
@@ -102,21 +93,9 @@ struct Shared {
 __device__ __forceinline__ void add_tile(Shared& shared, int slots, i64 tile) {
     for (int k = threadIdx.x / 32; k < slots; k += kWarps) {
         if (shared.row[k] < 0) continue;
-        float sum = warp_tree_sum(shared.of_warp[k][threadIdx.x % 32]);
-        if (threadIdx.x % 32) continue;
-        int level = 0;
-        for (i64 rest = tile; rest & 1; rest >>= 1) sum = add_rn(shared.of_tiles[k][level++], sum);
-        shared.of_tiles[k][level] = sum;
+        const float sum = warp_tree_sum(shared.of_warp[k][threadIdx.x % 32]);
+        if (threadIdx.x % 32 == 0) shared.of_tiles[k].add(tile, sum);
     }
-}
-
-// Returns the sum over `tiles` tiles: the levels of the counter, from the lowest to the highest.
-__device__ __forceinline__ float total(const Shared& shared, int k, i64 tiles) {
-    float sum = as_float(kAbsentTerm);
-    int level = 0;
-    for (i64 rest = tiles; rest; rest >>= 1, level++)
-        if (rest & 1) sum = add_rn(shared.of_tiles[k][level], sum);
-    return tiles ? as_float(f32::narrow(sum)) : 0.0f;
 }
 
 // A thread's chunks of a tile. Chunk u begins kStep * u columns after the first.
@@ -241,7 +220,8 @@ __device__ __forceinline__ void store_dprobs(const UnpermuteBackwardParams& p, S
                                              int slots, i64 tiles) {
     if ((int)threadIdx.x >= slots || shared.prob_at[threadIdx.x] < 0) return;
     const i64 at = shared.prob_at[threadIdx.x];
-    p.dprobs[at] = shared.row[threadIdx.x] < 0 ? 0.0f : total(shared, threadIdx.x, tiles);
+    p.dprobs[at] = shared.row[threadIdx.x] < 0
+        ? 0.0f : as_float(f32::narrow(shared.of_tiles[threadIdx.x].total(tiles)));
     if (p.routes.columns) {
         const u32 expert = (u32)(at - token * p.routes.columns);
         atomicOr(&shared.routed[expert / 32], 1u << expert % 32);

@@ -2,10 +2,10 @@
 // by the same tree.
 //
 // sum_rows  src [batch, rows, columns] f32 -> dst [batch, ceil(rows / (8 ROWS)), columns], each the sum of up
-//           to 8 ROWS rows by the fixed tree (column_sum.cuh); no rows give one row of +0. A block takes 32
+//           to 8 ROWS rows by the fixed tree (tree_sum.cuh); no rows give one row of +0. A block takes 32
 //           columns (whole 128-byte lines), each thread ROWS rows of one column, all in flight. Bytes moved
 //           per element: 4; launch-bound for the few rows that there are.
-#include "numerics/column_sum.cuh"
+#include "numerics/tree_sum.cuh"
 #include "memory/chunks.cuh"
 
 #ifdef ENTRY_sum_rows

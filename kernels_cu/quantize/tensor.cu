@@ -10,7 +10,7 @@
 //                 sizeof(IN) + 1 per direction. A tile has TILE_ROWS x TILE_COLUMNS elements. Both outputs
 //                 want 256 x 256: one block of threads per multiprocessor, and long separate phases of loads
 //                 and stores. DOWN_FIRST: see tile.cuh. DBIAS 1: writes the sum of x down each column of the
-//                 tile too, before scaling, by the fixed tree (column_sum.cuh); bias_gradient.cu adds up the
+//                 tile too, before scaling, by the fixed tree (tree_sum.cuh); bias_gradient.cu adds up the
 //                 tiles. Without sums there are registers for more threads. WHOLE 1: every row of x and data
 //                 allows chunked access, every row of data_t 16-byte stores, and there are whole patches
 //                 only. Large tiles have no registers for other paths, and small ones are up to 6 % faster

@@ -29,15 +29,16 @@ def files() -> Iterator[Path]:
             yield path
 
 
-def too_long(path: Path) -> int:
-    """How many lines are too long. Rows of tables cannot be wrapped, nor the links of docs/api."""
+def too_long(path: Path) -> Iterator[str]:
+    """The places of lines that are too long. Rows of tables cannot be wrapped, nor the links of docs/api."""
     if path.is_relative_to(ROOT / "docs/api"):
-        return 0
+        return
     in_markdown = path.suffix == ".md"
-    return sum(len(line) > COLUMNS and not (in_markdown and line.startswith("|"))
-               for line in path.read_text(encoding="utf-8").splitlines())
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if len(line) > COLUMNS and not (in_markdown and line.startswith("|")):
+            yield f"{path.relative_to(ROOT)}:{number}"
 
 
 def test_no_line_is_too_long():
-    found = {str(path.relative_to(ROOT)): n for path in files() if (n := too_long(path))}
-    assert not found, f"{sum(found.values())} lines in {len(found)} files"
+    found = [place for path in files() for place in too_long(path)]
+    assert not found, f"more than {COLUMNS} characters: {', '.join(found)}"

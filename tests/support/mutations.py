@@ -136,7 +136,7 @@ _FAULTS = (
     Fault("include/numerics/amax.cuh", "low > high ? low : high", "low < high ? low : high", "compute_amax"),
     Fault("include/numerics/arith.cuh", "as_bits(a) - 1u < 0x7f7fffffu", "as_bits(a) - 1u <= 0x7f7fffffu",
           "compute_scale"),
-    Fault("include/numerics/column_sum.cuh", "return partial[kLevels - 1];", "return partial[0];",
+    Fault("include/numerics/tree_sum.cuh", "return partial[kLevels - 1];", "return partial[0];",
           "cast_transpose"),
     Fault("include/numerics/e8m0.cuh", "(254 - e) << 23", "(253 - e) << 23", "quantize_mx",
           "quantize/mx"),

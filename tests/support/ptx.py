@@ -15,7 +15,8 @@ _RECIPROCAL = re.compile(r"rcp\.approx\.ftz\.f32 (%\w+), (%\w+);\s+neg\.f32 e, \
 
 def check_instructions(ptx: str, *, f64: bool = False) -> None:
     """f64: the kernel makes no bytes, and the compiler may round f64 as it likes; -ftz does not change it."""
-    assert [name for name in inexact_instructions(ptx) if not (f64 and ".f64" in name)] == []
+    inexact = [name for name in inexact_instructions(ptx) if not (f64 and ".f64" in name)]
+    assert not inexact, f"{', '.join(inexact)}: floats need the functions of numerics/arith.cuh"
     assert split_stores(ptx) == 0, "16 bytes are written in four instructions: see Chunk::store_whole"
 
 

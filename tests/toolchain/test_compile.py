@@ -5,10 +5,12 @@ A variant compiles, keeps everything in registers, and computes by the instructi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,9 +24,9 @@ from tiers import first_of_each
 from cupy_fp8 import kernels
 from cupy_fp8.arrays import zeros
 from cupy_fp8.calls import remembered
-from cupy_fp8.cases import OPS, Registration
+from cupy_fp8.cases import OPS, base
 from cupy_fp8.formats import FORMATS
-from cupy_fp8.kernels import Launch, shapes, sources
+from cupy_fp8.kernels import shapes, sources
 from cupy_fp8.ops.convert.astype import astype
 from cupy_fp8.ops.quantize import grouped_tensor
 
@@ -199,49 +201,54 @@ def test_every_source_is_covered():
 
 
 # ---- ops launch what they are registered with ----
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
-    """The program of every launch. Nothing runs."""
-    seen: set[Program] = set()
-    monkeypatch.setattr(Launch, "start", lambda launch, *_: seen.add(Program.of(launch.variant)))
-    with kernels.forced_executor("host"):
+@contextmanager
+def launches() -> Iterator[set[Program]]:
+    """The program of every launch within it. Nothing runs."""
+    with kernels.forced_executor("host"), kernels.recording() as variants:
+        seen: set[Program] = set()
         yield seen
+        seen.update(map(Program.of, variants))
 
 
-def launched_by(op: Registration, seen: set[Program], monkeypatch: pytest.MonkeyPatch) -> set[Program]:
-    """What all cases launch with the tiles for small arrays, and with those for large arrays on a GPU."""
-    seen.clear()
-    for case in op.cases():
-        args, kwargs = op.inputs(case)              # made once for all calls, since they write nothing
-        remembered.forget()
-        op.function(*args, **kwargs)
-        with monkeypatch.context() as patch:
-            patch.setattr(shapes, "choose_tile", lambda x, large, size=0: large)
-
+@functools.cache
+def launched_by(name: str) -> set[Program]:
+    """What all cases of an op launch with the tiles for small arrays, and with those for large arrays on a
+    GPU."""
+    op = OPS[name]
+    with launches() as seen, base.values_made_by(base.zeros):
+        for case in op.cases():
+            args, kwargs = op.inputs(case)          # made once for all calls, since they write nothing
             remembered.forget()
             op.function(*args, **kwargs)
-            if op.name in ("group_quantize", "multi_cast_transpose"):
-                patch.setattr(shapes, "fills_wide", lambda columns: True)
-                patch.setattr(grouped_tensor, "_TALL", 0)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(shapes, "choose_tile", lambda x, large, size=0: large)
                 remembered.forget()
                 op.function(*args, **kwargs)
-    return set(seen)
+                if name in ("group_quantize", "multi_cast_transpose"):
+                    patch.setattr(shapes, "fills_wide", lambda columns: True)
+                    patch.setattr(grouped_tensor, "_TALL", 0)
+                    remembered.forget()
+                    op.function(*args, **kwargs)
+    return seen
 
 
 @pytest.mark.full
-def test_ops_launch_all_their_programs_and_no_other(launched, monkeypatch):
-    """An op launches its programs alone, and every program is launched by one of the ops that have it."""
-    launched_by_any: set[Program] = set()
-    for op in OPS.values():
-        own = launched_by(op, launched, monkeypatch)
-        assert own <= programs(op).keys(), f"{op.name} is registered without these programs"
-        launched_by_any |= own
-    assert launched_by_any == LAUNCHED.keys()
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_launches_its_programs(name):
+    """All of them, but for those that another op launches which has them too; and no other."""
+    own, registered = launched_by(name), programs(OPS[name]).keys()
+    assert not own - registered, f"variants() of {name} lacks programs that its cases launch"
+    missing = registered - own
+    for other in OPS:
+        if other != name and missing & programs(OPS[other]).keys():
+            missing -= launched_by(other)
+    assert not missing, f"no case of {name} launches these programs of variants(): add cases"
 
 
-def test_astype_launches_known_variants(launched):
+def test_astype_launches_known_variants():
     """`saturate` means something for FP8 only: the other formats have one variant, not two."""
-    for source, to, saturate in itertools.product(FORMATS, FORMATS, (True, False)):
-        astype(zeros(3, source, like="numpy"), to, saturate)
-    assert launched
-    assert launched <= LAUNCHED.keys()
+    with launches() as seen:
+        for source, to, saturate in itertools.product(FORMATS, FORMATS, (True, False)):
+            astype(zeros(3, source, like="numpy"), to, saturate)
+    assert seen
+    assert seen <= LAUNCHED.keys()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ...arrays import Array
 from ...calls.descriptions import Description, Written
-from ...directions import Direction, Directions, dbias_shape
+from ...directions import Direction, Directions, dbias_shape, tensor_directions
 from ...formats import float32
 from ...results import Quantized, Scaled
 
@@ -74,3 +76,23 @@ class QuantizedResult(Description):
         if wanted.block is not None:
             message += f", block {wanted.block}, scales {wanted.scale_layout}"
         raise ValueError(f"{message}, got {part!r}")
+
+
+# ---- per-tensor scaling ----
+def per_tensor_result(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
+                      transposed: bool = True, dbias: bool = False) -> QuantizedResult:
+    """Describes a Quantized with one scale for the tensor."""
+    directions = tensor_directions(shape, dtype, rowwise, columnwise, transposed)
+    return QuantizedResult(directions, "per-tensor", dbias)
+
+
+def per_tensor_destinations(result: QuantizedResult, written: Sequence[int]) -> dict[str, int]:
+    """The addresses of such a result's arrays by the names of the kernels' members."""
+    found: dict[str, int] = {}
+    for name, (data, scale_inv) in result.addresses(written).items():
+        found["data_t" if result.directions[str(name)].transposed else "data"] = data
+        if found.setdefault("scale_inv", scale_inv) != scale_inv:
+            found["scale_inv_copy"] = scale_inv
+    if result.dbias:
+        found["dbias"] = written[-1]
+    return found

@@ -22,8 +22,7 @@ from ...reference.quantize.swiglu import ALPHA
 from ..scales.scale import scale_target
 from . import blocks, mx
 from .bias_gradient import ColumnSums, partial_sums
-from .quantized_result import QuantizedResult
-from .tensor import destinations, per_tensor_result
+from .quantized_result import QuantizedResult, per_tensor_destinations, per_tensor_result
 
 DIRECTIONS = "rowwise", "columnwise"
 #: Members of a kernel's struct by name.
@@ -109,7 +108,7 @@ class _PerTensor(Output):
         self.result = per_tensor_result(shape, recipe.dtype, bool(rowwise), bool(columnwise))
 
     def destinations(self, result: QuantizedResult, written: Sequence[int]) -> Members:
-        return destinations(result, written)
+        return per_tensor_destinations(result, written)
 
 
 class _Blocks(Output):

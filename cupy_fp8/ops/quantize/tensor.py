@@ -3,7 +3,7 @@ kernels_cu/quantize/tensor.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ... import reference
 from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
-from ...directions import check_directions, tensor_directions
+from ...directions import check_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, shapes
 from ...methods import for_methods
@@ -23,7 +23,7 @@ from ..scales.amax import current_scale
 from ..scales.scale import scale_target
 from . import tensor_current
 from .bias_gradient import ColumnSums, partial_sums
-from .quantized_result import QuantizedResult
+from .quantized_result import QuantizedResult, per_tensor_destinations, per_tensor_result
 
 _CAST = Kernel("quantize/tensor", "cast", block=shapes.ELEMENTWISE_THREADS)
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
@@ -110,27 +110,6 @@ def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, t
                            noop=noop, dbias=dbias, eps=eps, pow2_scale=pow2_scale, out=out)
 
 
-# ---- the result ----
-def per_tensor_result(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
-                      transposed: bool = True, dbias: bool = False) -> QuantizedResult:
-    """Describes a Quantized with one scale for the tensor."""
-    directions = tensor_directions(shape, dtype, rowwise, columnwise, transposed)
-    return QuantizedResult(directions, "per-tensor", dbias)
-
-
-def destinations(result: QuantizedResult, written: Sequence[int]) -> dict[str, int]:
-    """The addresses of a result's arrays by the names of the kernels' members."""
-    found: dict[str, int] = {}
-    for name, (data, scale_inv) in result.addresses(written).items():
-        found["data_t" if result.directions[str(name)].transposed else "data"] = data
-        if found.setdefault("scale_inv", scale_inv) != scale_inv:
-            found["scale_inv_copy"] = scale_inv
-    if result.dbias:
-        found["dbias"] = written[-1]
-    return found
-
-
-# ---- the call and its launches ----
 class _Inputs(NamedTuple):
     """scale: as it was given. rule: target, eps and pow2_scale of current scaling; None with a given scale.
     directions: rowwise, columnwise and transposed."""
@@ -178,7 +157,7 @@ class _QuantizeTensor(Op[_Inputs]):
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         assert isinstance(call.result, QuantizedResult)
-        addresses = destinations(call.result, written)
+        addresses = per_tensor_destinations(call.result, written)
         flat = "data_t" not in addresses and not inputs.result.dbias
         scale_at, amax_at = inputs.scale_at, inputs.amax_at
         if inputs.rule:

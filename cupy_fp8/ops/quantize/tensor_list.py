@@ -30,8 +30,8 @@ from ...recipes import (
 )
 from ...results import Quantized
 from ..scales.scale import scale_target
-from . import single_read, tensor, tensor_list_blocks
-from .quantized_result import QuantizedResult
+from . import single_read, tensor_list_blocks
+from .quantized_result import QuantizedResult, per_tensor_destinations, per_tensor_result
 
 _CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")
 _AMAX = Kernel("quantize/tensor_list", "multi_amax_scale", block=256)
@@ -156,7 +156,7 @@ class _Inputs(NamedTuple):
     result: ListResult
 
 
-_result_of = functools.lru_cache(maxsize=1024)(tensor.per_tensor_result)
+_result_of = functools.lru_cache(maxsize=1024)(per_tensor_result)
 
 
 class _PerTensorList(Op[_Inputs]):
@@ -185,7 +185,7 @@ class _PerTensorList(Op[_Inputs]):
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterable[Launch]:
         assert isinstance(call.result, ListResult)
-        addresses = [tensor.destinations(cast(QuantizedResult, result), own)
+        addresses = [per_tensor_destinations(cast(QuantizedResult, result), own)
                      for result, own in zip(call.result.members, call.result.divide(written), strict=True)]
         scales, amaxes = inputs.scales or repeat((0, 0.0)), inputs.amaxes or repeat(0)
         matrices = [_Matrix(*each) for each in zip(inputs.xs, addresses, scales, amaxes, strict=False)]

@@ -7,7 +7,7 @@
 // Defines, of every program: IN, the format of x; OUT, that of the quantised data; BACKWARD 1, the result is
 // the gradient of x, laid out as x is, found from grad, the gradient of y; PATH, one of the values of Path.
 #pragma once
-#include "numerics/column_sum.cuh"
+#include "numerics/tree_sum.cuh"
 #include "numerics/sigmoid.cuh"
 #include "tile/tile.cuh"
 

@@ -3,7 +3,7 @@
 // Macros: IN, OUT, TILE_ROWS, TILE_COLUMNS, DBIAS.
 #pragma once
 #include "scale/cast.cuh"
-#include "numerics/column_sum.cuh"
+#include "numerics/tree_sum.cuh"
 #include "tile/tile.cuh"
 
 constexpr int kLoad = 16 / sizeof(IN::storage);                      // elements per 16-byte load
