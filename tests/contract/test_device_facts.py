@@ -12,7 +12,7 @@ import pytest
 from arena import apart
 from declared import EXAMPLES, Example, example_of, in_contract
 from perturbed import compare, given, on_host, outcome, parameters
-from places import Place, every_example_that
+from places import Place
 from tiers import quick_if
 
 import cupy_fp8 as fp8
@@ -99,14 +99,19 @@ def check_sizes(example: Example, device: Place, how: str) -> None:
         assert bool(found) == (how != "nothing" and not how.startswith("one ")), found
 
 
+WITH_SIZES = [example for example in EXAMPLES if has_sizes(example)]
+#: A product of groups of columns, which the quick tier has besides its usual calls.
+OF_COLUMNS = next(example for example in WITH_SIZES if example.kwargs.get("group") == "k")
+
+
 @pytest.mark.parametrize("how", WRONG)
-@every_example_that(has_sizes)
+@pytest.mark.parametrize("example", quick_if(lambda it: it.quick or it is OF_COLUMNS, WITH_SIZES), ids=str)
 def test_wrong_sizes(example, how, device):
     check_sizes(example, device, how)
 
 
 @pytest.mark.parametrize("how", quick_if(lambda how: how.endswith("last"), WRONG))
-@pytest.mark.parametrize("op", {example.op.name: None for example in filter(has_sizes, EXAMPLES)})
+@pytest.mark.parametrize("op", {example.op.name: None for example in WITH_SIZES})
 def test_wrong_sizes_of_many_groups(op, how, device):
     check_sizes(with_most_groups(op), device, how)
 

@@ -210,18 +210,19 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
 
 def examples_of(op: Registration) -> Iterator[Example]:
     """Few contiguous cases that together declare every pair of names; then those that declare another set of
-    names, or have another option that is no number, or another axis."""
+    names, or have another option that is no number, or another axis; then those that align groups with other
+    blocks of scales in one direction or both."""
     found = list(_described(op))
     chosen: list[_Described] = []
-    for quick in (True, False):
-        facts = [(one, one.pairs if quick else one.facts) for one in found]
+    for kind in ("pairs", "facts", "aligned"):
+        facts = [(one, getattr(one, kind)) for one in found]
         missing = set[Any]().union(*(shown for _, shown in facts))
         missing -= set[Any]().union(*(shown for one, shown in facts if one in chosen))
         while missing:
             best, shown = max(facts, key=lambda one: (len(one[1] & missing), -one[0].size))
             missing -= shown
             chosen.append(best)
-            yield example_of(op, best.case, quick)
+            yield example_of(op, best.case, quick=kind == "pairs")
 
 
 class _Described(NamedTuple):
@@ -231,6 +232,7 @@ class _Described(NamedTuple):
     size: int
     pairs: set[Any]                 # of names that it declares
     facts: set[Any]                 # its names together, and its options
+    aligned: set[Any]               # the block of its scales and a direction, if its groups are aligned
 
 
 def _described(op: Registration) -> Iterator[_Described]:
@@ -252,7 +254,9 @@ def _described(op: Registration) -> Iterator[_Described]:
         if len(names) <= _MOST_ARRAYS and (written or any(one.written for one in ranges)):
             options = {(name, value) for name, value in case.options.items()
                        if isinstance(value, (str, tuple, bool)) or name == "axis"}
-            yield _Described(case, size, set(product(names, names)), {frozenset(names), *options})
+            scales = case.options.get("block"), case.options.get("columnwise", False)
+            yield _Described(case, size, set(product(names, names)), {frozenset(names), *options},
+                             {scales} if case.options.get("align", 1) > 1 else set())
 
 
 def _is_special(options: dict[str, Any]) -> bool:
