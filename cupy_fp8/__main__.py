@@ -18,8 +18,8 @@ COMMANDS = {
     "convert": "a checkpoint to FP8, between FP8 formats, or back to bfloat16",
 }
 
-_CLOSED_PIPE = 141             # what a shell reports for a program that SIGPIPE ended
-_INTERRUPTED = 130             # and SIGINT
+_CLOSED_PIPE = 141             # A shell reports this for a program that SIGPIPE ended,
+_INTERRUPTED = 130             # and this for SIGINT.
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -288,7 +288,7 @@ def _check_block_scales(g: Grouped, block: Block, number: int) -> None:
     layout = g.scale_layout
     if layout is None:
         raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {block}, got None")
-    scale_shape(g.shape, block, layout)                     # says what blocks and layouts there are
+    scale_shape(g.shape, block, layout)     # Its error says what blocks and layouts there are.
     for data, scales, along, transposed in (
             ("rowwise", "scale_inv", block, False),
             ("columnwise", "columnwise_scale_inv", (block[1], block[0]), g.transposed)):

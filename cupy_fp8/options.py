@@ -37,7 +37,7 @@ BLOCK_SCALE_LAYOUTS = ("gemm_ready", "compact", "deepgemm_sm90")
 _BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS)
                            if o[0] != (128, 128) or o[2] != "deepgemm_sm90")
 
-_F32 = struct.Struct("f")        # rounds to f32 ten times faster than np.float32
+_F32 = struct.Struct("f")        # This rounds to f32 ten times faster than np.float32 does.
 
 
 def checked_margin(margin: Any) -> int:

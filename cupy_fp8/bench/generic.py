@@ -44,7 +44,7 @@ def make(op: Registration, case: Case, compare: Compare | None = None) -> tuple[
         return call, functools.partial(_check_another, op, case)
     given = {address(a) for value in (*args, *kwargs.values()) for a in arrays_in(value)}
     for a in arrays_in(out):
-        if address(a) not in given:  # the check is of what the timed calls write
+        if address(a) not in given:  # The check is of what the timed calls write.
             poison(a)
     if compare is not None:
         return call, functools.partial(compare, args, kwargs, out)

@@ -18,10 +18,10 @@ from .. import backend
 from ..kernels import Kernel
 
 DELAY = Kernel("bench/delay", "delay", block=1).variant()
-_ROTATE_BYTES = 512 << 20       # well past the 60 MB L2 of an H200
+_ROTATE_BYTES = 512 << 20       # This is well past the 60 MB L2 of an H200.
 _REPEATS = 21
 _HOST_CALLS, _HOST_REPEATS = 400, 15
-_HOST_US_PER_CALL = 40          # at most; the delay covers the host time of all calls
+_HOST_US_PER_CALL = 40          # No call takes longer: the delay covers the host time of all calls.
 
 
 Call = Callable[[], Any]

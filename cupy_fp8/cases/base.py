@@ -44,9 +44,9 @@ class Case:
     """One call of an op: what goes in, and a name that says so."""
 
     op: str
-    dtype: np.dtype[Any]                # the first array's
+    dtype: np.dtype[Any]                # the dtype of the first array
     shape: tuple[int, ...]
-    values: str = "bits"                # see `values`
+    values: str = "bits"                # a kind of `values`
     layout: str = "contiguous"          # or 'offset', one element into a buffer; 'strided', a transposed view
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ _kept_values = functools.lru_cache(maxsize=64)(drawn)
 
 def source(case: Case, seed: int = 0) -> np.ndarray:
     """The case's first array, laid out as it says."""
-    if case.layout == "strided" and _other_values.get() is not None:    # in any order, so none is copied
+    if case.layout == "strided" and _other_values.get() is not None:    # No array is copied.
         return values(case.values, swap_last(case.shape), case.dtype, seed).swapaxes(-1, -2)
     return laid_out(values(case.values, case.shape, case.dtype, seed), case.layout)
 

@@ -63,7 +63,7 @@ class _Demo:
         self.xp = backend.like_module(options.array)
         _require_writable(options)
         self._sources = dict(self._opened())
-        self._progress = Progress()                 # before tables are shown
+        self._progress = Progress()                 # It is shown before the tables.
         self._compared: list[Compared] = []
         self._skipped: dict[str, list[str]] = {}
         self._columns = demo_rows.columns(self.xp.__name__)

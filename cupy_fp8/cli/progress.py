@@ -8,7 +8,7 @@ from typing import Any
 
 from . import terminal
 
-_SECONDS_BETWEEN = 5.0              # plain lines
+_SECONDS_BETWEEN = 5.0              # between plain lines
 
 
 class Progress:

@@ -97,10 +97,10 @@ def spans_of_tiles(codes: np.ndarray, scales: np.ndarray,
     high, low = np.where(used, s, 0).max(axis=1), np.where(used, s, np.inf).min(axis=1)
     high_fraction, high_exponent = np.frexp(high)
     low_fraction, low_exponent = np.frexp(np.where(high > 0, low, 1))
-    with np.errstate(divide="ignore"):                                      # exact for powers of two
+    with np.errstate(divide="ignore"):              # Spans of powers of two are exact.
         spans = np.where(high > 0, np.log2(high_fraction / low_fraction) + (high_exponent - low_exponent),
                          np.nan)
-    products = np.where(number, v * s[..., None], 0)                        # exact
+    products = np.where(number, v * s[..., None], 0)                        # These are exact.
     by_tile = np.where(high > 0, high, 1)[:, None, :, None]
     by_column = np.ldexp(1.0, target_exponent(products.max(axis=1), codes.dtype).astype(np.int32))[:, None]
     counts = [int(used.sum()), int(number.sum())]

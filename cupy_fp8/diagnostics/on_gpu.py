@@ -16,7 +16,7 @@ from .losses import OVERFLOW, SUMS, smallest_normal
 
 _THREADS, _MOST_BLOCKS = 256, 1024
 _KERNEL = Kernel("diagnostics/error_sums", "error_sums", block=_THREADS)
-_ELEMENTS = 16 * _THREADS       # of a block, at least, so that small arrays have few sums to copy
+_ELEMENTS = 16 * _THREADS       # A block has at least so many, so that small arrays have few sums to copy.
 _FLOAT64 = np.dtype(np.float64)
 _DTYPES = (*INPUT_DTYPES, _FLOAT64)
 

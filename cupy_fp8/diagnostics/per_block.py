@@ -145,5 +145,5 @@ def counts_of(x: Array | None, values: Array, codes: Array, extents: tuple[int, 
 
 
 def _f64(a: Array) -> Array:
-    with np.errstate(invalid="ignore"):                         # of signalling NaN
+    with np.errstate(invalid="ignore"):                         # A signalling NaN is invalid.
         return a.astype(np.float64)

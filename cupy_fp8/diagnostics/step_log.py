@@ -64,7 +64,7 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
     >>> [(line["step"], line["tensor"], line["scales"], line["blocks_saturated"]) for line in lines]
     [(0, 'w', 128, 0), (1, 'w', 128, 0)]
     """
-    step = _stepjson_number(step)
+    step = _step_number(step)
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors: expected a mapping of names to (x, q) or q, got {type(tensors).__name__}")
     records = []
@@ -82,7 +82,7 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
     return records
 
 
-def _stepjson_number(step: Any) -> int:
+def _step_number(step: Any) -> int:
     try:
         return operator.index(step)
     except TypeError:

@@ -120,7 +120,7 @@ def error_of(x: Array, values: Array, codes: Array | None) -> ErrorReport:
 
 
 def _by_numpy(x: np.ndarray, values: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
-    with np.errstate(invalid="ignore"):             # f64 of a signalling NaN
+    with np.errstate(invalid="ignore"):             # A signalling NaN is invalid.
         return np.stack([error_sums(x[piece], values[piece], None if codes is None else codes[piece])
                          for piece in pieces.of_line(x.size)])
 

@@ -21,7 +21,7 @@ from .build import HostError
 _ORDERS = {"asc": 0, "desc": 1, "random": 2}
 # Instrumented code needs more stack.
 _STACK_BYTES = {"fast": 128 << 10, "asan": 512 << 10, "tsan": 256 << 10}
-_EXIT_CODE = 66  # of a child process in which a sanitizer found something
+_EXIT_CODE = 66  # A child process ends with it if a sanitizer found something.
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class _Writer:
     def __init__(self) -> None:
         self.arrays: dict[str, Array] = {}
         self._member_of: dict[int, str] = {}
-        self._held: list[Any] = []              # so that no identity is given to a second object
+        self._held: list[Any] = []              # No later object can have the identity of one of these.
 
     def encode(self, value: Any, name: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
@@ -321,7 +321,7 @@ def _build(kind: type, fields: dict[str, Any]) -> Any:
         return _state(**fields)
     if kind is Grouped and fields.get("scale_inv") is None and fields.get("columnwise_scale_inv") is None:
         codes = fields.get("rowwise")
-        if getattr(codes, "dtype", None) in FP8_DTYPES:     # without scales, as `Grouped.wrap` makes it
+        if getattr(codes, "dtype", None) in FP8_DTYPES:     # These are codes of `Grouped.wrap`.
             checked = Grouped(**{**fields, "rowwise": bits(codes)})
             return Grouped._plain_values(checked.splits, checked.offsets, checked.shape, codes)
     return kind(**fields)

@@ -23,7 +23,7 @@ from .weights import Changes, Rows, StoredWeight
 
 __all__ = ["COPY_BYTES", "Chunk", "Compared", "Copy", "Out", "Queue", "Report", "Source", "Work", "reserve"]
 
-COPY_BYTES = 8 << 20                            # of a tensor that stays, in one piece
+COPY_BYTES = 8 << 20                            # bytes that are copied at a time
 #: Some of the work on a tensor: it returns how many source bytes it took, and what it changed.
 Work = Callable[[], tuple[int, Changes]]
 
@@ -182,7 +182,7 @@ def reserve(descriptor: int, size: int) -> None:
     done."""
     try:
         os.posix_fallocate(descriptor, 0, size)
-    except AttributeError:                                  # not on this system
+    except AttributeError:                                  # This system has no such call.
         os.truncate(descriptor, size)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):

@@ -35,7 +35,7 @@ __all__ = ["STAYS", "Conversion", "Settings", "Tensors"]
 #: suffers most.
 STAYS = ("*norm*", "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*router*", "*.gate.weight", "*.bias",
          "*_bias")
-_KEY = "cupy_fp8_convert"                       # of the metadata by which a shard of this conversion is known
+_KEY = "cupy_fp8_convert"                       # the key of metadata that all shards of conversions have
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
 

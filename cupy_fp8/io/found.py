@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,11 +106,11 @@ def _of(checkpoint: Checkpoint, name: str) -> Iterator[Found]:
     except ValueError as error:
         yield Found(name, None, f"unreadable scales: {error}")
         return
-    yield from _found(name, value, checkpoint.tensors)
+    yield from _found(name, value)
 
 
-def _found(name: str, value: Any, beside: Container[str] = ()) -> Iterator[Found]:
-    """What a value of a file holds: containers are opened. beside: the names of the file."""
+def _found(name: str, value: Any) -> Iterator[Found]:
+    """What a value of a file holds: containers are opened."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _found(f"{name}.{key}", inner)

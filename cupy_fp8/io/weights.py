@@ -126,7 +126,7 @@ def make_rows(source: Array | Scaled, stored: StoredWeight, scale: float | None,
     q = _quantized(values, stored, scale)
     scales = asnumpy(q.scale_inv)
     if _has_exponents(stored) and scales.dtype == float32:
-        scales = astype(scales, float8_e8m0fnu)             # exact: powers of two
+        scales = astype(scales, float8_e8m0fnu)             # This is exact: they are powers of two.
     if scales.itemsize == 1:
         scales = scales.view(stored.scale[1])
     return asnumpy(bits(q.data)).view(stored.dtype), scales, _compared(source, q, compare)

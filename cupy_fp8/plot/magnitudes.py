@@ -81,7 +81,7 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
         raise TypeError("q: expected a Scaled, a Quantized or dequantised values, got None")
     sample = sampled(x, q)
     assert sample.v is not None
-    with np.errstate(invalid="ignore"):             # of signalling NaN
+    with np.errstate(invalid="ignore"):             # A signalling NaN is invalid.
         original, v = sample.x.astype(np.float64), sample.v.astype(np.float64)
     used = np.isfinite(original) & np.isfinite(v) & (original != 0)
     original, v = original[used], v[used]

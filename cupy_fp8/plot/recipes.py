@@ -83,7 +83,7 @@ def _draw(panel: Any, values: Mapping[str, Sequence[float]]) -> None:
     if len(values) <= len(_LOOKS):
         for i, (name, row) in enumerate(values.items()):
             colour, marker = _LOOKS[i]
-            aside = 0.2 * (i - (len(values) - 1) / 2)       # so that equal points do not hide each other
+            aside = 0.2 * (i - (len(values) - 1) / 2)       # Equal points then do not hide each other.
             panel.plot(row, [line + aside for line in lines], linestyle="", marker=marker, color=colour,
                        markersize=6, label=elided(name, 40), clip_on=False)
         return

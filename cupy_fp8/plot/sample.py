@@ -56,7 +56,7 @@ def sampled(x: Array, q: Any = None) -> Sample:
 def places(size: int) -> np.ndarray:
     """MOST increasing flat indices below `size`, one in each of MOST ranges."""
     number = np.arange(MOST + 1)
-    edges = number * (size // MOST) + number * (size % MOST) // MOST        # no product beyond int64
+    edges = number * (size // MOST) + number * (size % MOST) // MOST        # No product is beyond int64.
     return edges[:-1] + (np.random.default_rng(0).random(MOST) * np.diff(edges)).astype(np.int64)
 
 

@@ -61,7 +61,7 @@ def steps(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
     panels = stacked(at, lines, xlabel="step", title=title, ax=ax)
     for panel, key in zip(panels, quantities, strict=True):
         if key in _SHARES:
-            panel.set_ylim(bottom=-0.03 * panel.get_ylim()[1])          # no share is negative
+            panel.set_ylim(bottom=-0.03 * panel.get_ylim()[1])          # No share is negative.
     return panels
 
 

@@ -18,7 +18,7 @@ __all__ = ["routes", "scale_layout"]
 
 _MOST_SCALES, _MOST_ROWS = 512, 128
 _EXPERTS = (BLUE, VERMILION, GREEN, ORANGE, "#CC79A7", "#56B4E9")
-_BASE = 254                     # Digits of numbered E8M0 scales: bytes 1 … 254, so that 0 is padding.
+_BASE = 254                     # Scales are numbered in this base: E8M0 bytes 1 … 254, so that 0 is padding.
 
 
 def scale_layout(shape: tuple[int, int], layout: str, *, block: tuple[int, int] = (1, 128),

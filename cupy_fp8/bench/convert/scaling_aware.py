@@ -20,7 +20,7 @@ from ..data import normal, part
 from ..measure import Call, Check, Spec
 
 _SHAPES = ((16384, 8192), (32768, 7168))
-_COLUMNS = 256                              # that are compared at either end
+_COLUMNS = 256                              # columns at either end that are compared
 
 
 def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> None:

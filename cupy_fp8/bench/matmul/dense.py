@@ -17,7 +17,7 @@ from ..data import part
 from ..measure import Call, Check, Spec
 from .compare import PAIRS, SHAPES, operand
 
-_FIRST = slice(0, 8)                # rows of a, that are compared with the reference
+_FIRST = slice(0, 8)                # rows of a whose products are compared
 #: Rows that do not begin at multiples of 16 bytes, which cuBLASLt does not take.
 _MISALIGNED = (4096, 4096, 4100)
 

@@ -20,7 +20,7 @@ from ...reference.matmul import grouped as reference
 from ...results import Scaled
 from ..measure import Call, Check, Spec
 
-_ROWS = 4                           # of the result, that are compared with the reference
+_ROWS = 4                           # rows of the result that are compared
 
 
 class Shape(NamedTuple):

@@ -9,7 +9,7 @@ from ...results import Quantized, Scaled
 from ...testing import assert_bytes_equal
 from ..data import part
 
-_EDGE = 128                                 # of the compared tiles
+_EDGE = 128                                 # the side of the compared tiles
 
 
 def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> None:

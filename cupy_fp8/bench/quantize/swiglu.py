@@ -13,14 +13,14 @@ from ...results import Quantized
 from ...testing import assert_bytes_equal
 from ..data import part
 
-_EDGE = 128                                     # of the compared tiles
+_EDGE = 128                                     # the side of the compared tiles
 
 
 def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> None:
     """Compares the codes of tiles at the corners and of one between."""
     (x, recipe), (rows, columns) = args, out.shape
     given = dict(options)
-    if isinstance(recipe, CurrentScaling):              # the scale depends on the whole array
+    if isinstance(recipe, CurrentScaling):              # The scale depends on the whole array.
         recipe, given["scale"] = DelayedScaling(recipe.dtype), asnumpy(1 / out._any.scale_inv)
     for r, c in ((0, 0), (rows // 2 // _EDGE * _EDGE, columns // 4 // _EDGE * _EDGE),
                  (rows - _EDGE, columns - _EDGE)):

@@ -46,7 +46,7 @@ def _inputs(case: Case) -> Arguments:
     scales, view = options.pop("scales", "near"), options.pop("view", False)
     data = source(case)
     if case.layout != "strided":
-        bits(data)[..., 5::11, :] &= 0x80                   # zeros, like padding and pruned rows
+        bits(data)[..., 5::11, :] &= 0x80                   # Some rows are zeros, like padding.
     rng, (low, high) = np.random.default_rng(data.size), _EXPONENTS.get(scales, QUANTISED)
     grid = (1,) if before is None else scale_shape(data.shape, before, "compact")
     exponents = rng.integers(low, high, grid, endpoint=True)

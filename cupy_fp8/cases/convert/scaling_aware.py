@@ -44,7 +44,7 @@ def _inputs(case: Case) -> Arguments:
         options["splits"] = splits.astype(np.int32 if narrow else np.int64)
     data = source(case)
     if case.layout != "strided" and scales in _EXPONENTS:
-        bits(data)[5::11] &= 0x80                   # zeros, like padding and dropped tokens
+        bits(data)[5::11] &= 0x80                   # Some rows are zeros, like padding.
     rng = np.random.default_rng(rows + columns)
     low, high = _EXPONENTS.get(scales, QUANTISED)
     exponents = rng.integers(low, high, (rows, cdiv(columns, block)), endpoint=True)

@@ -90,7 +90,7 @@ def _cases() -> Iterator[Case]:
     yield case(bfloat16, (150, 48), groups=3, sizes="aligned", spare=10, **both)
     yield case(float32, (40, 37), groups=2, spare=7, wide=False, **both)
     yield case(float16, (20, 24), groups=4, with_amax=False, with_offsets=True, columnwise=True)
-    yield case(bfloat16, (150, 129), groups=3, spare=9, current=(), **both)                # (eps, pow2_scale)
+    yield case(bfloat16, (150, 129), groups=3, spare=9, current=(), **both)    # its (eps, pow2_scale)
     yield case(bfloat16, (150, 72), groups=3, family="block", **both)
     yield case(bfloat16, (150, 35), groups=3, spare=9, family="mx", align=32, **both)
     yield case(bfloat16, (140, 48), groups=3, spare=9, align=16, **both)

@@ -136,8 +136,8 @@ class _Inputs(NamedTuple):
     layout: str
     dtype: np.dtype[Any]
     changed: Input | None
-    before: Conversion | None           # makes the scales compact
-    after: Conversion | None            # lays out new compact scales
+    before: Conversion | None           # the conversion of the scales to compact ones
+    after: Conversion | None            # that of the new compact scales to their layout
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class _Rebase(Op[_Inputs]):
                   check: Any) -> _Inputs:
         block = as_block(block)
         data, scales = call.read_scaled("q", s, LAYOUTS_WITH_STRIDES)
-        scale_shape(s.shape, block, layout, s.transposed)           # says what blocks and layouts there are
+        scale_shape(s.shape, block, layout, s.transposed)     # Its error says what blocks there are.
         held = _held(layout, s.scale_inv.dtype, dtype)
         _check_direction(s, "q", s.block)
         _check_direction(s, "block", block)

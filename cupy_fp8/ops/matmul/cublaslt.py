@@ -150,7 +150,7 @@ class Key(NamedTuple):
     """Everything that the choice of an algorithm depends on. The names are cuBLASLt's: its A is b."""
 
     device: int
-    m: int                              # rows of the row-major result
+    m: int                              # the rows of the row-major result
     n: int                              # its columns
     k: int
     batch: int
@@ -163,7 +163,7 @@ class Key(NamedTuple):
     accumulate: bool
     fast_accum: bool
     autotune: bool
-    alignment: int                      # bytes: a's and b's data and the result begin at multiples of it
+    alignment: int                      # the data of a, b and the result begin at multiples of so many bytes
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={getattr(value, 'name', value)}" for name, value in self._asdict().items())

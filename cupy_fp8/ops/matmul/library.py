@@ -169,6 +169,6 @@ def _path_by_pathfinder() -> str | None:
         return None
     try:
         loaded = pathfinder.load_nvidia_dynamic_lib("cublasLt")
-    except RuntimeError:                        # DynamicLibNotFoundError is one
+    except RuntimeError:                        # DynamicLibNotFoundError is a RuntimeError.
         return None
     return None if loaded.abs_path is None else str(loaded.abs_path)

@@ -205,7 +205,7 @@ def _view(scales: Input, s: Scaled, layout: str, shifts: tuple[int, int]) -> Sca
     assert strides is not None
     assert s.block is not None
     matrix, line, block = strides
-    if layout != "compact" and 1 in s.block:            # lines are adjacent
+    if layout != "compact" and 1 in s.block:            # Lines are adjacent.
         line, block = block, line
     return ScaleView(scales.at, matrix if len(s.shape) == 3 else 0, line, 0 if shifts[1] == _WHOLE else block,
                      *shifts)
@@ -214,6 +214,6 @@ def _view(scales: Input, s: Scaled, layout: str, shifts: tuple[int, int]) -> Sca
 def _text(s: Scaled) -> str:
     try:
         what = "one scale" if s.block is None else block_text(s.block)
-    except (TypeError, IndexError):                     # no block: of a Scaled that was not validated
+    except (TypeError, IndexError):                     # A Scaled that was not validated may have no block.
         what = f"block {s.block!r}"
     return what if s.scale_layout is None else f"{what} with {s.scale_inv.dtype} {s.scale_layout} scales"

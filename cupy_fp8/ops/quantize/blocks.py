@@ -43,13 +43,13 @@ _SMALLEST = 32
 _NO_SCALES = {"row": 1, "column": 1}
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
 
-_ACROSS = WarpTiles(1, 8, down_first=False)        # 32 bytes of a row's compact scales
+_ACROSS = WarpTiles(1, 8, down_first=False)        # writes 32 bytes of a row's compact scales
 _DOWN = WarpTiles(4, 1, down_first=False)
-_GATHERED = WarpTiles(8, 1, down_first=False)      # 256 bytes of a transposed row
+_GATHERED = WarpTiles(8, 1, down_first=False)      # writes 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
-_WIDE = WarpTiles(4, 2, down_first=False)          # a compromise of both
-_WARPS = 4                                          # in a block of threads of quantize_block_rows
-_LOAD_BYTES = 16                                    # that a thread of it loads at once
+_WIDE = WarpTiles(4, 2, down_first=False)          # is a compromise of both
+_WARPS = 4                                          # warps in a block of threads of quantize_block_rows
+_LOAD_BYTES = 16                                    # bytes that a thread of it loads at once
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows", block=32 * _WARPS)
 #: Bytes of shared memory for the scales of a warp tile's rows and columns.
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (WARP_TILE_ROWS + 4) * 4, WARP_TILE_COLUMNS * 4

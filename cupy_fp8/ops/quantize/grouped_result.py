@@ -43,7 +43,7 @@ class GroupedResult(Description):
         self.shape = rows, columns
         block = first.block
         if block is not None and "rowwise" not in directions:
-            block = block[1], block[0]                      # that of rows
+            block = block[1], block[0]                      # The block of rows describes both directions.
         self._attributes = {"shape": self.shape, "block": block, "scale_layout": first.scale_layout,
                             "transposed": transposed}
         number = len(groups.array)

@@ -47,8 +47,8 @@ _STORED_BOTH_WAYS = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (AB
                      (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
 # With 128 lines the swizzled scales of a tile of 128 x 128 elements are adjacent.
 _SWIZZLED = WarpTiles(4, 1, down_first=False)
-_COMPACT = WarpTiles(1, 8, down_first=False)  # 32 bytes of a row's compact scales (and of a transposed row)
-_GATHERED = WarpTiles(8, 1, down_first=False)      # 256 bytes of a transposed row
+_COMPACT = WarpTiles(1, 8, down_first=False)       # writes 32 bytes of a row's scales or data
+_GATHERED = WarpTiles(8, 1, down_first=False)      # writes 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 
 

@@ -302,7 +302,7 @@ def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward
         QUOTIENTS: kernel is _BLOCK and to_e4m3 and not backward,
         ANY: True}
     if kernel is _CAST and backward:
-        paths[ROWS] = False             # TILES does this too
+        paths[ROWS] = False             # TILES computes such rows too.
     return {path: _variant(kernel, source, to, int(backward), path) for path, exists in paths.items()
             if exists}
 

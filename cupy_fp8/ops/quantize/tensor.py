@@ -169,16 +169,18 @@ class _QuantizeTensor(Op[_Inputs]):
             yield launch
         members = {"x": inputs.x.at, "scale": scale_at, "scale_value": inputs.scale_value, "amax": amax_at,
                    "noop": call.noop_at, "n": inputs.x.array.size, "reverse": int(inputs.rule is not None)}
-        yield from (_flat if flat else _tiled)(call, inputs, members, addresses)
+        if flat:
+            yield _flat(inputs, members, addresses)
+        else:
+            yield from _tiled(call, inputs, members, addresses)
 
 
-def _flat(call: Call, inputs: _Inputs, members: dict[str, Any],
-          addresses: dict[str, int]) -> Iterator[Launch]:
+def _flat(inputs: _Inputs, members: dict[str, Any], addresses: dict[str, int]) -> Launch:
     """The launch that casts an array in its order."""
     x = inputs.x.array
     grid, vector = shapes.elementwise_grid(x.size, x.shape, x.dtype.itemsize, 1, inputs.x.at,
                                            addresses["data"])
-    yield _CAST.variant(IN=x.dtype, OUT=inputs.dtype).bind(x, grid, **members, **addresses, vector=vector)
+    return _CAST.variant(IN=x.dtype, OUT=inputs.dtype).bind(x, grid, **members, **addresses, vector=vector)
 
 
 def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any],

@@ -39,7 +39,7 @@ from ...results import Scaled
 from .swizzle import check_aligned, lines_adjacent, matrix_extents, matrix_launches
 
 _KERNEL = Kernel("scales/convert", "convert_scales", block=256)
-_FOUR_LINES, _FOUR_BLOCKS, _PACKED, _SWIZZLED = range(4)             # the kernel's `order`
+_FOUR_LINES, _FOUR_BLOCKS, _PACKED, _SWIZZLED = range(4)             # values of the kernel's `order`
 _TILE, _SWIZZLED_TILE = (32, 32), (SWIZZLE_ROWS, 2 * SWIZZLE_COLUMNS)
 
 
@@ -185,11 +185,11 @@ class Conversion(NamedTuple):
     used: int                       # elements along the source's last axis before its padding
     may_be_wrong: bool              # some f32 scales have no value in the result's dtype
     aligned_for: str                # the layout that must lie at a multiple of 16 bytes, or ''
-    swizzles: bool | None           # True: swizzle_scales does the same; False: unswizzle_scales
+    swizzles: bool | None           # whether swizzle_scales (True) or unswizzle_scales does the same
     columnwise: bool
     lines: tuple[int, ...]          # the shape of the scales, […, lines, blocks]
     variant: Variant
-    grid: int                       # 0: nothing to do
+    grid: int                       # blocks of threads; 0: there are no scales
     members: dict[str, Any]         # members of the struct ScaleLayoutParams, but for addresses
 
 

@@ -107,7 +107,7 @@ def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, ax
 
 # ---- the calls ----
 class _Inputs(NamedTuple):
-    given: Array            # s
+    given: Array            # s as it was given
     s: Input                # the same memory, C-contiguous
     adjacent: bool          # whether the last two axes are swapped for that
     groups: Groups
@@ -252,7 +252,7 @@ class _Extents(NamedTuple):
     tiles: int
     down: int
     across: int
-    grid: int               # 0: nothing to do
+    grid: int               # 0: there are no scales
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ _Operand = Scaled | Quantized | Grouped
 def grouped_matmul_nt(a: _Operand, b: _Operand, splits: Any = None, *, group: str = "m",
                       dtype: Any = bfloat16, accumulate: np.ndarray | None = None) -> np.ndarray:
     """narrow(Σ_k a[m, k] · b[n, k] + accumulate), for the rows of each expert, or for its part of K."""
-    nothing = 0.0 if accumulate is None else -0.0       # leaves what it is added to as it was
+    nothing = 0.0 if accumulate is None else -0.0       # Adding -0 changes no value.
     total = grouped_sums(a, b, splits, group, nothing=nothing)
     with np.errstate(invalid="ignore"):
         if accumulate is not None:

@@ -22,7 +22,7 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
         rows = tokens * slots + number * (align - 1)
     entry = np.flatnonzero((experts >= 0) & (experts < number))
     expert = experts.reshape(-1)[entry]
-    order = np.argsort(expert, kind="stable")           # by expert, then in the order of tokens and slots
+    order = np.argsort(expert, kind="stable")           # Routes of an expert keep the order of tokens.
     entry, expert = entry[order], expert[order]
     sizes = np.bincount(expert, minlength=number)
     ends = np.cumsum(-(-sizes // align) * align)
