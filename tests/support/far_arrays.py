@@ -32,7 +32,8 @@ from cupy_fp8.results import Scaled
 
 END = 512                   # rows or columns that are compared at either end, and around each other place
 FAR = (1 << 25) + END       # with 128 elements each, these are more than 2**32
-BLOCKS = 64                 # of a grid, for each window: no kernel needs more for END * 128 elements
+BLOCKS = 64                 # of a grid, for each window: no kernel needs more for END * 128 elements. One
+                            # with a block for each row would need `end=BLOCKS`.
 _LARGE = 1 << 24            # bytes of an array that is mapped rather than allocated
 #: Python has a name for it from 3.13 on; the number is that of Linux.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -155,7 +156,8 @@ def _compare(far: Far, found: dict[str, Any]) -> None:
             try:
                 testing.assert_bytes_equal(got, want)
             except AssertionError as error:
-                raise AssertionError(f"{name}, {window.start} to {window.stop}: {error}") from None
+                raise AssertionError(f"{name}, {window.start} to {window.stop} (of which the CPU runs "
+                                     f"{far.blocks} blocks): {error}") from None
             compared += 1
     assert compared >= len(far.windows), "nothing was compared"
 

@@ -82,6 +82,8 @@ def test_a_fault_that_nothing_launches_is_an_error():
 def test_every_kernel_file_has_a_fault():
     """But for those that no op launches: cases of ops find the faults."""
     kernels = {name.removesuffix(".cu") for name in FAULTS if name.endswith(".cu")}
+    lacking = set(sources.names()) - WITHOUT_OP - kernels
+    assert not lacking, f"{sorted(lacking)}: add a Fault to tests/support/mutations.py"
     assert kernels == set(sources.names()) - WITHOUT_OP
     assert {file for file in FAULTS if file.endswith(".cuh")} <= {
         path.relative_to(sources.root()).as_posix() for path in sources.files()}

@@ -12,6 +12,9 @@ from tiers import first_of_each
 
 import cupy_fp8 as fp8
 from cupy_fp8 import hostexec
+from cupy_fp8.calls import remembered
+from cupy_fp8.cases import OPS
+from cupy_fp8.cases.covering import record
 from cupy_fp8.diagnostics import on_gpu
 from cupy_fp8.kernels import Kernel, Variant, sources, structs
 from cupy_fp8.ops.matmul.problem import OperandView
@@ -91,3 +94,34 @@ def test_operands_of_products_have_the_names_of_the_struct():
     assert layout.values(dict(reversed(fields.items()))) == list(range(1, 14))
     with pytest.raises(TypeError, match=r"Operand has no members \['pitches'\]"):
         layout.values({**fields, "pitches": 1})
+
+
+#: Members that are 0 in every launch of an entry point, since its struct serves another one too, or without
+#: an `out=` whose directions have scales of their own.
+_NEVER_NAMED = {
+    "cast": {"data_t", "rows", "columns", "aligned", "column_sums", "scale_inv_copy"},
+    "cast_transpose": {"scale_inv_copy"}, "cast_current": {"scale_inv_copy"},
+    "swiglu_cast": {"scale_inv_copy"},
+    "quantize_whole_vectors": {"square"}, "group_quantize_whole_vectors": {"along_columns"},
+    "group_quantize_rows": {"along_columns", "row_amaxes", "column_amaxes"},
+    "dequantize_blocks_transposed": {"down", "across", "chunks_log2"},
+}
+
+
+@pytest.mark.full
+def test_launches_name_every_member(monkeypatch):
+    """A member that launches forget is 0, which no error tells."""
+    named: dict[Kernel, set[str]] = {}
+    bind = Variant.bind
+
+    def noted(variant: Variant, x: Any, grid: int, /, **members: Any) -> Any:
+        named.setdefault(variant.kernel, set()).update(members)
+        return bind(variant, x, grid, **members)
+
+    monkeypatch.setattr(Variant, "bind", noted)
+    remembered.forget()
+    for op in OPS.values():
+        record(op)
+    forgotten = {kernel.entry: names for kernel, given in named.items()
+                 if (names := {member.name for member in kernel.layout.members} - given)}
+    assert forgotten == _NEVER_NAMED
