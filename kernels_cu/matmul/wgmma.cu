@@ -25,25 +25,26 @@ struct TileNumbers {
     u32* const taken;
     const int lane = threadIdx.x % 32, rank = cluster_rank(), clusters = gridDim.x / kClusterBlocks;
     int number = -1;               // the last one
-    Place<kQueue> place;
+    RingPosition<kQueue> position;
 
     __device__ __forceinline__ explicit TileNumbers(u32* of_launch) : taken(of_launch) {}
     __device__ __forceinline__ int next(Shared& shared) {
         if (number < 0) return number = blockIdx.x / kClusterBlocks;
         if (kSizesOfK) return number += clusters;
-        PhaseBarrier* const full = &shared.numbered.full[place.at];
+        PhaseBarrier* const full = &shared.numbered.full[position.at];
         if (lane == 0) {
             arrive_expecting(full, sizeof(int));
             if (rank == 0) {
-                place.wait_empty(shared.numbered);
+                position.wait_empty(shared.numbered);
                 const int found = clusters + (int)atomicAdd(taken, 1u);
-                for (int to = 0; to < kClusterBlocks; to++) send(&shared.numbers[place.at], found, full, to);
+                for (int to = 0; to < kClusterBlocks; to++)
+                    send(&shared.numbers[position.at], found, full, to);
             }
-            place.wait_full(shared.numbered);
-            number = shared.numbers[place.at];
-            arrive_at(&shared.numbered.empty[place.at], 0);
+            position.wait_full(shared.numbered);
+            number = shared.numbers[position.at];
+            arrive_at(&shared.numbered.empty[position.at], 0);
         }
-        place.next();
+        position.next();
         return number = __shfl_sync(~0u, number, 0);
     }
     // After the last tile. The last cluster that comes here clears the words: nobody takes a number any more.
@@ -55,12 +56,42 @@ struct TileNumbers {
     }
 };
 
+// Writes the maps of A and B of a tile's group, for sizes of K.
+__device__ __forceinline__ void write_maps(const WgmmaParams& p, const ProductTile& tile, TensorMap* maps,
+                                           Shared& shared) {
+    const Product& product = p.product;
+    write_map(&maps[0], &shared.map, p.a_map, product.a.first(tile.at), tile.k, product.m,
+              product.a.pitch_of(tile.at));
+    write_map(&maps[1], &shared.map, p.b_map, product.b.first(tile.at), tile.k, product.n,
+              product.b.pitch_of(tile.at));
+}
+
+// Describes a tile for the warps that copy and multiply, but for its blocks of K. own_maps: those of its
+// group, for sizes of K.
+__device__ __forceinline__ void describe(const WgmmaParams& p, const ProductTile& tile, int rank,
+                                         const TensorMap* own_maps, QueuedTile& t) {
+    const Product& product = p.product;
+    t.a_map = kSizesOfK ? &own_maps[0] : &p.a_map;
+    t.b_map = kSizesOfK ? &own_maps[1] : &p.b_map;
+    t.a_scale = product.a.first_scale(tile.at);
+    t.b_scale = product.b.first_scale(tile.at);
+    t.a_scale_block = product.a.scale_block_of(tile.at);
+    t.b_scale_block = product.b.scale_block_of(tile.at);
+    t.a_row = (int)((kSizesOfK ? 0 : tile.at.start) + tile.row);
+    t.column = (int)tile.column + rank * kTileColumns;
+    t.b_row = (int)(kSizesOfK ? 0 : tile.at.group * product.n) + t.column;
+    t.matrix = kSizesOfK ? (int)tile.at.group : 0;
+    t.row = (int)tile.row;
+    t.rows = (int)(tile.end - tile.row);
+    t.a_shift = p.copies_scales ? (int)((u64)(t.a_scale + tile.row) / 4 % 4) : 0;
+}
+
 __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared) {
     using Walk = TileWalk<kSizesOfK, kTileRows, kTileColumns * kClusterBlocks, i32, kPartRows>;
     const Product& product = p.product;
     const int lane = threadIdx.x % 32, rank = cluster_rank();
     Walk walk(product);
-    Place<kQueue> place;
+    RingPosition<kQueue> position;
     TileNumbers numbers(p.taken);
     // The maps of this block.
     TensorMap* const own_maps = kSizesOfK ? p.maps + blockIdx.x * (kMaps * 2) : nullptr;
@@ -68,7 +99,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
     int map = 0;
     if (blockIdx.x == 0 && product.splits.sizes) check_sizes(product.splits, product.total);
     for (;;) {
-        place.wait_empty(shared.queue);
+        position.wait_empty(shared.queue);
         const bool found = walk.find(numbers.next(shared));
         const ProductTile& tile = walk.tile;
         if (kSizesOfK && found && lane == 0 && !product.keeps_promise(tile.at))
@@ -76,34 +107,17 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
         if (kSizesOfK && found && tile.k > 0 && mapped != (int)tile.at.group) {
             mapped = (int)tile.at.group;
             map = map + 1 == kMaps ? 0 : map + 1;
-            write_map(&own_maps[2 * map], &shared.map, p.a_map, product.a.first(tile.at), tile.k, product.m,
-                      product.a.pitch_of(tile.at));
-            write_map(&own_maps[2 * map + 1], &shared.map, p.b_map, product.b.first(tile.at), tile.k,
-                      product.n, product.b.pitch_of(tile.at));
+            write_maps(p, tile, &own_maps[2 * map], shared);
         }
-        __syncwarp();                              // No lane still waits when the place is filled.
+        __syncwarp();                              // No lane still waits when the position is filled.
         if (lane == 0) {
-            QueuedTile& t = shared.tiles[place.at];
+            QueuedTile& t = shared.tiles[position.at];
             t.blocks = found ? (int)((tile.k + kScaleBlock - 1) / kScaleBlock) : -1;
-            if (found) {
-                t.a_map = kSizesOfK ? &own_maps[2 * map] : &p.a_map;
-                t.b_map = kSizesOfK ? &own_maps[2 * map + 1] : &p.b_map;
-                t.a_scale = product.a.first_scale(tile.at);
-                t.b_scale = product.b.first_scale(tile.at);
-                t.a_scale_block = product.a.scale_block_of(tile.at);
-                t.b_scale_block = product.b.scale_block_of(tile.at);
-                t.a_row = (int)((kSizesOfK ? 0 : tile.at.start) + tile.row);
-                t.column = (int)tile.column + rank * kTileColumns;
-                t.b_row = (int)(kSizesOfK ? 0 : tile.at.group * product.n) + t.column;
-                t.matrix = kSizesOfK ? (int)tile.at.group : 0;
-                t.row = (int)tile.row;
-                t.rows = (int)(tile.end - tile.row);
-                t.a_shift = p.copies_scales ? (int)((u64)(t.a_scale + tile.row) / 4 % 4) : 0;
-            }
-            arrive(&shared.queue.full[place.at]);
+            if (found) describe(p, tile, rank, &own_maps[2 * map], t);
+            arrive(&shared.queue.full[position.at]);
         }
         __syncwarp();
-        place.next();
+        position.next();
         if (!found) break;
     }
     numbers.end();
@@ -119,8 +133,8 @@ struct Multiplier {
     // Descriptors of the operands at the first stage. They come from a shuffle, so that the assembler keeps
     // them, and does not make them anew before each block's first products.
     const u32 a_operand, b_operand;
-    Place<kStages> place;
-    bool is_full = false;          // An early look found the stage at `place` full; else it is not known.
+    RingPosition<kStages> position;
+    bool is_full = false;          // An early look found the stage at `position` full; else it is not known.
     int rows, columns;             // of the tile
     int a_first, a_last;           // A's scales in a stage: of the lane's first row, and of the last one
     float sums[kTileColumns / 2];
@@ -131,7 +145,7 @@ struct Multiplier {
           b_operand(__shfl_sync(~0u, operand_at(memory.b[0]), 0)) {
         // The assembler does not know that all lanes have the same phase. So it keeps it in a register of
         // lanes, where it is needed each time a stage is looked at.
-        place.parity = __shfl_sync(~0u, zero_of_lane(), 0);
+        position.parity = __shfl_sync(~0u, zero_of_lane(), 0);
     }
     __device__ __forceinline__ int part() const { return warp / kWarpsOfPart; }
     __device__ __forceinline__ int first_row() const {
@@ -147,9 +161,9 @@ struct Multiplier {
     // Stages of a tile in which nothing of this warpgroup exists.
     __device__ __forceinline__ void skip(int blocks) {
         for (int block = 0; block < blocks; block++) {
-            place.wait_full(shared.ring);
-            release(place.at);
-            place.next();
+            position.wait_full(shared.ring);
+            release(position.at);
+            position.next();
         }
         is_full = false;
     }
@@ -158,14 +172,14 @@ struct Multiplier {
     __device__ __forceinline__ void multiply(const QueuedTile& t, int blocks) {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
-        BlockScale of_b(params.product, t);
+        ScaleOfB of_b(params.product, t);
         int left = blocks;
         rows = t.rows;
         columns = columns_left(params.product, t);
         a_first = t.a_shift + first_row() + lane / 4;
         a_last = t.a_shift + rows - 1;
         if (left == 0) return;
-        switch (place.at) {
+        switch (position.at) {
             for (;;) {
                 case 0: if (add<0>(of_b, left)) return;
                 case 1: if (add<1>(of_b, left)) return;
@@ -174,12 +188,12 @@ struct Multiplier {
             }
         }
     }
-    // Adds the products of the block at stage kAt, which is `place`. Returns whether it is the last one.
+    // Adds the products of the block at stage kAt, which is `position`. Returns whether it is the last one.
     template <int kAt>
-    __device__ __forceinline__ bool add(BlockScale& of_b, int& left) {
+    __device__ __forceinline__ bool add(ScaleOfB& of_b, int& left) {
         static_assert(kStages == 4, "multiply() has as many copies");
-        place.at = kAt;
-        if (!is_full) place.wait_full(shared.ring);
+        position.at = kAt;
+        if (!is_full) position.wait_full(shared.ring);
         float products[kTileColumns / 2];
         start_products<kTileColumns>(products, a_operand + kAt * (kTileRows * kBoxBytes / 16),
                                      b_operand + kAt * (kTileColumns * kBoxBytes / 16));
@@ -189,10 +203,10 @@ struct Multiplier {
         // not exist: they get the last one's.
         const int at_low = kScaling == kBlocks ? at_most(a_first, a_last) : a_first;
         const int at_high = kScaling == kBlocks ? at_most(a_first + 8, a_last) : a_first + 8;
-        RowScales scales(stage, at_low, at_high, of_b.next);
+        LaneRowScales scales(stage, at_low, at_high, of_b.next);
         if (kScaling == kBlocks && !is_last) of_b.read();
-        place.next();
-        is_full = place.is_full(shared.ring);              // asked while the tensor core works
+        position.next();
+        is_full = position.is_full(shared.ring);              // asked while the tensor core works
         finish_products<kTileColumns>(products, shared.a[kAt] + part() * kPartRows * kBoxBytes, shared.b[kAt],
                                       rows - part() * kPartRows, columns);
         if (!scales.exact)

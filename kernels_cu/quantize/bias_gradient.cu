@@ -24,10 +24,11 @@ sum_rows(const __grid_constant__ SumRowsParams p) {
     if (is_set(p.noop)) return;
     __shared__ float shared[kSegments][kColumns];
     const int lane = threadIdx.x % kColumns, segment = threadIdx.x / kColumns;
-    const i64 across = (p.columns + kColumns - 1) / kColumns, line = blockIdx.x / across;
-    const i64 column = (blockIdx.x - line * across) * kColumns + lane;
+    const i64 across = (p.columns + kColumns - 1) / kColumns, to_row = blockIdx.x / across;
+    const i64 column = (blockIdx.x - to_row * across) * kColumns + lane;
     const i64 groups = p.rows > kSegments * ROWS ? (p.rows + kSegments * ROWS - 1) / (kSegments * ROWS) : 1;
-    const i64 matrix = line / groups, row = (line - matrix * groups) * (kSegments * ROWS) + segment * ROWS;
+    const i64 matrix = to_row / groups;
+    const i64 row = (to_row - matrix * groups) * (kSegments * ROWS) + segment * ROWS;
     const float* from = p.src + (matrix * p.rows + row) * p.columns + column;
     const int left = column < p.columns ? left_of(p.rows - row, ROWS) : 0;
     float term[ROWS];
@@ -42,6 +43,6 @@ sum_rows(const __grid_constant__ SumRowsParams p) {
     TreeSum<kSegments> total;
 #pragma unroll
     for (int r = 0; r < kSegments; r++) total.add(r, shared[r][lane]);
-    p.dst[line * p.columns + column] = p.rows ? as_float(f32::narrow(total.sum())) : 0.0f;
+    p.dst[to_row * p.columns + column] = p.rows ? as_float(f32::narrow(total.sum())) : 0.0f;
 }
 #endif

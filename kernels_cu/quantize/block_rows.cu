@@ -24,23 +24,57 @@ constexpr int kOwners = kLanes / kLoads;                             // These la
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 using Source = Chunk<IN, kChunk>;
 
+// The blocks of a warp.
+struct WarpBlocks {
+    u32 matrix;
+    i64 first, column;           // the first block's row among those of its column of blocks, and that column
+    i64 step;                    // elements from one block to the next
+    int count, stored;           // how many blocks exist, and how many scales are stored, with padding
+
+    // Returns false if this warp has no blocks.
+    __device__ __forceinline__ bool find(const BlockParams& p) {
+        const u32 across = (u32)(p.columns / kLength);
+        // Where the scales of a row adjoin, all blocks of a matrix count as one row of blocks.
+        const bool adjoin = p.along_rows.row != 1;
+        const auto warps_of = [](i64 n) { return (u32)((n + kWarpBlocks - 1) / kWarpBlocks); };
+        const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.along_rows.rows) * across;
+        const u32 thread_blocks = (warps + kWarps - 1) / kWarps;
+        matrix = blockIdx.x / thread_blocks;
+        const u32 warp = (blockIdx.x - matrix * thread_blocks) * kWarps + threadIdx.x / 32;
+        if (warp >= warps) return false;
+        const u32 group = adjoin ? warp : warp / across;
+        first = (i64)group * kWarpBlocks, column = adjoin ? 0 : warp - group * across;
+        step = adjoin ? kLength : p.columns;
+        count = left_of((adjoin ? p.rows * across : p.rows) - first, kWarpBlocks);
+        stored = adjoin ? count : left_of(p.along_rows.rows - first, kWarpBlocks);
+        return true;
+    }
+};
+
+// Returns the codes of a chunk. quick: with DIVIDE, the divisor has quick quotients.
+__device__ __forceinline__ Chunk<OUT, kChunk> quantized(const Source& in, float factor, float divisor,
+                                                        bool quick) {
+    Chunk<OUT, kChunk> out;
+#pragma unroll
+    for (int e = 0; e < kChunk / 2; e++) {
+        float lo, hi;
+        in.widen2(e, lo, hi);
+        if (!DIVIDE) out.narrow2(e, mul_rn(lo, factor), mul_rn(hi, factor));
+        else if (quick)
+            out.narrow2(e, quick_quotient_of_codes(lo, divisor, factor),
+                        quick_quotient_of_codes(hi, divisor, factor));
+        else out.narrow2(e, div_rn(lo, divisor), div_rn(hi, divisor));
+    }
+    return out;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_block_rows(const __grid_constant__ BlockParams p) {
     if (is_set(p.noop)) return;
-    const u32 across = (u32)(p.columns / kLength);
-    // Where the scales of a row adjoin, all blocks of a matrix count as one row of blocks.
-    const bool adjoin = p.along_rows.row != 1;
-    const auto warps_of = [](i64 n) { return (u32)((n + kWarpBlocks - 1) / kWarpBlocks); };
-    const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.along_rows.rows) * across;
-    const u32 blocks = (warps + kWarps - 1) / kWarps, m = blockIdx.x / blocks;
-    const u32 warp = (blockIdx.x - m * blocks) * kWarps + threadIdx.x / 32;
-    if (warp >= warps) return;
-    const u32 group = adjoin ? warp : warp / across;
-    const i64 first = (i64)group * kWarpBlocks, column = adjoin ? 0 : warp - group * across;
-    const i64 step = adjoin ? kLength : p.columns;
-    const int count = left_of((adjoin ? p.rows * across : p.rows) - first, kWarpBlocks);
-    const int stored = adjoin ? count : left_of(p.along_rows.rows - first, kWarpBlocks);       // with padding
-
+    WarpBlocks blocks;
+    if (!blocks.find(p)) return;
+    const i64 m = blocks.matrix, first = blocks.first, column = blocks.column, step = blocks.step;
+    const int count = blocks.count;
     const int lane = threadIdx.x % 32, in_block = lane % kLanes, of_load = lane / kLanes;
     const i64 at = m * p.rows * p.columns + first * step + column * kLength + of_load * step
         + in_block * kChunk;
@@ -60,27 +94,16 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
     // With DIVIDE, div_rn() below may be a call anyway; otherwise the kernel has no call.
     halve_down<kLanes / 2, kLoads / 2>(largest, IN::max_magnitudes<false>);
     const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{largest[0]}.f32_bits());
-    if (in_block % kOwners == 0 && own < stored)
+    if (in_block % kOwners == 0 && own < blocks.stored)
         as_global(p.along_rows.to)[m * p.along_rows.matrix + first + column * p.along_rows.column + own] =
-            own < count
-            ? s.scale_inv : 0.0f;
+            own < count ? s.scale_inv : 0.0f;
     const bool quick = !DIVIDE || __all_sync(~0u, own >= count || has_quick_quotients(s.scale_inv));
 #pragma unroll
     for (int i = 0; i < kLoads; i++) {
         const int owner = of_load * kLanes + i * kOwners;
         const float factor = __shfl_sync(~0u, s.factor, owner);
         const float divisor = DIVIDE ? __shfl_sync(~0u, s.scale_inv, owner) : 0.0f;
-        Chunk<OUT, kChunk> out;
-#pragma unroll
-        for (int e = 0; e < kChunk / 2; e++) {
-            float lo, hi;
-            chunk[i].widen2(e, lo, hi);
-            if (!DIVIDE) out.narrow2(e, mul_rn(lo, factor), mul_rn(hi, factor));
-            else if (quick)
-                out.narrow2(e, quick_quotient_of_codes(lo, divisor, factor),
-                            quick_quotient_of_codes(hi, divisor, factor));
-            else out.narrow2(e, div_rn(lo, divisor), div_rn(hi, divisor));
-        }
+        const auto out = quantized(chunk[i], factor, divisor, quick);
         if (exists(i)) out.store(p.rows_data + (at + i * kAtOnce * step));
     }
 }

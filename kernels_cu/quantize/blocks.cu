@@ -281,7 +281,7 @@ __device__ __forceinline__ void write_warp_tile(const WarpTileWriter& writer, co
 }
 
 // Where a tile is among the tiles of a block, one below the other.
-struct PlaceInSegment {
+struct PositionInSegment {
     int rows_before;
     bool last;
 };
@@ -290,7 +290,7 @@ struct PlaceInSegment {
 // kVectorStores: see quantize_tile.
 template <bool kVectorStores>
 __device__ __forceinline__ void store_tile(const BlockParams& p, const TilePosition& at, const Stored& stored,
-                                           const TileMemory& memory, const PlaceInSegment& in_segment) {
+                                           const TileMemory& memory, const PositionInSegment& in_segment) {
     const bool blocks_adjoin = kAlongRows && !stored.square && p.along_rows.to && p.along_rows.row != 1;
     if (stored.rows_transposed() || stored.along_columns == 2 || blocks_adjoin) __syncthreads();
     if constexpr (kAlongRows)
@@ -318,22 +318,23 @@ __device__ __forceinline__ void store_tile(const BlockParams& p, const TilePosit
 // `vector` tells whether they do.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given,
-                                              u8* shared, const PlaceInSegment& in_segment) {
+                                              u8* shared, const PositionInSegment& in_segment) {
     const Stored stored = Stored::of(p);
     const TileMemory memory(shared, stored);
     const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
     const int rows_left = left_of(p.rows - row, kWarpTileRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
     if (ALIGNED && columns_left) columns_left = kLaneColumns;
-    const WarpTilePlace place{at.matrix * p.rows * p.columns + row * p.columns + column, rows_left,
+    const WarpTilePosition position{at.matrix * p.rows * p.columns + row * p.columns + column, rows_left,
                               columns_left};
     int given_left = rows_left;
     if constexpr (kPads) given_left = left_of(given - row, kWarpTileRows);
 
     WarpTile<IN> warp_tile;
-    warp_tile.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
+    warp_tile.template load<ALIGNED != 0>(p.x + position.at, p.columns, given_left, columns_left,
+                                          p.vector & 1);
     const Operands operands = find_operands(p, at, warp_tile, columns_left, stored, memory);
-    const WarpTileWriter writer{p, warp_tile, place, operands.rows, operands.columns};
+    const WarpTileWriter writer{p, warp_tile, position, operands.rows, operands.columns};
     u8 *const rows_data = as_global(p.rows_data), *const columns_data = as_global(p.columns_data);
     const bool wide_rows = p.vector & 2, wide_columns = p.vector & 4;
     // A square has operands of columns, and both destinations are theirs.
@@ -380,7 +381,7 @@ group_quantize_block(const __grid_constant__ GroupBlockParams p) {
         // All threads have read this tile's shared memory before the next tile overwrites it.
         for (int tile = 0;; __syncthreads()) {
             const TilePosition at{0, first.row + tile * Tile::kRows, first.column};
-            const PlaceInSegment in_segment{tile * Tile::kRows, tile + 1 == tiles};
+            const PositionInSegment in_segment{tile * Tile::kRows, tile + 1 == tiles};
             quantize_tile<false, true>(group, at, given, shared, in_segment);
             if (kTilesPerBlock == 1 || ++tile == tiles) return;
         }

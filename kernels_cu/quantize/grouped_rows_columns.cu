@@ -119,25 +119,25 @@ struct TileFactors {
 
 // Writes the data of a warp tile from the factors of its tile. Returns whether a part of them is in `tile`.
 __device__ __forceinline__ bool write_warp_tile(const BlockParams& group, const WarpTile<IN>& warp_tile,
-                                                const WarpTilePlace& place, int given_left,
+                                                const WarpTilePosition& position, int given_left,
                                                 const TileFactors& factors, const Tile& tile) {
     const float *const of_rows = factors.of_rows, *const of_columns = factors.of_columns;
     const RowOperands rows{of_rows + Tile::row(), of_rows + Tile::kRows + Tile::row()};
     const int along_rows = group.stored & 3, along_columns = group.stored >> 2;
-    bool quick = !along_rows || (int)(threadIdx.x % 32) >= place.rows_left ||
+    bool quick = !along_rows || (int)(threadIdx.x % 32) >= position.rows_left ||
                  has_quick_quotients(rows.divisors[threadIdx.x % 32]);
     ColumnOperands columns;
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) {
         columns.factor[c] = along_columns ? of_columns[Tile::column() + c] : 0.0f;
         columns.divisor[c] = along_columns ? of_columns[Tile::kColumns + Tile::column() + c] : 0.0f;
-        quick &= !along_columns || c >= place.columns_left || has_quick_quotients(columns.divisor[c]);
+        quick &= !along_columns || c >= position.columns_left || has_quick_quotients(columns.divisor[c]);
     }
     const bool wide_rows = group.vector & 2, wide_columns = group.vector & 4;
     const Destinations to{
         Destination::of(along_rows, as_global(group.rows_data), wide_rows, tile),
         Destination::of(along_columns, as_global(group.columns_data), wide_columns, tile)};
-    const WarpTileWriter writer{group, warp_tile, place, rows, columns};
+    const WarpTileWriter writer{group, warp_tile, position, rows, columns};
     const bool wide = (along_rows != 1 || wide_rows) && (along_columns != 1 || wide_columns);
     if (!group.divide && wide) writer.write<true, kMultiply>(to);
     else if (!group.divide) writer.write<false, kMultiply>(to);
@@ -175,11 +175,11 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
 
     const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
     const i64 first_column = found.group * group.columns;
-    const WarpTilePlace place{row * group.columns + column, left_of(group.rows - row, kWarpTileRows),
+    const WarpTilePosition position{row * group.columns + column, left_of(group.rows - row, kWarpTileRows),
                               left_of(group.columns - column, kLaneColumns)};
     WarpTile<IN> warp_tile;
     const int given_left = left_of(found.given - row, kWarpTileRows);
-    warp_tile.template load<false>(group.x + place.at, group.columns, given_left, place.columns_left,
+    warp_tile.template load<false>(group.x + position.at, group.columns, given_left, position.columns_left,
                                    group.vector & 1);
     if (p.phase == 0) {
         raise_amaxes(p, warp_tile, at, first_row, first_column, reinterpret_cast<u32*>(shared));
@@ -189,7 +189,7 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
     const TileFactors factors(shared + Tile::kBytes);
     factors.find(p, group, at, first_row, first_column);
     __syncthreads();
-    if (!write_warp_tile(group, warp_tile, place, given_left, factors, tile)) return;
+    if (!write_warp_tile(group, warp_tile, position, given_left, factors, tile)) return;
     __syncthreads();
     store_tile(group, at, tile);
 }

@@ -69,9 +69,9 @@ struct GroupView {
     X x;
     Columns columns;
     SharedOutput data, data_t;
-    Shared<i64> given, rows;
-    Shared<float*> amax;
-    Shared<u32> vector;
+    SharedMember<i64> given, rows;
+    SharedMember<float*> amax;
+    SharedMember<u32> vector;
 
     __device__ __forceinline__ GroupView(X x, Columns columns, const GroupTensor& t)
         : x(x), columns(columns), data{&t.data}, data_t{&t.data_t}, given{&t.given}, rows{&t.rows},
@@ -153,8 +153,8 @@ group_cast_transpose(const __grid_constant__ GroupCastParams p) {
             const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);
             const TilePosition at = {0, tensor.at.row, tensor.at.column};
             const GroupView<const IN::storage*, i64> whole(tensor.x, tensor.columns, tensor);
-            using SharedX = Shared<const IN::storage*>;
-            const GroupView<SharedX, Shared<i64>> any({&tensor.x}, {&tensor.columns}, tensor);
+            using SharedX = SharedMember<const IN::storage*>;
+            const GroupView<SharedX, SharedMember<i64>> any({&tensor.x}, {&tensor.columns}, tensor);
             if (tensor.found.group < 0) clear_tile(tensor);
             else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(whole, at, scale, shared);
             else if (LARGE || tensor.aligned) cast_tile<1>(any, at, scale, shared);

@@ -173,8 +173,8 @@ __device__ __forceinline__ void store_codes(u8* to, u32 codes, int left, bool ve
 // are or transposes them into words[column][quad % 4].
 template <bool kAlongRows>
 __device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>& warp_tile,
-                                           const WarpTilePlace& place, const Scales& e, int stored, int quad,
-                                           u32 (&words)[kLaneColumns][4]) {
+                                           const WarpTilePosition& position, const Scales& e, int stored,
+                                           int quad, u32 (&words)[kLaneColumns][4]) {
     float scale[kLaneColumns];
     u32 bytes = e.columns, codes[4];
     if (kAlongRows) bytes = __shfl_sync(~0u, e.rows, threadIdx.x % 32 / kLanes * kLanes + quad);
@@ -184,12 +184,12 @@ __device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>
     for (int i = 0; i < 4; i++) {
         const int r = quad * 4 + i;
         float v[kLaneColumns];
-        warp_tile.line[r].widen2(0, v[0], v[1]);
-        warp_tile.line[r].widen2(1, v[2], v[3]);
+        warp_tile.row[r].widen2(0, v[0], v[1]);
+        warp_tile.row[r].widen2(1, v[2], v[3]);
         codes[i] = kAlongRows ? narrowed(v, {scale[i], scale[i], scale[i], scale[i]}) : narrowed(v, scale);
         if (stored == 1)
-            store_codes(as_global(kAlongRows ? p.rows_data : p.columns_data) + place.at + r * p.columns,
-                        codes[i], r < place.rows_left ? place.columns_left : 0,
+            store_codes(as_global(kAlongRows ? p.rows_data : p.columns_data) + position.at + r * p.columns,
+                        codes[i], r < position.rows_left ? position.columns_left : 0,
                         p.vector & (kAlongRows ? 2 : 4));
     }
     if (stored == 1) return;
@@ -202,13 +202,13 @@ __device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>
 // Writes sixteen rows, of which each column has 16 bytes of a transposed row.
 template <bool kAlongRows>
 __device__ __forceinline__ void write_half(const MxParams& p, const WarpTile<IN>& warp_tile,
-                                           const WarpTilePlace& place, const Scales& e, int stored, int half,
-                                           const Tile& tile) {
+                                           const WarpTilePosition& position, const Scales& e, int stored,
+                                           int half, const Tile& tile) {
     if (!stored) return;
     u32 words[kLaneColumns][4];
 #pragma unroll
     for (int quad = 0; quad < 4; quad++)
-        write_quad<kAlongRows>(p, warp_tile, place, e, stored, half * 4 + quad, words);
+        write_quad<kAlongRows>(p, warp_tile, position, e, stored, half * 4 + quad, words);
     if (stored == 2) tile.write(half, words);
 }
 
@@ -240,7 +240,7 @@ struct TileMemory {
 // Writes the data of a warp tile. The directions take turns by halves, so that addresses and widened values
 // live briefly: those of a whole warp tile would not fit in registers.
 __device__ __forceinline__ void write_warp_tile(const MxParams& p, const WarpTile<IN>& warp_tile,
-                                                const WarpTilePlace& place, const Scales& e,
+                                                const WarpTilePosition& position, const Scales& e,
                                                 const Stored& stored, const TileMemory& memory) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -248,12 +248,12 @@ __device__ __forceinline__ void write_warp_tile(const MxParams& p, const WarpTil
             u32 unused[kLaneColumns][4];
 #pragma unroll
             for (int quad = half * 4; quad < half * 4 + 4; quad++) {
-                write_quad<true>(p, warp_tile, place, e, 1, quad, unused);
-                write_quad<false>(p, warp_tile, place, e, 1, quad, unused);
+                write_quad<true>(p, warp_tile, position, e, 1, quad, unused);
+                write_quad<false>(p, warp_tile, position, e, 1, quad, unused);
             }
         } else {
-            write_half<true>(p, warp_tile, place, e, stored.along_rows, half, memory.of_rows);
-            write_half<false>(p, warp_tile, place, e, stored.along_columns, half, memory.of_columns);
+            write_half<true>(p, warp_tile, position, e, stored.along_rows, half, memory.of_rows);
+            write_half<false>(p, warp_tile, position, e, stored.along_columns, half, memory.of_columns);
         }
     }
 }
@@ -336,11 +336,12 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
     if constexpr (kPads) given_left = left_of(given - row, kWarpTileRows);
 
     WarpTile<IN> warp_tile;
-    const WarpTilePlace place{matrix + row * p.columns + column, rows_left, columns_left};
-    warp_tile.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
+    const WarpTilePosition position{matrix + row * p.columns + column, rows_left, columns_left};
+    warp_tile.template load<ALIGNED != 0>(p.x + position.at, p.columns, given_left, columns_left,
+                                          p.vector & 1);
     const Scales e = p.rule.nan_wins() ? find_scales<true>(warp_tile, p, rows_left, columns_left)
                                        : find_scales<false>(warp_tile, p, rows_left, columns_left);
-    write_warp_tile(p, warp_tile, place, e, stored, memory);
+    write_warp_tile(p, warp_tile, position, e, stored, memory);
     const TileScales scales(p, at, memory);
     scales.put(e);
     const bool rows_transposed = stored.along_rows == 2, columns_transposed = stored.along_columns == 2;

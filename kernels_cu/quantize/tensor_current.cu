@@ -50,50 +50,81 @@ __device__ __forceinline__ u32 wait_for(const u32* told, u32 mark) {
 }
 
 #ifdef ENTRY_cast_current
+using Source = Chunk<IN, kCount>;
+
+// The elements of x that a thread has: `held` in registers, the chunks of further rounds in shared memory,
+// and in the first thread of the grid those after the last whole chunk.
+struct ThreadElements {
+    const CastCurrentParams& p;
+    u8* const in_shared;
+    const i64 first = ((i64)blockIdx.x * kThreads + threadIdx.x) * kCount;
+    const i64 step = (i64)gridDim.x * kThreads * kCount;
+    const i64 whole = p.n / kCount * kCount;
+    const int left = blockIdx.x == 0 && threadIdx.x == 0 ? (int)(p.n - whole) : 0;
+    Source held[kHeld], tail;
+
+    __device__ __forceinline__ ThreadElements(const CastCurrentParams& p, u8* shared)
+        : p(p), in_shared(shared + threadIdx.x * 16) {}
+    __device__ __forceinline__ bool has(int round) const { return first + round * step < whole; }
+    __device__ __forceinline__ u8* shared_chunk(int round) const {
+        return in_shared + (round - kHeld) * (kThreads * 16);
+    }
+    // Loads all elements, and returns their amax as f32 bits.
+    __device__ __forceinline__ u32 load() {
+#pragma unroll 1
+        for (int r = kHeld; r < (int)p.rounds; r++)
+            if (has(r)) copy_async(shared_chunk(r), p.x + first + r * step);
+#pragma unroll
+        for (int r = 0; r < kHeld; r++) held[r] = has(r) ? Source::load(p.x + first + r * step) : Source{};
+        tail = Source::load_partial(p.x + whole, left);
+        Amax<IN> amax;
+        amax.add(tail);
+#pragma unroll
+        for (int r = 0; r < kHeld; r++) amax.add(held[r]);
+        copy_async_wait();
+#pragma unroll 1
+        for (int r = kHeld; r < (int)p.rounds; r++)
+            if (has(r)) amax.add(Source::load_shared(shared_chunk(r)));
+        return amax.f32_bits();
+    }
+    __device__ __forceinline__ void cast(float scale) const {
+#pragma unroll
+        for (int r = 0; r < kHeld; r++)
+            if (has(r)) scale_and_narrow(held[r], scale).store(p.data + first + r * step);
+        scale_and_narrow(tail, scale).store_partial(p.data + whole, left);
+#pragma unroll 1
+        for (int r = kHeld; r < (int)p.rounds; r++)
+            if (has(r))
+                scale_and_narrow(Source::load_shared(shared_chunk(r)), scale)
+                    .store(p.data + first + r * step);
+    }
+};
+
+// Tells all blocks the amax of this one, and raises `tensor_amax` in shared memory to that of all blocks.
+__device__ __forceinline__ void exchange_amaxes(const CastCurrentParams& p, u32 block_amax, u32 mark,
+                                                u32& tensor_amax) {
+    u32* const told = p.workspace + 1;
+    if (threadIdx.x == 0) atomicExch(&told[blockIdx.x], block_amax | mark);
+    // A thread waits for each block, in whole warps.
+    if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {
+        const u32 warp_amax =
+            __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark) : 0u);
+        if (threadIdx.x % 32 == 0) atomicMax(&tensor_amax, warp_amax);
+    }
+    __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 cast_current(const __grid_constant__ CastCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ u32 shared_amax, launches;
     if (is_set(p.noop)) return;
     if (threadIdx.x == 0) shared_amax = 0, launches = load_relaxed(p.workspace);
-    using Source = Chunk<IN, kCount>;
-    const i64 first = ((i64)blockIdx.x * kThreads + threadIdx.x) * kCount;
-    const i64 step = (i64)gridDim.x * kThreads * kCount;
-    // The first thread of the grid takes the elements after the last whole chunk.
-    const i64 whole = p.n / kCount * kCount;
-    const int left = blockIdx.x == 0 && threadIdx.x == 0 ? (int)(p.n - whole) : 0;
-    u8* const mine = shared + threadIdx.x * 16;
-
-#pragma unroll 1
-    for (int r = kHeld; r < (int)p.rounds; r++)
-        if (first + r * step < whole)
-            copy_async(mine + (r - kHeld) * (kThreads * 16), p.x + first + r * step);
-    Source held[kHeld];
-#pragma unroll
-    for (int r = 0; r < kHeld; r++)
-        held[r] = first + r * step < whole ? Source::load(p.x + first + r * step) : Source{};
-    const Source tail = Source::load_partial(p.x + whole, left);
-    Amax<IN> amax;
-    amax.add(tail);
-#pragma unroll
-    for (int r = 0; r < kHeld; r++) amax.add(held[r]);
-    copy_async_wait();
-#pragma unroll 1
-    for (int r = kHeld; r < (int)p.rounds; r++)
-        if (first + r * step < whole) amax.add(Source::load_shared(mine + (r - kHeld) * (kThreads * 16)));
-
-    u32* const told = p.workspace + 1;
+    ThreadElements elements(p, shared);
+    const u32 thread_amax = elements.load();
     // The barrier of block_max() makes `launches` visible.
-    const u32 block_amax = block_max<kThreads>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;
-    if (threadIdx.x == 0) atomicExch(&told[blockIdx.x], block_amax | mark);
-    // A thread waits for each block, in whole warps.
-    if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {
-        const u32 tensor_amax =
-            __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark)
-                                          : 0u);
-        if (threadIdx.x % 32 == 0) atomicMax(&shared_amax, tensor_amax);
-    }
-    __syncthreads();
+    const u32 block_amax = block_max<kThreads>(thread_amax), mark = launches & 1 ? 0u : kMark;
+    exchange_amaxes(p, block_amax, mark, shared_amax);
     const u32 tensor_amax = shared_amax;
     const float scale = scale_from_amax(as_float(tensor_amax), p.target, p.eps, as_float(kMaxF32), p.pow2);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -102,15 +133,6 @@ cast_current(const __grid_constant__ CastCurrentParams p) {
         write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
         if (p.amax) raise_amax(p.amax, tensor_amax, load_relaxed(p.amax));
     }
-
-#pragma unroll
-    for (int r = 0; r < kHeld; r++)
-        if (first + r * step < whole) scale_and_narrow(held[r], scale).store(p.data + first + r * step);
-    scale_and_narrow(tail, scale).store_partial(p.data + whole, left);
-#pragma unroll 1
-    for (int r = kHeld; r < (int)p.rounds; r++)
-        if (first + r * step < whole)
-            scale_and_narrow(Source::load_shared(mine + (r - kHeld) * (kThreads * 16)), scale).store(p.data
-                + first + r * step);
+    elements.cast(scale);
 }
 #endif

@@ -67,9 +67,9 @@ struct TensorView {
     const IN::storage* x;
     i64 columns;
     SharedOutput data, data_t;
-    Shared<i64> rows;
-    Shared<float*> amax;
-    Shared<u32> vector;
+    SharedMember<i64> rows;
+    SharedMember<float*> amax;
+    SharedMember<u32> vector;
     __device__ __forceinline__ bool rowwise() const { return *data.at; }
     __device__ __forceinline__ bool columnwise() const { return *data_t.at; }
 };

@@ -37,14 +37,14 @@ struct BlockOfVectors {
     __device__ __forceinline__ i64 row(i64 begin) const { return kAlongRows ? first : begin; }
     __device__ __forceinline__ i64 column(i64 begin) const { return kAlongRows ? begin : first; }
 
-    __device__ __forceinline__ WarpTilePlace load(const BlockParams& p, i64 begin,
+    __device__ __forceinline__ WarpTilePosition load(const BlockParams& p, i64 begin,
                                                   WarpTile<IN>& warp_tile) const {
         const i64 r = row(begin) + Tile::row(), c = column(begin) + Tile::column();
-        const WarpTilePlace place{matrix * p.rows * p.columns + r * p.columns + c,
+        const WarpTilePosition position{matrix * p.rows * p.columns + r * p.columns + c,
                                   left_of(p.rows - r, kWarpTileRows), left_of(p.columns - c, kLaneColumns)};
-        warp_tile.template load<false>(p.x + place.at, p.columns, place.rows_left, place.columns_left,
-                                       p.vector & 1);
-        return place;
+        warp_tile.template load<false>(p.x + position.at, p.columns, position.rows_left,
+                                       position.columns_left, p.vector & 1);
+        return position;
     }
 };
 
@@ -115,11 +115,11 @@ quantize_whole_vectors(const __grid_constant__ BlockParams p) {
 #pragma unroll 1
     for (i64 begin = 0; begin < BlockOfVectors::length(p); begin += kStep) {
         WarpTile<IN> warp_tile;
-        const WarpTilePlace place = block.load(p, begin, warp_tile);
-        const WarpTileWriter writer{p, warp_tile, place, rows, columns};
+        const WarpTilePosition position = block.load(p, begin, warp_tile);
+        const WarpTileWriter writer{p, warp_tile, position, rows, columns};
         if (!p.divide) writer.write<false, kMultiply>(to);
         else if (quick) writer.write<false, kDivideQuickly>(to);
-        else writer.divide(to, place.rows_left);
+        else writer.divide(to, position.rows_left);
         if (!transposed) continue;
         __syncthreads();
         const i64 row = block.row(begin), column = block.column(begin);

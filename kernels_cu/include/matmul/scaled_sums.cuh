@@ -16,12 +16,12 @@ __device__ __forceinline__ u32 zero_of_lane() {
 // In kBlocks, the scale of B that the columns of a tile have. It is read one block of K ahead, into registers
 // of lanes. (To move it to a register of the warp, the assembler would wait for it before it starts the last
 // products of a block, which cost tiles of 192 columns 12 % of their speed.)
-struct BlockScale {
+struct ScaleOfB {
     const float* at;
     i64 step;                      // to the next 128 of K
     float next;
 
-    __device__ __forceinline__ BlockScale(const Product& p, const QueuedTile& t) : step(t.b_scale_block) {
+    __device__ __forceinline__ ScaleOfB(const Product& p, const QueuedTile& t) : step(t.b_scale_block) {
         static_assert(kTileColumns == kScaleBlock, "a tile has one scale");
         at = t.b_scale + t.column / kScaleBlock * p.b.scale_row + zero_of_lane();
         if (kScaling == kBlocks && t.blocks > 0) read();
@@ -33,13 +33,13 @@ struct BlockScale {
 };
 
 // The scales of a lane's two rows of A, read while the tensor core works; in kBlocks times that of B.
-struct RowScales {
+struct LaneRowScales {
     float low, high;
     float of_b;
     bool exact = true;             // No lane of the warp has a product of scales that f32 cannot hold well.
 
     // at_low, at_high: of the rows in the stage
-    __device__ __forceinline__ RowScales(const Stage& stage, int at_low, int at_high, float scale_of_b)
+    __device__ __forceinline__ LaneRowScales(const Stage& stage, int at_low, int at_high, float scale_of_b)
         : low(stage.a[at_low]), high(stage.a[at_high]), of_b(scale_of_b) {
         if constexpr (kScaling == kBlocks) {
             low = mul_rn(low, of_b);
@@ -71,7 +71,7 @@ __device__ __forceinline__ float2 scales_of_columns(const Stage& stage, int i) {
 template <class Release>
 __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
                                              const float (&products)[kTileColumns / 2],
-                                             const RowScales& rows, const Stage& stage, bool is_last,
+                                             const LaneRowScales& rows, const Stage& stage, bool is_last,
                                              const Release& release) {
     if constexpr (kScaling == kBlocks) {
         release();

@@ -36,7 +36,7 @@ struct Ring {
 
 // A warp's position in a ring.
 template <int kPlaces>
-struct Place {
+struct RingPosition {
     int at = 0;
     u32 parity = 0;
 

@@ -29,7 +29,7 @@ struct ScaleCopies {
 
 __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared) {
     TileReader reader(shared.tiles, shared.queue);
-    Place<kStages> place;
+    RingPosition<kStages> position;
     const int rank = cluster_rank();
     while (reader.next()) {
         const QueuedTile& t = reader.tile();
@@ -48,15 +48,15 @@ __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared
                 acquire_map(t.b_map);
             }
             for (int block = 0; block < reader.blocks; block++) {
-                place.wait_empty(shared.ring);
-                PhaseBarrier* const full = &shared.ring.full[place.at];
+                position.wait_empty(shared.ring);
+                PhaseBarrier* const full = &shared.ring.full[position.at];
                 arrive_expecting(full, bytes);
                 if (copies_a)
-                    copy_box_to_cluster(shared.a[place.at] + first * kBoxBytes, a_map, t.a_row + first,
+                    copy_box_to_cluster(shared.a[position.at] + first * kBoxBytes, a_map, t.a_row + first,
                                         block * kBoxBytes, full);
-                if (copies_b) copy_box(shared.b[place.at], t.b_map, t.b_row, block * kBoxBytes, full);
-                if (p.copies_scales) scales.start(shared.stages[place.at], full);
-                place.next();
+                if (copies_b) copy_box(shared.b[position.at], t.b_map, t.b_row, block * kBoxBytes, full);
+                if (p.copies_scales) scales.start(shared.stages[position.at], full);
+                position.next();
             }
         }
     }
@@ -71,15 +71,15 @@ __device__ __forceinline__ i64 scale_of(const Operand& operand, i64 row) {
 __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
     constexpr int kRowsEach = kTileRows / 32, kColumnsEach = kTileColumns / 32;
     TileReader reader(shared.tiles, shared.queue);
-    Place<kStages> place;
+    RingPosition<kStages> position;
     const int lane = threadIdx.x % 32;
     while (reader.next()) {
         const QueuedTile& t = reader.tile();
         const int last_row = t.row + t.rows - 1, last_column = (int)p.n - 1;
         const float *a_at = t.a_scale, *b_at = t.b_scale;
         for (int block = 0; block < reader.blocks; block++) {
-            place.wait_empty(shared.ring);
-            Stage& stage = shared.stages[place.at];
+            position.wait_empty(shared.ring);
+            Stage& stage = shared.stages[position.at];
             if (kScaling != kRows || block + 1 == reader.blocks) {
 #pragma unroll
                 for (int i = 0; i < kRowsEach; i++)
@@ -93,8 +93,8 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
                             b_at + scale_of(p.b, at_most(t.column + 32 * i + lane, last_column)), 4);
                 }
             }
-            arrive_after_copies(&shared.ring.full[place.at]);
-            place.next();
+            arrive_after_copies(&shared.ring.full[position.at]);
+            position.next();
             if (kScaling != kRows) {
                 a_at += t.a_scale_block;
                 b_at += t.b_scale_block;

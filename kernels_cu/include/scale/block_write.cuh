@@ -67,7 +67,7 @@ struct Destinations {
 struct WarpTileWriter {
     const BlockParams& p;
     const WarpTile<IN>& warp_tile;
-    const WarpTilePlace& place;
+    const WarpTilePosition& position;
     const RowOperands& rows;
     const ColumnOperands& columns;
 
@@ -81,19 +81,19 @@ struct WarpTileWriter {
         if (kAlongRows) RowOperands::load(rows.factors + quad * 4, factor);
         if (kAlongRows && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
         u32 codes[4];
-        u8* at = to.data + (place.at + quad * 4 * p.columns);
+        u8* at = to.data + (position.at + quad * 4 * p.columns);
 #pragma unroll
         for (int i = 0; i < 4; i++, at += p.columns) {
             const int r = quad * 4 + i;
             float v[kLaneColumns];
-            warp_tile.line[r].widen2(0, v[0], v[1]);
-            warp_tile.line[r].widen2(1, v[2], v[3]);
+            warp_tile.row[r].widen2(0, v[0], v[1]);
+            warp_tile.row[r].widen2(1, v[2], v[3]);
             if constexpr (kAlongRows)
                 codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]},
                                               {divisor[i], divisor[i], divisor[i], divisor[i]});
             else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
             if (!to.as_is) continue;
-            const int left = r < place.rows_left ? place.columns_left : 0;
+            const int left = r < position.rows_left ? position.columns_left : 0;
             const Chunk<OUT, 4> out{{codes[i]}};
             if (!kWide && !to.wide) out.store_partial(at, left);
             else if (left) out.store(at);
@@ -124,9 +124,9 @@ struct WarpTileWriter {
             float v[4][kLaneColumns];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const auto& line = warp_tile.line[half * 16 + quad * 4 + i];
-                line.widen2(0, v[i][0], v[i][1]);
-                line.widen2(1, v[i][2], v[i][3]);
+                const auto& chunk = warp_tile.row[half * 16 + quad * 4 + i];
+                chunk.widen2(0, v[i][0], v[i][1]);
+                chunk.widen2(1, v[i][2], v[i][3]);
             }
 #pragma unroll
             for (int c = 0; c < kLaneColumns; c++) {
@@ -160,18 +160,18 @@ struct WarpTileWriter {
             const bool of_rows = i % 2 == 0;
             const Destination destination = of_rows ? to.of_rows : to.of_columns;
             if (!destination.as_is && !destination.transposed) continue;
-            const i64 at = place.at + row * p.columns;
-            const auto line = WarpTile<IN>::Line::load_partial(p.x + at,
-                                                               row < given_left ? place.columns_left : 0);
+            const i64 at = position.at + row * p.columns;
+            const int given = row < given_left ? position.columns_left : 0;
+            const auto chunk = WarpTile<IN>::RowChunk::load_partial(p.x + at, given);
             float v[kLaneColumns], divisor[kLaneColumns];
-            line.widen2(0, v[0], v[1]);
-            line.widen2(1, v[2], v[3]);
+            chunk.widen2(0, v[0], v[1]);
+            chunk.widen2(1, v[2], v[3]);
 #pragma unroll
             for (int c = 0; c < kLaneColumns; c++)
                 divisor[c] = of_rows ? rows.divisors[row] : columns.divisor[c];
             const Chunk<OUT, kLaneColumns> out{{scaled_codes<kDivide>(v, divisor, divisor)}};
-            if (destination.as_is && row < place.rows_left)
-                out.store_partial(destination.data + at, place.columns_left);
+            if (destination.as_is && row < position.rows_left)
+                out.store_partial(destination.data + at, position.columns_left);
             if (!destination.transposed) continue;
 #pragma unroll
             for (int c = 0; c < kLaneColumns; c++)

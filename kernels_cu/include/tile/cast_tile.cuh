@@ -63,7 +63,7 @@ constexpr bool kPads = false;
 
 // Members of a tensor in shared memory, read where they are used: the tile needs all registers.
 template <class T>
-struct Shared {
+struct SharedMember {
     const T* at;
     __device__ __forceinline__ operator T() const { return *at; }
 };
@@ -81,6 +81,18 @@ struct CastPatch {
     i64 at;
     int rows_left, columns_left, given_left;
 };
+
+// Returns the patch of this thread in the tile at `at`.
+template <int kAligned, class Tensor>
+__device__ __forceinline__ CastPatch find_patch(const Tensor& p, const TilePosition& at) {
+    const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
+    int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
+    // Patches are whole, so that one predicate serves all loads.
+    if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;
+    int given_left = rows_left;
+    if constexpr (kPads<Tensor> && kAligned < 2) given_left = left_of(p.given - row, 8);
+    return {(at.matrix * p.rows + row) * p.columns + column, rows_left, columns_left, given_left};
+}
 
 using CastInput = Chunk<IN, kLoad>[kRowsAtOnce][kLoads];
 
@@ -158,14 +170,7 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     // In shared memory the position frees six registers while the sums need them.
     __shared__ TilePosition shared_at;
     if (DBIAS && threadIdx.x == 0) shared_at = at;
-    const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
-    int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
-    // Patches are whole, so that one predicate serves all loads.
-    if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;
-    int given_left = rows_left;
-    if constexpr (kPads<Tensor> && kAligned < 2) given_left = left_of(p.given - row, 8);
-    const CastPatch patch{(at.matrix * p.rows + row) * p.columns + column, rows_left, columns_left,
-                          given_left};
+    const CastPatch patch = find_patch<kAligned>(p, at);
     Chunk<OUT, 8> codes[8];
     Amax<IN> amax;
     PatchSums sums;

@@ -94,46 +94,50 @@ struct StageCursor {
 __device__ __forceinline__ u64 in_launch(u32 launch, u32 amax) { return (u64)launch << 32 | amax; }
 __device__ __forceinline__ bool is_of(u64 told, u32 launch) { return (u32)(told >> 32) == launch; }
 
+// Requests a loader's part of a tile. Elements that do not exist become zeros.
+__device__ __forceinline__ void copy_tile(const Visit& found, int loader, u8* stage) {
+    constexpr int kUnits = kTileSide / kUnit, kStep = kLoaders / kUnits, kCopies = kTileSide / kStep;
+    const int row = loader / kUnits, unit = loader % kUnits;
+    const i64 columns = found.columns, step = kStep * columns;
+    const IN::storage* from = found.x + row * columns + unit * kUnit;
+    u8* const to = stage + loader * 16;
+    if (found.given == kTileSide && found.columns_left == kTileSide) {
+#pragma unroll
+        for (int i = 0; i < kCopies; i++, from += step) copy_async(to + i * kLoaders * 16, from);
+        return;
+    }
+    const int rows = unit * kUnit < found.columns_left ? found.given - row : 0;
+#pragma unroll 1
+    for (int i = 0; i < kCopies; i++, from += step) {
+        const bool exists = i * kStep < rows;
+        copy_async(to + i * kLoaders * 16, exists ? from : found.x, exists);
+    }
+}
+
+// Hands a visit over to the tellers and consumers. One whole warp calls it.
+__device__ __forceinline__ void hand_over(const Visit& found, u32 kind, Visit& to, PhaseBarrier* full) {
+    static_assert(sizeof(Visit) % sizeof(u64) == 0 && sizeof(Visit) <= 32 * sizeof(u64), "a word per lane");
+    const int lane = threadIdx.x % 32;
+    if (lane < (int)(sizeof(Visit) / sizeof(u64)))
+        reinterpret_cast<u64*>(&to)[lane] = reinterpret_cast<const u64*>(&found)[lane];
+    __syncwarp();
+    if (lane == 0) to.kind = kind;
+    // Every lane arrives for the word that it has written.
+    arrive(full);
+}
+
 template <class Tensors>
 __device__ __forceinline__ void load_tiles(const Tensors& tensors, const SingleRead& p,
-                                           SingleReadShared& shared,
-                                           u8* stages) {
-    const int thread = threadIdx.x - kConsumers - kTellers, warp = thread / 32, lane = thread % 32;
+                                           SingleReadShared& shared, u8* stages) {
+    const int loader = threadIdx.x - kConsumers - kTellers, warp = loader / 32;
     Visit& found = shared.found[warp];
     typename Tensors::Ahead ahead;
     StageCursor at(1);
     const auto issue = [&](u32 kind) {
         wait_for_end(shared.empty + at.stage, at.parity);
-        if (kind & (kTell | kCast)) {
-            constexpr int kUnits = kTileSide / kUnit, kStep = kLoaders / kUnits, kCopies = kTileSide / kStep;
-            const int row = thread / kUnits, unit = thread % kUnits;
-            const i64 columns = found.columns, step = kStep * columns;
-            const IN::storage* from = found.x + row * columns + unit * kUnit;
-            u8* const to = stages + at.stage * kStageBytes + thread * 16;
-            if (found.given == kTileSide && found.columns_left == kTileSide) {
-#pragma unroll
-                for (int i = 0; i < kCopies; i++, from += step) copy_async(to + i * kLoaders * 16, from);
-            } else {
-                const int rows = unit * kUnit < found.columns_left ? found.given - row : 0;
-#pragma unroll 1
-                for (int i = 0; i < kCopies; i++, from += step) {
-                    const bool exists = i * kStep < rows;
-                    copy_async(to + i * kLoaders * 16, exists ? from : found.x, exists);
-                }
-            }
-        }
+        if (kind & (kTell | kCast)) copy_tile(found, loader, stages + at.stage * kStageBytes);
         arrive_after_copies(shared.full + at.stage);
-        if (warp == 0) {
-            static_assert(sizeof(Visit) % sizeof(u64) == 0 && sizeof(Visit) <= 32 * sizeof(u64),
-                          "a word per lane");
-            u64* const to = reinterpret_cast<u64*>(shared.visit + at.visit);
-            if (lane < (int)(sizeof(Visit) / sizeof(u64)))
-                to[lane] = reinterpret_cast<const u64*>(&found)[lane];
-            __syncwarp();
-            if (lane == 0) shared.visit[at.visit].kind = kind;
-            // Every lane arrives for the word that it has written.
-            arrive(shared.full + at.stage);
-        }
+        if (warp == 0) hand_over(found, kind, shared.visit[at.visit], shared.full + at.stage);
         __syncwarp();
         at.advance(p.stages);
     };
@@ -229,87 +233,100 @@ __device__ __forceinline__ u32 wait_for_amax(const SingleRead& p, SingleReadShar
     return __reduce_max_sync(~0u, lane < kConsumers / 32 ? shared.told_amaxes[lane] : 0u);
 }
 
-template <class Tensors>
-__device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleRead& p,
-                                           SingleReadShared& shared,
-                                           const u8* stages, u8* staging) {
-    const SingleReadTile tile{staging};
-    const int row = SingleReadTile::patch_row(), column = SingleReadTile::patch_column();
-    // Where the tile is that comes to registers next.
-    StageCursor next_at(0);
-    Chunk<IN, 8> next[8];
-    const auto is_there = [&] { return __all_sync(~0u,
-                                                  has_ended(shared.full + next_at.stage, next_at.parity)); };
-    const auto take = [&] {
-        const u8* const from = stages + next_at.stage * kStageBytes
+// A consumer's patch of the tile that comes to registers next.
+struct NextPatch {
+    const SingleRead& p;
+    SingleReadShared& shared;
+    const u8* stages;
+    StageCursor at{0};                                               // of the tile
+    Chunk<IN, 8> rows[8];
+
+    __device__ __forceinline__ void wait() const { wait_for_end(shared.full + at.stage, at.parity); }
+    __device__ __forceinline__ bool is_there() const {
+        return __all_sync(~0u, has_ended(shared.full + at.stage, at.parity));
+    }
+    // Takes it from its stage, which is then free.
+    __device__ __forceinline__ void take() {
+        const int row = SingleReadTile::patch_row(), column = SingleReadTile::patch_column();
+        const u8* const from = stages + at.stage * kStageBytes
             + (row * kTileSide + column) * sizeof(IN::storage);
-        const u32 kind = shared.visit[next_at.visit].kind;
+        const u32 kind = shared.visit[at.visit].kind;
         if (kind & kCast)
 #pragma unroll
             for (int r = 0; r < 8; r++)
-                next[r] = Chunk<IN, 8>::load_shared(from + r * kTileSide * sizeof(IN::storage));
+                rows[r] = Chunk<IN, 8>::load_shared(from + r * kTileSide * sizeof(IN::storage));
         __syncwarp();
-        if (kind != kEnd && threadIdx.x % 32 == 0) arrive(shared.empty + next_at.stage);
-        next_at.advance(p.stages);
-    };
+        if (kind != kEnd && threadIdx.x % 32 == 0) arrive(shared.empty + at.stage);
+        at.advance(p.stages);
+    }
+    __device__ __forceinline__ bool take_if_there() {
+        const bool there = is_there();
+        if (there) take();
+        return there;
+    }
+};
+
+// Casts a consumer's patch, and stores the tile in the directions of its visit. All consumers call it.
+__device__ __forceinline__ void store_cast(const Visit& visit, const Chunk<IN, 8> (&in)[8], float scale,
+                                           const SingleReadTile& tile) {
+    const int row = SingleReadTile::patch_row(), column = SingleReadTile::patch_column();
+    const i64 columns = visit.columns;
+    const int rows_here = visit.data && column < visit.columns_left ? visit.rows_left - row : 0;
+    u8* const to = visit.data ? as_global(visit.data) + row * columns + column : nullptr;
+    Chunk<OUT, 8> patch[8];
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+        patch[r] = scale_and_narrow(in[r], scale);
+        if (r < rows_here) patch[r].store(to + r * columns);
+    }
+    if (!visit.data_t) return;
+    tile.write_patch(patch);
+    sync_some<2, kConsumers>();
+    const i64 rows = visit.rows;
+    u8* const to_t = as_global(visit.data_t);
+    if (!visit.vector) return tile.store_ragged(to_t, rows, visit.columns_left, visit.rows_left);
+    const int rows_left = visit.rows_left, columns_left = visit.columns_left;
+#pragma unroll
+    for (int unit = 0; unit < SingleReadTile::kUnits<16>; unit++) {
+        const int to_row = SingleReadTile::column<16>(unit), to_column = SingleReadTile::row<16>();
+        if (to_row < columns_left && to_column < rows_left)
+            tile.read<OUT, 16>(unit).store_whole(to_t + to_row * rows + to_column);
+    }
+}
+
+template <class Tensors>
+__device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleRead& p,
+                                           SingleReadShared& shared, const u8* stages, u8* staging) {
+    NextPatch next{p, shared, stages};
     bool taken = false;
     // known: the first tile of the matrix to which amax and scale belong.
     u32 visit_at = 0, known = ~0u, amax = 0;
     float scale = 0.0f;
     for (;; visit_at = visit_at + 1 == kVisits ? 0 : visit_at + 1) {
         if (!taken) {
-            wait_for_end(shared.full + next_at.stage, next_at.parity);
-            take();
+            next.wait();
+            next.take();
         }
         Chunk<IN, 8> in[8];
 #pragma unroll
-        for (int r = 0; r < 8; r++) in[r] = next[r];
+        for (int r = 0; r < 8; r++) in[r] = next.rows[r];
         const Visit& visit = shared.visit[visit_at];
         const u32 kind = visit.kind;
         if (kind == kEnd) return;
-        taken = is_there();
-        if (taken) take();
+        taken = next.take_if_there();
         if (kind == kClear) tensors.clear(visit);
         if (!(kind & kCast)) continue;
-        const bool columnwise = visit.data_t;
         if (visit.first != known) {
             known = visit.first;
             amax = wait_for_amax(p, shared, visit);
             scale = scale_from_amax(as_float(amax), p.target, p.eps, as_float(kMaxF32), p.pow2);
-            if (!taken) {
-                taken = is_there();
-                if (taken) take();
-            }
-        } else if (columnwise) {
+            if (!taken) taken = next.take_if_there();
+        } else if (visit.data_t) {
             sync_some<2, kConsumers>();                              // all have read the tile before
         }
         if (threadIdx.x == 0 && visit.tile == visit.first)
             tensors.first_tile(visit, shared.launch, amax, scale);
-        const i64 columns = visit.columns;
-        const int rows_here = visit.data && column < visit.columns_left ? visit.rows_left - row : 0;
-        u8* const to = visit.data ? as_global(visit.data) + row * columns + column : nullptr;
-        Chunk<OUT, 8> patch[8];
-#pragma unroll
-        for (int r = 0; r < 8; r++) {
-            patch[r] = scale_and_narrow(in[r], scale);
-            if (r < rows_here) patch[r].store(to + r * columns);
-        }
-        if (!columnwise) continue;
-        tile.write_patch(patch);
-        sync_some<2, kConsumers>();
-        const i64 rows = visit.rows;
-        u8* const to_t = as_global(visit.data_t);
-        if (!visit.vector) {
-            tile.store_ragged(to_t, rows, visit.columns_left, visit.rows_left);
-            continue;
-        }
-        const int rows_left = visit.rows_left, columns_left = visit.columns_left;
-#pragma unroll
-        for (int unit = 0; unit < SingleReadTile::kUnits<16>; unit++) {
-            const int to_row = SingleReadTile::column<16>(unit), to_column = SingleReadTile::row<16>();
-            if (to_row < columns_left && to_column < rows_left)
-                tile.read<OUT, 16>(unit).store_whole(to_t + to_row * rows + to_column);
-        }
+        store_cast(visit, in, scale, SingleReadTile{staging});
     }
 }
 

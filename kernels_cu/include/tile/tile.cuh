@@ -32,18 +32,19 @@ __device__ __forceinline__ u8 byte_of(uint2 chunk, int row) {
     return (u8)((row & 4 ? chunk.y : chunk.x) >> (row & 3) * 8);
 }
 
-// Stores transposed rows of a tile where these do not start at multiples of 16 bytes: 8-byte stores of
-// shifted bytes, single bytes at the ends. to: where source column 0 goes; rows `stride` bytes apart; only
-// the first columns_left source columns and rows_left source rows exist. chunk_at(column, chunk) are source
-// rows 8 * chunk and on of any source column of the tile.
+// Returns how many bytes from p on lie before the next multiple of 8.
+__device__ __forceinline__ int before_multiple_of_8(const u8* p) {
+    return (int)(-reinterpret_cast<u64>(p) & 7);
+}
+
+// The first step of store_ragged_rows(): 8-byte stores of shifted bytes.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
-__device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left,
-                                                  ChunkAt chunk_at) {
+__device__ __forceinline__ void store_ragged_words(u8* to, i64 stride, int columns_left, int rows_left,
+                                                   ChunkAt chunk_at) {
     constexpr int kChunks = kRows / 8, kStep = kThreads / kChunks, kInFlight = 4;
     static_assert(kThreads % kChunks == 0, "a thread has the same chunk of every column it takes");
     static_assert(kColumns % (kInFlight * kStep) == 0,
                   "which are columns of the tile, whether they exist or not");
-    const auto before_multiple_of_8 = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & 7); };
     // No byte of the last chunk's successor is used.
     const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;
 #pragma unroll 1
@@ -60,9 +61,14 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
             *reinterpret_cast<uint2*>(row + first) = bytes_of_two(low[u], high[u], head);
         }
     }
-    // Stores the bytes before the first multiple of 8 and from the last one on, which are 8 of a whole tile:
-    // a thread has one of them.
-    constexpr int kEndStep = kThreads / 8;
+}
+
+// The second step: stores the bytes of each row before the first multiple of 8 and from the last one on,
+// which are 8 of a whole tile: a thread has one of them.
+template <int kRows, int kColumns, int kThreads, class ChunkAt>
+__device__ __forceinline__ void store_ragged_ends(u8* to, i64 stride, int columns_left, int rows_left,
+                                                  ChunkAt chunk_at) {
+    constexpr int kChunks = kRows / 8, kEndStep = kThreads / 8;
     constexpr int kEnds = kColumns % (4 * kEndStep) == 0 ? 4 : kColumns % (2 * kEndStep) == 0 ? 2 : 1;
 #pragma unroll 1
     for (int column = threadIdx.x / 8; column < columns_left; column += kEnds * kEndStep) {
@@ -89,6 +95,16 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
                 if (at[u] < kRows) row[at[u]] = byte[u];
         }
     }
+}
+
+// Stores transposed rows of a tile where these do not start at multiples of 16 bytes. to: where source column
+// 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left source rows
+// exist. chunk_at(column, chunk) are source rows 8 * chunk and on of any source column of the tile.
+template <int kRows, int kColumns, int kThreads, class ChunkAt>
+__device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left,
+                                                  ChunkAt chunk_at) {
+    store_ragged_words<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, chunk_at);
+    store_ragged_ends<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, chunk_at);
 }
 
 // This does the same by whole sectors of memory, a warp per column. The bytes before and after these, 32 of a
@@ -166,17 +182,17 @@ struct ByteTile {
             else patch[r] = {};
         }
     }
-    // line[r]: the eight bytes of source row patch_row() + r. Call __syncthreads() before read().
+    // rows[r]: the eight bytes of source row patch_row() + r. Call __syncthreads() before read().
     template <class F>
-    __device__ __forceinline__ void write_patch(const Chunk<F, 8> (&line)[8]) const {
+    __device__ __forceinline__ void write_patch(const Chunk<F, 8> (&rows)[8]) const {
         static_assert(sizeof(typename F::storage) == 1, "a tile of bytes");
         u8* to = shared + column_patch() * 8 * kRows + swizzle(row_patch(), column_patch()) * 8;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 top[4], bottom[4];
-            transpose_4x4(line[0].word[half], line[1].word[half], line[2].word[half], line[3].word[half],
+            transpose_4x4(rows[0].word[half], rows[1].word[half], rows[2].word[half], rows[3].word[half],
                           top);
-            transpose_4x4(line[4].word[half], line[5].word[half], line[6].word[half], line[7].word[half],
+            transpose_4x4(rows[4].word[half], rows[5].word[half], rows[6].word[half], rows[7].word[half],
                           bottom);
 #pragma unroll
             for (int k = 0; k < 4; k++)
@@ -196,10 +212,10 @@ struct ByteTile {
     template <class F, int kBytes>
     __device__ __forceinline__ Chunk<F, kBytes> read(int unit) const {
         const int at = row<kBytes>(), chunk = swizzle(at / 8, column<kBytes>(unit) / 8);
-        const u8* line = shared + column<kBytes>(unit) * kRows;
-        if constexpr (kBytes < 16) return Chunk<F, kBytes>::load_shared(line + chunk * 8 + at % 8);
+        const u8* const row_t = shared + column<kBytes>(unit) * kRows;
+        if constexpr (kBytes < 16) return Chunk<F, kBytes>::load_shared(row_t + chunk * 8 + at % 8);
         else {
-            const Chunk<F, 16> c = Chunk<F, 16>::load_shared(line + chunk / 2 * 16);
+            const Chunk<F, 16> c = Chunk<F, 16>::load_shared(row_t + chunk / 2 * 16);
             return chunk & 1 ? Chunk<F, 16>{{c.word[2], c.word[3], c.word[0], c.word[1]}} : c;
         }
     }
@@ -240,11 +256,11 @@ struct TilePosition {
     static __device__ __forceinline__ TilePosition of_block(i64 block, i64 rows, i64 columns) {
         const i64 across = (columns + Tile::kColumns - 1) / Tile::kColumns;
         const i64 down = (rows + Tile::kRows - 1) / Tile::kRows;
-        const i64 per_line = kDownFirst ? down : across, line = block / per_line, in_line =
-            block - line * per_line;
-        const i64 lines = kDownFirst ? across : down, matrix = line / lines;
-        const i64 in_matrix = line - matrix * lines;
-        return {matrix, (kDownFirst ? in_line : in_matrix) * Tile::kRows,
-                (kDownFirst ? in_matrix : in_line) * Tile::kColumns};
+        // A strip is a row of tiles, or with kDownFirst a column of tiles.
+        const i64 per_strip = kDownFirst ? down : across, strips = kDownFirst ? across : down;
+        const i64 strip = block / per_strip, in_strip = block - strip * per_strip;
+        const i64 matrix = strip / strips, in_matrix = strip - matrix * strips;
+        return {matrix, (kDownFirst ? in_strip : in_matrix) * Tile::kRows,
+                (kDownFirst ? in_matrix : in_strip) * Tile::kColumns};
     }
 };

@@ -9,8 +9,8 @@ constexpr int kWarpTileRows = 32, kWarpTileColumns = 128, kLaneColumns = 4;
 
 template <class F>
 struct WarpTile {
-    using Line = Chunk<F, kLaneColumns>;
-    Line line[kWarpTileRows];
+    using RowChunk = Chunk<F, kLaneColumns>;
+    RowChunk row[kWarpTileRows];
 
     // from: this lane's first column of the warp tile's first row; rows_left rows and columns_left columns
     // exist, the others become zeros. kVector: every row allows chunked access (and columns_left is 0 or
@@ -20,21 +20,21 @@ struct WarpTile {
                                          int columns_left, bool vector) {
         if ((kVector || vector) && rows_left == kWarpTileRows && columns_left == kLaneColumns) {
 #pragma unroll
-            for (int r = 0; r < kWarpTileRows; r++, from += stride) line[r] = Line::load(from);
+            for (int r = 0; r < kWarpTileRows; r++, from += stride) row[r] = RowChunk::load(from);
             return;
         }
 #pragma unroll
         for (int r = 0; r < kWarpTileRows; r++, from += stride) {
             const int left = r < rows_left ? columns_left : 0;
-            if (!kVector) line[r] = Line::load_partial(from, left);
-            else if (left) line[r] = Line::load(from);
-            else line[r] = {};
+            if (!kVector) row[r] = RowChunk::load_partial(from, left);
+            else if (left) row[r] = RowChunk::load(from);
+            else row[r] = {};
         }
     }
 };
 
 // Where a warp tile lies in its array.
-struct WarpTilePlace {
+struct WarpTilePosition {
     i64 at;                      // this lane's first element
     int rows_left, columns_left;
 };
@@ -45,19 +45,19 @@ struct WarpTileAmax {
     static constexpr bool kPairs = sizeof(typename F::storage) == 2;
     static constexpr int kWords = kPairs ? kWarpTileRows / 2 : kWarpTileRows;
     u32 row[kWords];                                                 // over this lane's columns
-    u32 column[WarpTile<F>::Line::kWords];
+    u32 column[WarpTile<F>::RowChunk::kWords];
 
     template <bool kOfRows, bool kOfColumns>
     __device__ __forceinline__ void find(const WarpTile<F>& warp_tile) {
-        using Line = typename WarpTile<F>::Line;
+        using RowChunk = typename WarpTile<F>::RowChunk;
 #pragma unroll
         for (u32& c : column) c = 0;
 #pragma unroll
         for (int r = 0; r < kWarpTileRows; r++) {
             u32 of_row = 0;
 #pragma unroll
-            for (int w = 0; w < Line::kWords; w++) {
-                const u32 magnitudes = warp_tile.line[r].word[w] & F::kMagnitudes;
+            for (int w = 0; w < RowChunk::kWords; w++) {
+                const u32 magnitudes = warp_tile.row[r].word[w] & F::kMagnitudes;
                 if (kOfColumns) column[w] = larger(column[w], magnitudes);
                 if (kOfRows) of_row = larger(of_row, magnitudes);
             }
