@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .advice import block_instead, meant, shown
+from .advice import block_instead, meant, shown, type_name
 from .formats import FORMATS, float32
 from .layouts import is_of_integers
 
@@ -96,6 +97,12 @@ def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     else:
         advice = block_instead(value)
     raise ValueError(f"{name}: expected one of {allowed}, got {shown(value)}{advice}")
+
+
+def check_path(path: Any, advice: str = "") -> None:
+    """TypeError unless it is a file name. Python would take a number for a file that is open already."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: expected a file name, got {type_name(path)}{advice}")
 
 
 def block_eps(eps: Any, profile: str) -> float:

@@ -14,7 +14,7 @@ from . import backend
 from .advice import Absent, meant, shown, type_name
 from .arrays import Array, Result, Shape, _as_shape, bits
 from .formats import as_dtype, flag, float32
-from .layouts import SCALE_DTYPES, as_block, swap_last
+from .layouts import SCALE_DTYPES, as_block, is_of_integers, swap_last
 from .methods import ops
 from .scaled_parts import check_parts
 
@@ -142,7 +142,7 @@ class Scaled(_Values):
         Scaled(float8_e4m3fn[1, 64], block 1×128, gemm_ready scales, numpy)
         """
         block = as_block(block)
-        if self.block is not None and self.block == block:
+        if isinstance(block, tuple) and is_of_integers(block) and block == self.block:
             return self.to_layout(scale_layout, dtype=scale_dtype)
         result: Scaled = ops.rebase_scales(self, block=block, scale_dtype=scale_dtype,
                                            scale_layout=scale_layout, changed=changed)

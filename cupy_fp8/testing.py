@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from . import backend, kernels
-from .advice import public_only
+from .advice import public_only, shown
 from .arrays import Result, asarray, asnumpy, bits, check_comparable, is_array, pairs
-from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
+from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, as_dtype, float8_e8m0fnu
 from .grouped import Grouped
 from .layouts import scale_shape, swap_last
 from .results import Quantized, Scaled
@@ -122,14 +122,14 @@ def executor(name: str) -> Iterator[Executor]:
 
 def executor_problem(name: str) -> str | None:
     """Why an executor cannot be used on this machine, or None."""
+    if not isinstance(name, str) or name not in EXECUTORS:
+        raise ValueError(f"executor: expected one of {EXECUTORS}, got {shown(name)}")
     if name == "cuda":
         return backend.gpu_problem()
     if name == "host":
         from . import hostexec
 
         return hostexec.available()
-    if name not in EXECUTORS:
-        raise ValueError(f"executor: expected one of {EXECUTORS}, got {name!r}")
     return None
 
 
@@ -169,7 +169,7 @@ def arrays(dtype: Any = None, *, max_side: int = 40, max_dims: int = 3) -> Any:
     or of any dtype that quantisers read; up to `max_dims` dimensions, sides from 0."""
     st = _strategies()
 
-    dtypes = st.sampled_from(INPUT_DTYPES) if dtype is None else st.just(np.dtype(dtype))
+    dtypes = st.sampled_from(INPUT_DTYPES) if dtype is None else st.just(as_dtype(dtype))
     shapes = st.lists(st.integers(0, max_side), min_size=0, max_size=max_dims).map(tuple)
     return st.builds(_random_bits, dtypes, shapes, st.integers(0, 2**32 - 1))
 

@@ -154,7 +154,11 @@ def quantizer(recipe: Recipe, x: Array, amax: Array | None) -> Quantize:
     """How a recipe quantises x, with the scale of delayed scaling from an amax (default: x's own)."""
     if not isinstance(recipe, DelayedScaling):
         return recipe.quantize
-    scale = compute_scale(compute_amax(x) if amax is None else amax, dtype=recipe.dtype, margin=recipe.margin)
+    if amax is None:
+        amax = compute_amax(x)
+    scale = compute_scale(amax, dtype=recipe.dtype, margin=recipe.margin)
+    if scale.size != 1:
+        raise ValueError(f"amax: expected one element, got shape {amax.shape}")
     return lambda x, out=None: recipe.quantize(x, scale=scale, out=out)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..advice import type_name
 from ..arrays import Array
+from ..options import check_path
 from ..results import Quantized, Scaled, as_scaled
 from .inputs import module_of_x, require_shape, values_and_codes
 from .per_block import BlockReport, counts_of, report_on
@@ -64,6 +65,7 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
     >>> [(line["step"], line["tensor"], line["scales"], line["blocks_saturated"]) for line in lines]
     [(0, 'w', 128, 0), (1, 'w', 128, 0)]
     """
+    check_path(path)
     step = _step_number(step)
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors: expected a mapping of names to (x, q) or q, got {type(tensors).__name__}")

@@ -36,6 +36,7 @@ from ..advice import type_name, without_rest
 from ..arrays import Array, asarray, asnumpy, bits, is_contiguous
 from ..formats import FORMATS, FP8_DTYPES
 from ..grouped import Grouped
+from ..options import check_path
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..results import Quantized, Scaled
 from ..routing import Routing
@@ -85,8 +86,7 @@ def save(path: PathLike, *unnamed: NoReturn, **values: Any) -> None:
     >>> loaded["w"].dequantize().tolist(), loaded["codes"].dtype.name, loaded["step"]
     ([[1.0, 2.5]], 'float8_e4m3fn', 7)
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f'path: expected a file name, got {type_name(path)}; write save("w.npz", weights=q)')
+    check_path(path, '; write save("w.npz", weights=q)')
     if unnamed:
         raise TypeError(f"save: expected arrays or results by name, as in save(path, weights=q); got "
                         f"{type_name(unnamed[0])} without a name")
@@ -118,6 +118,7 @@ def load(path: PathLike, *, like: Any = None) -> dict[str, Any]:
     >>> fp8.load(path)["s"].astype(np.float32).tolist()
     [1.0, 8.0]
     """
+    check_path(path)
     like = np if like is None else like
     backend.like_module(like)
     with open(path, "rb") as file:

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from .. import backend
+from ..advice import shown, type_name
 from ..arrays import Array, asarray, asnumpy, bits
+from ..formats import flag
 from ..layouts import Block
+from ..options import check_path
 from ..results import Quantized, Scaled
 from .pairing import Pair, combine, pairs_of
 from .replace import PathLike, replacing
@@ -103,6 +106,8 @@ def load_safetensors(path: PathLike, *, names: Iterable[str] | None = None, like
     >>> fp8.io.load_safetensors(path)["proj.weight"]
     Scaled(float8_e4m3fn[256, 128], block 128×128, compact scales, numpy)
     """
+    check_path(path)
+    flag(raw, "raw")
     like = np if like is None else like
     backend.like_module(like)
     checkpoint = Checkpoint(path)
@@ -113,8 +118,7 @@ def load_safetensors(path: PathLike, *, names: Iterable[str] | None = None, like
         if name in pairs:
             s = checkpoint.scaled(pairs[name])
             found[name] = Scaled(asarray(s.data, like=like), asarray(s.scale_inv, like=like), s.shape, False,
-                                 s.block,
-                                 s.scale_layout)
+                                 s.block, s.scale_layout)
         elif name not in scales:
             found[name] = asarray(checkpoint.read(name), like=like)
     return found
@@ -132,6 +136,10 @@ def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Ma
     Raises TypeError, ValueError (data that is not row-wise, names that collide) before anything is written,
     OSError.
     """
+    check_path(path)
+    for option, given in (("tensors", tensors), ("metadata", metadata)):
+        if not isinstance(given, Mapping) and (given is not None or option == "tensors"):
+            raise TypeError(f"{option}: expected a dict by name, got {type_name(given)}")
     arrays: dict[str, Array] = {}
     for name, value in tensors.items():
         for key, a in _stored(name, value).items():
@@ -160,9 +168,8 @@ def scaled_arrays(name: str, s: Scaled) -> dict[str, Array]:
     look for."""
     block = s.block or (1, None)
     if s.transposed or block[0] is None or block[1] == 1:
-        raise ValueError(
-            f"{name}: expected row-wise data, not stored transposed, got {s!r}; transpose it, or save the "
-                         "row-wise part")
+        raise ValueError(f"{name}: expected row-wise data, not stored transposed, got {s!r}; transpose it, "
+                         "or save the row-wise part")
     if s.block is None:
         return {name: s.data, f"{name}_scale": s.scale_inv.reshape(1)}
     if s.scale_layout != "compact":
@@ -243,10 +250,12 @@ def _wanted(checkpoint: Checkpoint, names: Iterable[str] | None) -> list[str]:
     """The tensors that the caller asks for, in the order of the checkpoint."""
     if names is None:
         return list(checkpoint.tensors)
-    if isinstance(names, str):
-        raise TypeError(f"names: expected a list of names or patterns, got {names!r}")
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise TypeError(f"names: expected a list of names or patterns, got {shown(names)}")
     chosen: set[str] = set()
     for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"names: expected strings, got {shown(name)}")
         found = [name] if name in checkpoint.tensors else fnmatch.filter(checkpoint.tensors, name)
         if not found:
             near = difflib.get_close_matches(name, checkpoint.tensors, 1)

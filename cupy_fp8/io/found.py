@@ -13,6 +13,7 @@ import numpy as np
 
 from ..formats import FP8_DTYPES, bfloat16, float8_e8m0fnu, float16, float32
 from ..grouped import Grouped
+from ..options import check_path
 from ..results import Quantized, Scaled, block_text
 from .archive import MANIFEST, load, open_members
 from .checkpoint import Checkpoint, config_block
@@ -39,6 +40,7 @@ class Found(NamedTuple):
 def tensors(path: PathLike) -> Iterator[Found]:
     """Everything in a .npy, .npz or .safetensors file or a folder of shards. FP8 data are the float32 values
     that they and their scales stand for. Raises, when called: OSError, ValueError (suffix, damaged file)."""
+    check_path(path)
     path = Path(path)
     readers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
     if path.is_dir():

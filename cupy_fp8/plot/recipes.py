@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..advice import type_name
 from ..diagnostics import Comparison
 from ..diagnostics.text import elided
-from .style import BLUE, GREEN, ORANGE, VERMILION, ink, pair
+from .style import BLUE, GREEN, ORANGE, VERMILION, ink, list_of_axes, pair
 
 __all__ = ["comparison"]
 
@@ -33,9 +34,12 @@ def comparison(found: Comparison | Mapping[str, Comparison], *, ax: Any = None) 
     >>> left.get_xlabel(), right.get_xlabel()
     ('SQNR (dB)', 'saturated or 0 (%)')
     """
+    if not isinstance(found, (Comparison, Mapping)):
+        raise TypeError("found: expected what diagnostics.compare returns, or a dict of these by name, got "
+                        f"{type_name(found)}")
     tensors = {"": found} if isinstance(found, Comparison) else dict(found)
     recipes = _recipes(tensors)
-    panels = list(pair((9, 1.3 + 0.27 * len(recipes))) if ax is None else ax)
+    panels = list(pair((9, 1.3 + 0.27 * len(recipes)))) if ax is None else list_of_axes(ax)
     if len(panels) != 2:
         raise ValueError(f"ax: expected two Axes, got {len(panels)}")
     for panel, label, value in zip(panels, ("SQNR (dB)", "saturated or 0 (%)"), (_decibels, _lost),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..advice import shown, type_name
 from .sweeps import stacked
 
 __all__ = ["steps"]
@@ -45,7 +46,14 @@ def steps(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
     >>> bottom.get_ylabel(), bottom.lines[0].get_ydata().tolist()
     ('saturated (%)', [0.0, 2.0, 4.0])
     """
-    records = _read(log) if isinstance(log, (str, os.PathLike)) else list(log)
+    try:
+        records = _read(log) if isinstance(log, (str, os.PathLike)) else list(log)
+    except TypeError:
+        raise TypeError("log: expected a file name or a list of log_step's records, got "
+                        f"{type_name(log)}") from None
+    for record in records:
+        if not isinstance(record, Mapping) or not {"tensor", "step"} <= record.keys():
+            raise TypeError(f"log: expected records that log_step returned or wrote, got {shown(record)}")
     by_tensor: dict[str, dict[int, Mapping[str, Any]]] = {}
     for record in records:
         by_tensor.setdefault(record["tensor"], {})[record["step"]] = record

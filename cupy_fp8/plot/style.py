@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
+
+from ..advice import shown, type_name
+from ..arrays import asnumpy, is_array
 
 MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: pip install matplotlib)"
 
@@ -24,9 +30,35 @@ def pyplot() -> Any:
 def axes(ax: Any, size: tuple[float, float]) -> Any:
     if ax is None:
         ax = pyplot().subplots(figsize=size, layout="constrained")[1]
+    elif not hasattr(ax, "spines"):
+        raise TypeError(f"ax: expected Axes of matplotlib, got {type_name(ax)}")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     return ax
+
+
+def floats(a: Any, name: str) -> np.ndarray:
+    """An array, or numbers in lists or another iterable, as f64 values to draw. TypeError for anything
+    else."""
+    if is_array(a):
+        values: Any = asnumpy(a)
+    else:
+        values = list(a) if isinstance(a, Iterable) and not isinstance(a, (str, bytes)) else a
+    try:
+        return np.asarray(values, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name}: expected numbers, got {shown(a)}") from None
+
+
+def list_of_axes(ax: Any) -> list[Any]:
+    """The Axes that are given for several panels, or one for a single panel. TypeError for anything else."""
+    try:
+        found = list(ax)
+    except TypeError:
+        found = [ax]
+    if not all(hasattr(panel, "spines") for panel in found):
+        raise TypeError(f"ax: expected a list of Axes of matplotlib, got {shown(ax)}")
+    return found
 
 
 def figure(size: tuple[float, float], panels: int) -> Any:

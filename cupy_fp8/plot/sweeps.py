@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import asnumpy
+from ..advice import type_name
 from ..diagnostics import ErrorReport
 from .style import (
     BLUE,
@@ -20,7 +20,9 @@ from .style import (
     binade_ticks,
     blue,
     figure,
+    floats,
     integer_ticks,
+    list_of_axes,
 )
 
 __all__ = ["curves", "reports"]
@@ -54,6 +56,8 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
     for name, scale in (("xscale", xscale), ("yscale", yscale)):
         if scale not in _SCALES:
             raise ValueError(f"{name}: expected one of {_SCALES}, got {scale!r}")
+    if not isinstance(series, Mapping):
+        raise TypeError(f"series: expected a dict of numbers by label, got {type_name(series)}")
     at = _numbers(x, "x")
     lines = {label: _numbers(y, f"series[{label!r}]") for label, y in series.items()}
     for label, y in lines.items():
@@ -77,8 +81,7 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
 
 
 def _numbers(values: Any, name: str) -> np.ndarray:
-    a = values if hasattr(values, "dtype") else list(values)
-    a = np.asarray(asnumpy(a) if hasattr(a, "dtype") else a, np.float64)
+    a = floats(values, name)
     if a.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {a.shape}")
     return a
@@ -128,7 +131,8 @@ def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
 def stacked(x: Any, lines: Mapping[str, Mapping[str, Any]], *, xlabel: str = "", title: str = "",
             xscale: str = "linear", ax: Any = None) -> list[Any]:
     """`curves` in panels one above the other, by the label of their y axis. Returns the Axes."""
-    panels = list(figure((7.5, 1.2 + 1.5 * len(lines)), len(lines)) if ax is None else ax)
+    size = 7.5, 1.2 + 1.5 * len(lines)
+    panels = list(figure(size, len(lines))) if ax is None else list_of_axes(ax)
     if len(panels) != len(lines):
         raise ValueError(f"ax: expected {len(lines)} Axes, one for each quantity, got {len(panels)}")
     for panel, (label, series) in zip(panels, lines.items(), strict=True):

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import asnumpy
 from ..results import html_table
-from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, axes, ink
+from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, axes, floats, ink
 
 __all__ = ["bars", "cells", "table"]
 
@@ -105,7 +104,7 @@ def cells(values: Any, text: Any = None, *, rows: Sequence[Any] | None = None,
     >>> [t.get_text() for t in ax.texts]
     ['0', '208', '208', '0']
     """
-    v = np.asarray(asnumpy(values) if hasattr(values, "dtype") else values, np.float64)
+    v = floats(values, "values")
     if v.ndim != 2:
         raise ValueError(f"values: expected two dimensions, got shape {v.shape}")
     texts = np.vectorize(lambda a: "" if np.isnan(a) else form.format(a), otypes=[object])(v)

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import asnumpy
 from ..formats import FP8_DTYPES, lookup
-from .style import GREY, VERMILION, axes, binade_ticks, blue, ink, integer_ticks
+from .style import GREY, VERMILION, axes, binade_ticks, blue, floats, ink, integer_ticks
 
 __all__ = ["amax_history"]
 
@@ -29,7 +28,7 @@ def amax_history(amax: Any, limit: Any, *, dtype: Any = "float8_e4m3fn", steps: 
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
     ['largest value that fits', 'amax of the step', 'saturated (1 step)']
     """
-    seen, most = (np.asarray(asnumpy(a) if hasattr(a, "dtype") else a, np.float64) for a in (amax, limit))
+    seen, most = floats(amax, "amax"), floats(limit, "limit")
     if seen.ndim != 1 or seen.shape != most.shape:
         raise ValueError(f"limit: expected one number for each step, as amax has, {seen.shape}, "
                          f"got {most.shape}")
