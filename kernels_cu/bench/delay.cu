@@ -5,7 +5,6 @@ struct DelayParams {
     unsigned long long nanoseconds;
 };
 
-#ifdef ENTRY_delay
 extern "C" __global__ void __launch_bounds__(32) delay(const __grid_constant__ DelayParams p) {
 #ifndef CUPY_FP8_HOST
     unsigned long long start, now;
@@ -14,4 +13,3 @@ extern "C" __global__ void __launch_bounds__(32) delay(const __grid_constant__ D
     while (now - start < p.nanoseconds);
 #endif
 }
-#endif

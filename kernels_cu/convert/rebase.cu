@@ -78,7 +78,6 @@ struct RebaseParams {
     u32 f32_scales, new_f32_scales;                  // 1: f32, 0: E8M0
 };
 
-#ifdef ENTRY_rebase_scales
 struct Shared {
     int found[kMostTargets];                         // see product_target()
     u32 wrong[kMostTargets];                         // 1: an f32 scale is no power of two
@@ -353,4 +352,3 @@ rebase_scales(const __grid_constant__ RebaseParams p) {
     for (int warp = 0; warp < kWarps; warp++) sum += shared.changed[warp];
     if (sum) atomicAdd(p.changed, sum);
 }
-#endif

@@ -60,7 +60,6 @@ constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : kFewer && BLOCKS == 4 ? 3 : BLOC
 constexpr int kBlocks = 2;
 #endif
 
-#ifdef ENTRY_scaling_aware_transpose
 // Transposes the block's only tile.
 __device__ __forceinline__ void transpose_one_tile(const ScalingAwareParams& p, Shared& shared, u8* dynamic) {
     const u32 strip = blockIdx.x / (u32)p.down;
@@ -174,4 +173,3 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
     const i64 first = (none ? first_tile : first_tile + rest.offset) - rest.group_tile * p.strips;
     clear_rest(p, rest, first, first + tiles - rest.offset);
 }
-#endif

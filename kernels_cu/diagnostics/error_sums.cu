@@ -95,7 +95,6 @@ private:
     }
 };
 
-#ifdef ENTRY_error_sums
 extern "C" __global__ void __launch_bounds__(kThreads, 2) error_sums(const __grid_constant__ ErrorParams p) {
     __shared__ double shared[kThreads];
     Sums sums;
@@ -118,4 +117,3 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) error_sums(const __gri
         __syncthreads();
     }
 }
-#endif

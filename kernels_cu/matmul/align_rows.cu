@@ -8,7 +8,6 @@ struct AlignRowsParams {
     i64 rows, row_bytes, chunks;
 };
 
-#ifdef ENTRY_align_rows
 constexpr int kThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -24,4 +23,3 @@ align_rows(const __grid_constant__ AlignRowsParams p) {
         to[chunk] = load_16(from + at, bytes, has_neighbours(at, p.row_bytes));
     }
 }
-#endif

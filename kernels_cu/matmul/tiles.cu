@@ -248,7 +248,6 @@ __device__ __forceinline__ void compute_tile(const Product& p, const ProductTile
     if (has_part) store(p, tile, sums, row, column);
 }
 
-#ifdef ENTRY_product_tiles
 extern "C" __global__ void __launch_bounds__(kThreads, kTileRows == 128 ? 1 : 2)
 product_tiles(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) u8 shared[];
@@ -275,4 +274,3 @@ product_tiles(const __grid_constant__ Product p) {
         if (find_tile(p, blockIdx.x, tile)) compute_tile(p, tile, stages, warp);
     }
 }
-#endif

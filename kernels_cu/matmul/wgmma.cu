@@ -289,7 +289,6 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaParams& p, Shared& sha
     copy_out_wait();
 }
 
-#ifdef ENTRY_wgmma_products
 extern "C" __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThreads, 1)
 wgmma_products(const __grid_constant__ WgmmaParams p) {
     extern __shared__ __align__(1024) u8 memory[];
@@ -320,4 +319,3 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
     __syncwarp();
     sync_cluster();
 }
-#endif

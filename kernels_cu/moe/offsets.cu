@@ -111,7 +111,6 @@ __device__ __forceinline__ bool write(const Output& output, u64 largest, const u
     return overflow;
 }
 
-#ifdef ENTRY_splits_to_offsets
 // Returns this thread's part of the sum of all sizes before the tile that begins at tile_start.
 __device__ __forceinline__ u64 sum_before(const OffsetsParams& p, u32 tile, i64 tile_start) {
     if (p.totals) return thread_sum(tile, [&](i64 i) { return load_read_only(p.totals + i); });
@@ -179,4 +178,3 @@ splits_to_offsets(const __grid_constant__ OffsetsParams p) {
     wrong = __reduce_or_sync(~0u, wrong);
     if (lane == 0) report(p.splits.errors, wrong);
 }
-#endif

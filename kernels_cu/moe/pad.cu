@@ -145,7 +145,6 @@ __device__ __forceinline__ void copy_units(const Shared& shared, const u8* from,
     }
 }
 
-#ifdef ENTRY_move_groups
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
 move_groups(const __grid_constant__ GroupsParams p) {
     __shared__ Shared shared;
@@ -185,4 +184,3 @@ move_groups(const __grid_constant__ GroupsParams p) {
     if (p.scale && threadIdx.x == 0) *p.scale_to = *p.scale;
     check_groups(p, shared);
 }
-#endif

@@ -11,7 +11,6 @@
 // 1 bytes. It moves every row of `from` once and every row of `to` once. There are no defines.
 #include "moe/routes.cuh"
 
-#ifdef ENTRY_permute
 // Rows that move, and how they are shared out among blocks.
 struct Rows {
     const u8* from;
@@ -101,4 +100,3 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) permute(const __grid_c
         if (p.rows_probs && threadIdx.x == 0) p.rows_probs[row] = 0;
     });
 }
-#endif

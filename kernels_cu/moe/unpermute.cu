@@ -18,7 +18,6 @@
 #include "numerics/tree_sum.cuh"
 #include "moe/routes.cuh"
 
-#ifdef ENTRY_unpermute
 struct UnpermuteParams {
     const IN::storage* y;
     IN::storage* out;
@@ -239,4 +238,3 @@ unpermute(const __grid_constant__ UnpermuteParams p) {
         }
     }
 }
-#endif

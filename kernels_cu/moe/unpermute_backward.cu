@@ -17,7 +17,6 @@
 #include "numerics/tree_sum.cuh"
 #include "moe/routes.cuh"
 
-#ifdef ENTRY_unpermute_backward
 struct UnpermuteBackwardParams {
     const IN::storage* grad;     // [tokens, columns]
     const IN::storage* y;        // [rows, columns]
@@ -275,4 +274,3 @@ unpermute_backward(const __grid_constant__ UnpermuteBackwardParams p) {
         clear(to, p.columns * (i64)sizeof(IN::storage), p.step);
     });
 }
-#endif

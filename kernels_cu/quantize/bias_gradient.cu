@@ -8,7 +8,6 @@
 #include "numerics/tree_sum.cuh"
 #include "memory/chunks.cuh"
 
-#ifdef ENTRY_sum_rows
 struct SumRowsParams {
     const float* src;
     float* dst;
@@ -45,4 +44,3 @@ sum_rows(const __grid_constant__ SumRowsParams p) {
     for (int r = 0; r < kSegments; r++) total.add(r, shared[r][lane]);
     p.dst[to_row * p.columns + column] = p.rows ? as_float(f32::narrow(total.sum())) : 0.0f;
 }
-#endif

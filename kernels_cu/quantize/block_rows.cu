@@ -12,7 +12,6 @@
 #include "scale/block_params.cuh"
 #include "numerics/amax.cuh"
 
-#ifdef ENTRY_quantize_block_rows
 // Elements of a scale's block and of a load; ops/quantize/blocks.py has the same numbers.
 constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);
 // kLanes lanes share a block, so that one load of a warp covers kAtOnce blocks.
@@ -107,4 +106,3 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
         if (exists(i)) out.store(p.rows_data + (at + i * kAtOnce * step));
     }
 }
-#endif

@@ -20,15 +20,14 @@
 //                       writes the aligned sizes too.
 //
 // Defines, each for programs whose speed it decides:
-//   ALIGNED     1: all rows allow the wide accesses of a warp tile, and the defines below hold. 0: one
-//               program for any array; the struct's `stored`, `square`, `divide` and `vector` tell.
+//   ALIGNED     1: all rows allow the wide accesses of a warp tile, no element is divided, and the defines
+//               below hold. 0: one program for any array; the struct's `stored`, `square`, `vector` and
+//               `divide` (profile vllm, three instructions for each element) tell.
 //   ALONG_ROWS, ALONG_COLUMNS
 //               how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order
 //               of x, 2 transposed. For squares ALONG_ROWS 1 means data in the order of x, ALONG_COLUMNS 2
 //               transposed data.
 //   SQUARE      1: blocks are 128 x 128.
-//   DIVIDE      1: elements are divided by scale_inv (profile vllm), which takes three instructions for each.
-//               With ALIGNED only groups of row-wise data have such a program.
 //   TILES_PER_BLOCK
 //               how many tiles of a group a block of threads takes, one below the other: more than one where
 //               ALONG_COLUMNS is 2, so that few sectors of transposed data are written in parts
@@ -64,7 +63,7 @@ static_assert(kTilesPerBlock == 1 || (ALIGNED && ALONG_COLUMNS == 2),
               "several tiles share the ends of transposed columns");
 
 // Whether elements are divided by scale_inv instead of multiplied by the factor.
-__device__ __forceinline__ bool divides(const BlockParams& p) { return ALIGNED ? DIVIDE : p.divide; }
+__device__ __forceinline__ bool divides(const BlockParams& p) { return !ALIGNED && p.divide; }
 __device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) {
     return divides(p) ? s.scale_inv : s.factor;
 }

@@ -30,7 +30,6 @@ constexpr int kSegmentRows = 64;        // also in ops/quantize/grouped_tensor.p
 constexpr u32 kSegmentRowsLog2 = log2_of(kSegmentRows);
 constexpr int kPart = (64 << 10) / sizeof(IN::storage);
 
-#ifdef ENTRY_group_amax_scale
 extern "C" __global__ void __launch_bounds__(kThreads)
 group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
     __shared__ RowSegment found;
@@ -66,4 +65,3 @@ group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
     }
     if (threadIdx.x == 0) atomicExch(p.workspace, 0u);
 }
-#endif

@@ -7,7 +7,6 @@
 #include "scale/block_scale.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
-#ifdef ENTRY_swiglu_block
 struct SwigluBlockParams {
     SwigluCall call;
     u8 *data, *data_t;           // or null
@@ -337,4 +336,3 @@ swiglu_block(const __grid_constant__ SwigluBlockParams p) {
     else if constexpr (kPath == Path::any) quantize_any(p);
     else quantize_without_options(p);
 }
-#endif

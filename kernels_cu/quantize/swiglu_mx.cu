@@ -7,7 +7,6 @@
 #include "numerics/e8m0.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
-#ifdef ENTRY_swiglu_mx
 struct SwigluMxParams {
     SwigluCall call;
     u8 *data, *column_data;      // row-wise and column-wise; or null
@@ -386,4 +385,3 @@ swiglu_mx(const __grid_constant__ SwigluMxParams p) {
     else if constexpr (kPath == Path::any) quantize_any(p);
     else quantize_without_options(p);
 }
-#endif

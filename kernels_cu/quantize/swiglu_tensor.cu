@@ -17,7 +17,6 @@
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream.cuh"
 
-#ifdef ENTRY_swiglu_cast
 constexpr bool kStreamed = kOptions || (kPath == Path::tiles && !kBackward);
 constexpr int kCastThreads = kStreamed ? kStreamThreads : kThreads;
 // Path rows keeps only the codes of four rows, and takes no more registers than these blocks leave. On an
@@ -260,4 +259,3 @@ swiglu_cast(const __grid_constant__ SwigluCastParams p) {
     atomicExch(&p.found[1], 0u);
     *p.found_scale = scale_from_amax(of_all, p.target, p.eps, as_float(kMaxF32), p.pow2);
 }
-#endif

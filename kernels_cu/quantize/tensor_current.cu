@@ -49,7 +49,6 @@ __device__ __forceinline__ u32 wait_for(const u32* told, u32 mark) {
     }
 }
 
-#ifdef ENTRY_cast_current
 using Source = Chunk<IN, kCount>;
 
 // The elements of x that a thread has: `held` in registers, the chunks of further rounds in shared memory,
@@ -135,4 +134,3 @@ cast_current(const __grid_constant__ CastCurrentParams p) {
     }
     elements.cast(scale);
 }
-#endif

@@ -11,7 +11,6 @@
 // in {e4m3fn, e5m2}; profiles and scale layouts are run-time values. Padding of scales is written 0.
 #include "scale/block_write.cuh"
 
-#ifdef ENTRY_quantize_whole_vectors
 static_assert(WARP_TILES_DOWN == 1 || WARP_TILES_ACROSS == 1, "warp tiles along one axis");
 constexpr bool kAlongRows = ALONG_ROWS;
 constexpr int kVectors = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
@@ -129,4 +128,3 @@ quantize_whole_vectors(const __grid_constant__ BlockParams p) {
         __syncthreads();
     }
 }
-#endif

@@ -37,7 +37,6 @@ struct AmaxParams {
 constexpr int kThreads = 512;
 constexpr int kUnroll = 4;
 
-#ifdef ENTRY_compute_amax
 extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid_constant__ AmaxParams p) {
     if (is_set(p.noop)) return;
     constexpr int kChunk = 16 / sizeof(IN::storage);
@@ -70,4 +69,3 @@ extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid
         }
     }
 }
-#endif

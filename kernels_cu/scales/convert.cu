@@ -98,7 +98,6 @@ struct Conversion<f32, e8m0fnu> {
     }
 };
 
-#ifdef ENTRY_convert_scales
 extern "C" __global__ void __launch_bounds__(kThreads)
 convert_scales(const __grid_constant__ ScaleLayoutParams p) {
     const u32 row_of_tiles = blockIdx.x / p.across, matrix = row_of_tiles / p.down;
@@ -140,4 +139,3 @@ convert_scales(const __grid_constant__ ScaleLayoutParams p) {
         out.store_partial(to, stored);
     }
 }
-#endif

@@ -14,9 +14,7 @@ struct ScaleRowsParams {
 
 constexpr int kThreads = 256;
 
-#ifdef ENTRY_scale_rows
 extern "C" __global__ void __launch_bounds__(kThreads) scale_rows(const __grid_constant__ ScaleRowsParams p) {
     const i64 i = (i64)blockIdx.x * kThreads + threadIdx.x;
     if (i < p.n) p.out[i] = OUT::narrow(mul_rn(IN::widen(p.x[i]), p.scale[i / p.columns]));
 }
-#endif

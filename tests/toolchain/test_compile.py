@@ -196,7 +196,7 @@ def test_every_source_is_covered():
     every = [*ALL, *OF_ONE_TARGET]
     assert sorted({v.source for v in every}) == sources.names()
     for source in sources.names():
-        entries = set(re.findall(r"#ifdef ENTRY_(\w+)", sources.path(source).read_text()))
+        entries = set(re.findall(r"(\w+)\(const __grid_constant__", sources.path(source).read_text()))
         assert entries == {v.entry for v in every if v.source == source}
 
 

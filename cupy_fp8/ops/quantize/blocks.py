@@ -282,9 +282,8 @@ def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], addresses:
     stored = axes[0].stored, axes[1].stored
     tile = None
     if members["vector"] == ALL_WIDE and not quantization.divide:
-        tile = warp_tiles_of(source, *stored, square, False, quantization.compact)
-    variant = (tile_variant(source, to, *stored, square, False, tile) if tile
-               else any_shape_variant(source, to))
+        tile = warp_tiles_of(source, *stored, square, quantization.compact)
+    variant = tile_variant(source, to, *stored, square, tile) if tile else any_shape_variant(source, to)
     return variant.bind(x.array, (tile or ANY_SHAPE).grid(quantization.shape), x=x.at, noop=call.noop_at,
                         **members, **quantization.members(axes))
 
@@ -293,17 +292,14 @@ QUANTIZE = _QuantizeBlock()
 
 
 # ---- programs ----
-def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool, divide: bool,
-              compact: bool) -> WarpTiles | None:
+def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool,
+                  compact: bool) -> WarpTiles | None:
     """The tile of the program for wide accesses. None if there is no program, since the case is rare: blocks
-    along columns whose data are not stored transposed, divided elements unless data are row-wise, and squares
-    of float16."""
+    along columns whose data are not stored transposed, and squares of float16. Elements are not divided."""
     if rows == TRANSPOSED or columns == AS_IS or (square and source == float16):
         return None
     if columns == ABSENT:
-        return None if square and divide else _DOWN if square else _ACROSS
-    if divide:
-        return None
+        return _DOWN if square else _ACROSS
     if rows == ABSENT:
         return _GATHERED._replace(down_first=True)
     if source == float32:
@@ -312,8 +308,7 @@ def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool, 
 
 
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
-                 divide: bool, warp_tiles: WarpTiles, aligned: bool = True,
-                 kernel: Kernel = _TILE) -> Variant:
+                 warp_tiles: WarpTiles, aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     keeps_columns = not aligned or columns != ABSENT or square
     keeps_rows = not aligned or (rows != ABSENT and not square)
@@ -323,14 +318,14 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: i
     shared += _SEGMENT_BYTES * warp_tiles.columns * (warp_tiles.tiles_per_block > 1)
     of_groups = {} if kernel is _TILE else {"TILES_PER_BLOCK": warp_tiles.tiles_per_block}
     return kernel.variant(block=warp_tiles.block, shared=shared, IN=source, OUT=to, ALONG_ROWS=rows,
-                          ALONG_COLUMNS=columns, SQUARE=square, DIVIDE=divide, ALIGNED=aligned,
+                          ALONG_COLUMNS=columns, SQUARE=square, ALIGNED=aligned,
                           **warp_tiles.defines, **of_groups)
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], kernel: Kernel = _TILE) -> Variant:
     """The program for arrays whose rows do not allow wide accesses, and for rare cases. It gets what to
     store, and how, at run time."""
-    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)
+    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, ANY_SHAPE, False, kernel)
 
 
 def _whole_vectors_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
@@ -352,5 +347,5 @@ def variants() -> Iterator[Variant]:
             yield _whole_vectors_variant(source, to, along_rows)
         for (rows, columns), square, compact in product(
                 ((AS_IS, ABSENT), (ABSENT, TRANSPOSED), (AS_IS, TRANSPOSED)), (False, True), (False, True)):
-            if warp_tiles := warp_tiles_of(source, rows, columns, square, False, compact):
-                yield tile_variant(source, to, rows, columns, square, False, warp_tiles)
+            if warp_tiles := warp_tiles_of(source, rows, columns, square, compact):
+                yield tile_variant(source, to, rows, columns, square, warp_tiles)

@@ -164,21 +164,20 @@ def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) 
     wide = wide and quantization.source != float32
     if isinstance(quantization, blocks.BlockQuantization):
         return _block_variant(quantization.source, quantization.to, *stored, quantization.square,
-                              quantization.divide, wide)
+                              wide and not quantization.divide)
     return _mx_variant(quantization.source, quantization.to, *stored, quantization.scales_adjoin_down, wide)
 
 
 def _block_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
-                   divide: bool, wide: bool) -> tuple[Variant, WarpTiles]:
-    wide &= not (divide or columns == AS_IS or (square and rows == ABSENT))
-    warp_tiles = blocks.warp_tiles_of(source, rows, columns, square, divide, False) if wide else None
+                   wide: bool) -> tuple[Variant, WarpTiles]:
+    wide &= not (square and rows == ABSENT)
+    warp_tiles = blocks.warp_tiles_of(source, rows, columns, square, False) if wide else None
     if warp_tiles is None:
         return blocks.any_shape_variant(source, to, _BLOCKS), blocks.ANY_SHAPE
     # Groups have an order of their own.
     tiles_per_block = _TILES_PER_BLOCK if columns == TRANSPOSED else 1
     warp_tiles = warp_tiles._replace(down_first=False, tiles_per_block=tiles_per_block)
-    return (blocks.tile_variant(source, to, rows, columns, square, divide, warp_tiles, True, _BLOCKS),
-            warp_tiles)
+    return blocks.tile_variant(source, to, rows, columns, square, warp_tiles, True, _BLOCKS), warp_tiles
 
 
 def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, adjoin_down: bool,
@@ -208,13 +207,13 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
         yield _whole_vectors_variant(source, to)
-        yield _block_variant(source, to, ABSENT, ABSENT, False, False, False)[0]
+        yield _block_variant(source, to, ABSENT, ABSENT, False, False)[0]
         yield _mx_variant(source, to, ABSENT, ABSENT, False, False)[0]
         if source == float32:
             continue
-        yield _block_variant(source, to, ABSENT, TRANSPOSED, False, False, True)[0]
+        yield _block_variant(source, to, ABSENT, TRANSPOSED, False, True)[0]
         for columns, square in product((ABSENT, TRANSPOSED), (False, True)):
-            yield _block_variant(source, to, AS_IS, columns, square, False, True)[0]
+            yield _block_variant(source, to, AS_IS, columns, square, True)[0]
         for (rows, columns), adjoin_down in product(((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)),
                                                     (False, True)):
             yield _mx_variant(source, to, rows, columns, adjoin_down, True)[0]
