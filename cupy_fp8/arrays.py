@@ -189,6 +189,8 @@ def concatenate(arrays: Any, axis: int = 0) -> Array:
         if a.ndim != len(shape) or any(a.shape[k] != shape[k] for k in range(len(shape)) if k != along):
             raise ValueError(f"arrays[{i}]: expected the shape of arrays[0], {shape}, but for axis {axis}, "
                              f"got {a.shape}")
+    if dtype not in FORMATS:
+        return xp.concatenate(list(arrays), axis=axis)
     return xp.concatenate([bits(a) for a in arrays], axis=axis).view(dtype)
 
 

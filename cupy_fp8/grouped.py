@@ -137,7 +137,7 @@ class Grouped(Result):
         except TypeError:
             raise TypeError(f"Grouped: expected an integer index, got {shown(index)}") from None
         if not -len(self) <= at < len(self):
-            raise IndexError(f"Grouped: index {at} is out of range for {len(self)} groups")
+            raise IndexError(f"Grouped: index {shown(at)} is out of range for {len(self)} groups")
         return self._members(*self._sizes_and_offsets())(at % len(self))
 
     def __iter__(self) -> Iterator[Any]:

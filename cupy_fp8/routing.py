@@ -56,11 +56,13 @@ class Routing(Result):
         backend.require_module(self.splits, xp, "splits")
         if not isinstance(self.rows, (int, np.integer)) or self.rows < 0:
             raise ValueError(f"rows: expected an integer of 0 or more, got {shown(self.rows)}")
-        if self.align not in _ALIGNS:
+        if not isinstance(self.align, (int, np.integer)) or self.align not in _ALIGNS:
             raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got "
                              f"{shown(self.align)}")
         if self.row_map.ndim != 2:
             raise ValueError(f"row_map: expected shape [T, topk], got {self.row_map.shape}")
+        if self.splits.ndim != 1:
+            raise ValueError(f"splits: expected shape [E], got {self.splits.shape}")
         number = self.num_experts
         if max(number, self.topk) > MOST_EXPERTS:
             raise ValueError(f"Routing: expected at most {MOST_EXPERTS} experts, and slots of a token; got "

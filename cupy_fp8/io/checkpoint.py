@@ -250,7 +250,7 @@ def _wanted(checkpoint: Checkpoint, names: Iterable[str] | None) -> list[str]:
     """The tensors that the caller asks for, in the order of the checkpoint."""
     if names is None:
         return list(checkpoint.tensors)
-    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable) or getattr(names, "ndim", 1) != 1:
         raise TypeError(f"names: expected a list of names or patterns, got {shown(names)}")
     chosen: set[str] = set()
     for name in names:

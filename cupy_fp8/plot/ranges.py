@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from .. import backend
 from ..arrays import Array, asarray, asnumpy
 from ..formats import FORMATS, FP8_DTYPES, lookup
 from ..ops.convert.astype import astype
 from ..reference.numerics import widen
 from ..results import Quantized, Scaled
 from .representable import number_line
-from .style import BLUE, GREY, ORANGE, VERMILION, axes, binade_ticks, blue
+from .style import BLUE, GREY, ORANGE, VERMILION, axes, binade_ticks, blue, whole_number
 
 __all__ = ["block_ranges", "format_ranges", "rounding"]
 
@@ -76,11 +77,14 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
     >>> [t.get_text() for t in ax.texts]
     ['block 0', 'block 1', 'block 2']
     """
+    backend.module_of(x, "x")
     part = q._row if isinstance(q, Quantized) else q
-    if part is None or part.block is None or part.block[0] != 1 or part.block[1] is None:
+    if not isinstance(part, Scaled) or part.block is None or part.block[0] != 1 or part.block[1] is None:
         raise ValueError(f"q: expected row-wise blocks, such as quantize_mx makes, got {q!r}")
     if part.shape != x.shape or len(x.shape) != 2:
         raise ValueError(f"x: expected two dimensions, and the shape of q, {part.shape}, got {x.shape}")
+    row = whole_number(row, "row", -x.shape[0], x.shape[0])
+    first, blocks = whole_number(first, "first", 0), whole_number(blocks, "blocks", 1)
     width, f = part.block[1], FORMATS[part.dtype]
     scales = widen(asnumpy(part.to_layout("compact").scale_inv[row])).astype(np.float64)
     stop = min(first + blocks, scales.size)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import backend
 from ..arrays import Array, asnumpy
 from ..diagnostics.scale_report import scales_by_block
 from ..formats import FORMATS, lookup
@@ -33,6 +34,7 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> 
     """
     if isinstance(scale_inv, (Scaled, Quantized)):
         scale_inv = scales_by_block(as_scaled(scale_inv))
+    backend.module_of(scale_inv, "scale_inv")
     lookup(scale_inv.dtype, tuple(FORMATS), "scale_inv")
     if scale_inv.ndim > 2:
         raise ValueError(f"scale_inv: expected at most two dimensions, got shape {scale_inv.shape}; draw one "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,25 @@ def floats(a: Any, name: str) -> np.ndarray:
         return np.asarray(values, np.float64)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name}: expected numbers, got {shown(a)}") from None
+
+
+def whole_number(value: Any, name: str, least: int, below: int | None = None) -> int:
+    """A whole number in a range. TypeError or ValueError for anything else."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {shown(value)}") from None
+    if number < least or (below is not None and number >= below):
+        upto = "or more" if below is None else f"to {below - 1}"
+        raise ValueError(f"{name}: expected {least} {upto}, got {shown(number)}")
+    return number
+
+
+def mapping(value: Any, name: str, expected: str) -> Mapping[Any, Any]:
+    """The value itself, or TypeError if it is no dict."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}: expected {expected}, got {type_name(value)}")
+    return value
 
 
 def list_of_axes(ax: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..advice import type_name
+from ..advice import shown
 from ..diagnostics import ErrorReport
 from .style import (
     BLUE,
@@ -23,6 +23,7 @@ from .style import (
     floats,
     integer_ticks,
     list_of_axes,
+    mapping,
 )
 
 __all__ = ["curves", "reports"]
@@ -54,10 +55,9 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
     ['swizzled']
     """
     for name, scale in (("xscale", xscale), ("yscale", yscale)):
-        if scale not in _SCALES:
-            raise ValueError(f"{name}: expected one of {_SCALES}, got {scale!r}")
-    if not isinstance(series, Mapping):
-        raise TypeError(f"series: expected a dict of numbers by label, got {type_name(series)}")
+        if not isinstance(scale, str) or scale not in _SCALES:
+            raise ValueError(f"{name}: expected one of {_SCALES}, got {shown(scale)}")
+    mapping(series, "series", "a dict of numbers by label")
     at = _numbers(x, "x")
     lines = {label: _numbers(y, f"series[{label!r}]") for label, y in series.items()}
     for label, y in lines.items():
@@ -116,9 +116,14 @@ def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
     ('SQNR (dB)', 'saturated (%)')
     """
     known = tuple(ErrorReport.__dataclass_fields__)
+    if isinstance(quantities, str) or not isinstance(quantities, Sequence):
+        raise TypeError(f"quantities: expected a list of names, got {shown(quantities)}")
     for quantity in quantities:
         if quantity not in known:
             raise ValueError(f"quantities: expected fields of ErrorReport, {known}, got {quantity!r}")
+    for label, found in mapping(series, "series", "a dict of reports by label").items():
+        if not isinstance(found, Sequence) or not all(isinstance(report, ErrorReport) for report in found):
+            raise TypeError(f"series[{label!r}]: expected a list of ErrorReports, got {shown(found)}")
     lines = {_label(quantity): {label: [_value(report, quantity) for report in found]
                                 for label, found in series.items()} for quantity in quantities}
     panels = stacked(x, lines, xscale=xscale, xlabel=xlabel, title=title, ax=ax)

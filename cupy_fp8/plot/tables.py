@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..results import html_table
-from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, axes, floats, ink
+from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, axes, floats, ink, mapping
 
 __all__ = ["bars", "cells", "table"]
 
@@ -61,7 +61,8 @@ def bars(rows: Mapping[str, Mapping[str, float] | Sequence[tuple[str, float]]], 
     >>> [text.get_text() for text in ax.texts]
     ['1.031', '1']
     """
-    parts = {label: list(row.items() if isinstance(row, Mapping) else row) for label, row in rows.items()}
+    parts = {label: list(row.items() if isinstance(row, Mapping) else row)
+             for label, row in mapping(rows, "rows", "a dict of parts by label").items()}
     names = list(dict.fromkeys(part for row in parts.values() for part, _ in row))
     ax = axes(ax, (8, 0.9 + 0.42 * len(parts)))
     if any(size < 0 for row in parts.values() for _, size in row):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import cupy_fp8 as fp8
 
 X = np.ones((64, 128), np.float32)
 Q = fp8.quantize_mx(X)
+ROUTING = fp8.route(np.zeros((64, 2), np.int64) + np.arange(2), num_experts=4)
 #: No parameter of WRONG takes any of these.
 NONSENSE = [5, 1.5, 10**400, b"x", np.array(1.0), np.ones((2, 2), np.complex64), np.array([None]),
             np.zeros(2, [("a", "f4")]), object(), int, len, {1, 2}, [None], [[1, 2], [3]], ...]
@@ -27,7 +29,15 @@ WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "metadata of save_safetensors": (fp8.io.save_safetensors, {"path": "x.safetensors", "tensors": {"x": X}}),
     "block of to_block": (Q.to_block, {}),
     "found of comparison": (fp8.plot.comparison, {}), "log of steps": (fp8.plot.steps, {}),
-    "series of curves": (fp8.plot.curves, {"x": [1, 2]}),
+    "series of curves": (fp8.plot.curves, {"x": [1, 2]}), "series of reports": (fp8.plot.reports, {"x": [1]}),
+    "xscale of curves": (fp8.plot.curves, {"x": [1, 2], "series": {}}),
+    "rows of bars": (fp8.plot.bars, {}),
+    "loss of loss_map": (fp8.plot.loss_map, {"report": fp8.diagnostics.blocks(X, Q)}),
+    "x of block_ranges": (fp8.plot.block_ranges, {"q": Q}),
+    "q of block_ranges": (fp8.plot.block_ranges, {"x": X}),
+    "row of block_ranges": (fp8.plot.block_ranges, {"x": X[:5], "q": fp8.quantize_mx(X[:5])}),
+    "align of Routing": (lambda align: replace(ROUTING, align=align), {}),
+    "splits of Routing": (lambda splits: replace(ROUTING, splits=splits), {}),
     "ax of curves": (fp8.plot.curves, {"x": [1, 2], "series": {"a": [1, 2]}}),
     "ax of comparison": (fp8.plot.comparison, {"found": fp8.diagnostics.compare(X)}),
     "executor of executor_problem": (lambda executor: fp8.testing.executor_problem(executor), {}),
@@ -43,6 +53,13 @@ def test_nonsense_is_refused_by_name(name, tmp_path, monkeypatch):
         with pytest.raises((TypeError, ValueError), match=rf"^{parameter}[:,\[]"):
             function(**options, **{parameter: wrong})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_of_any_dtype_are_joined():
+    for dtype in (np.complex64, np.complex128, np.bool_, "U3", [("a", "f4")]):
+        a = np.zeros(2, dtype)
+        assert fp8.concatenate([a, a]).shape == (4,)
+        assert fp8.concatenate([a, a]).dtype == a.dtype
 
 
 @pytest.mark.parametrize("function", [fp8.load, fp8.io.load_safetensors, fp8.io.read_matrices], ids=str)
