@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.formats import (
-    FORMATS,
-    FP8_DTYPES,
-    bfloat16,
-    float8_e4m3fn,
-    float8_e5m2,
-    float32,
-)
+from cupy_fp8.formats import FORMATS, FP8_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float32
 
 DTYPES = list(FORMATS)
 OTHER_DTYPES = [np.dtype(t) for t in ("?", "u1", "i4", "f8", "c8")]

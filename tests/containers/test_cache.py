@@ -12,15 +12,7 @@ from cached_weights import RECIPES, SHAPES, addresses, change, expected, weights
 from list_results import LAUNCHES, assert_same, one, raw
 
 import cupy_fp8 as fp8
-from cupy_fp8 import (
-    CurrentScaling,
-    DelayedScaling,
-    MXScaling,
-    WeightCache,
-    backend,
-    cases,
-    testing,
-)
+from cupy_fp8 import CurrentScaling, DelayedScaling, MXScaling, WeightCache, backend, cases, testing
 from cupy_fp8.calls.keys import identities
 from cupy_fp8.formats import bfloat16
 

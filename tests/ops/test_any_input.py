@@ -19,15 +19,7 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.covering import Recorded
 from cupy_fp8.cli.selftest import check
-from cupy_fp8.formats import (
-    BYTE_DTYPES,
-    FORMATS,
-    FP8_DTYPES,
-    INPUT_DTYPES,
-    bfloat16,
-    float8_e5m2,
-    float32,
-)
+from cupy_fp8.formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
 from cupy_fp8.layouts import swap_last
 
 directions_of = st.sampled_from([

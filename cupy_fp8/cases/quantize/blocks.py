@@ -13,16 +13,7 @@ from ...arrays import Array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ...ops.quantize import blocks
 from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
-from ..base import (
-    ALIGNED_MATRIX,
-    DIRECTIONS,
-    MATRIX,
-    TIMED_MATRICES,
-    TIMED_MATRIX,
-    Case,
-    array_alone,
-    maker,
-)
+from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, TIMED_MATRICES, TIMED_MATRIX, Case, array_alone, maker
 from ..registry import HostCalls, Registration, Timed, register
 
 _ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS

@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from moe_arrays import (
-    array,
-    assert_equal,
-    expect,
-    noted,
-    on_the_cpu,
-    zero_rows,
-)
+from moe_arrays import array, assert_equal, expect, noted, on_the_cpu, zero_rows
 from scale_arrays import guarded, raw
 from tiers import needs_host
 

@@ -29,15 +29,7 @@ from list_results import (
 from tiers import needs_host
 
 import cupy_fp8 as fp8
-from cupy_fp8 import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXScaling,
-    backend,
-    cases,
-    testing,
-)
+from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, backend, cases, testing
 from cupy_fp8.calls import tensor_lists
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.kernels import shapes

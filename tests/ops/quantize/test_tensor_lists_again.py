@@ -23,12 +23,7 @@ from list_results import (
 from tiers import needs_host
 
 import cupy_fp8 as fp8
-from cupy_fp8 import (
-    MXScaling,
-    Quantized,
-    cases,
-    testing,
-)
+from cupy_fp8 import MXScaling, Quantized, cases, testing
 from cupy_fp8.calls import keys, tables
 from cupy_fp8.calls.descriptions import Written, divide
 from cupy_fp8.calls.tables import Records, Table
