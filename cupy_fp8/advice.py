@@ -65,8 +65,8 @@ shown = _Shown().repr
 
 
 def array_instead(a: Any, name: str, dtype: str = "float32", dimensions: int = 0) -> str:
-    """Of something that is no NumPy or CuPy array: how to make one of it, of this dtype. dimensions: of an
-    array that a number can be made to; 0 if that would be of no use."""
+    """Says how to make an array of this dtype of something that is no NumPy or CuPy array. dimensions: those
+    of an array that a number can be made to; 0 if that would be of no use."""
     kind = type(a)
     if kind.__module__.startswith("cupy_fp8."):
         if hasattr(kind, "dequantize"):
@@ -97,7 +97,7 @@ def array_instead(a: Any, name: str, dtype: str = "float32", dimensions: int = 0
 
 
 def dtype_instead(dtype: np.dtype[Any], allowed: Iterable[np.dtype[Any]], name: str) -> str:
-    """Of an array whose dtype is none of those allowed: how to make one that is."""
+    """Says how to convert an array whose dtype is none of those allowed."""
     wanted = [each.name for each in allowed]
     if not wanted or not (dtype.kind in "biufcOUS" or dtype.type.__module__ == "ml_dtypes"):
         return ""
@@ -114,14 +114,14 @@ def dtype_instead(dtype: np.dtype[Any], allowed: Iterable[np.dtype[Any]], name: 
 
 
 def scale_instead(a: Any, name: str) -> str:
-    """Of something that is neither a number nor an array, given as a scale."""
+    """Says what to write instead of a scale that is neither a number nor an array."""
     if isinstance(a, np.dtype) or (isinstance(a, str) and a.rpartition("_")[2].lower() in SHORT_DTYPES):
         return "; write dtype= before a dtype"
     return array_instead(a, name)
 
 
 def dtype_named(dtype: Any, allowed: Sequence[str]) -> str:
-    """Of a dtype that is not one of these: the name of the one that is meant."""
+    """Names the dtype that is meant by one that is not among these."""
     text = dtype if isinstance(dtype, str) else str(dtype) if type(dtype).__module__ == "torch" else ""
     name = text.removeprefix("torch.")
     if name in allowed and name != text:
@@ -134,7 +134,7 @@ def dtype_named(dtype: Any, allowed: Sequence[str]) -> str:
 
 
 def matrix_instead(shape: tuple[int, ...], name: str, batch: bool = True) -> str:
-    """Of an array that is no matrix: how to read it as one, or as a batch of matrices."""
+    """Says how to read an array that is no matrix as one, or as a batch of matrices."""
     if len(shape) > 2 and batch:
         return f"; {name}.reshape(-1, *{name}.shape[-2:]) is a batch of matrices"
     if len(shape) > 2:
@@ -143,14 +143,14 @@ def matrix_instead(shape: tuple[int, ...], name: str, batch: bool = True) -> str
 
 
 def block_instead(block: Any) -> str:
-    """Of something that is no pair of rows and columns: how to write one."""
+    """Says how to write a block, instead of something that is no pair of rows and columns."""
     if isinstance(block, int) and not isinstance(block, bool):
         return f"; write (1, {block if 1 < block < 2**31 else 128}) for blocks of a row"
     return "" if isinstance(block, tuple) else "; write a pair of rows and columns, such as (1, 128)"
 
 
 def list_instead(a: Any, name: str) -> str:
-    """Of something that is no list: how to make one of it."""
+    """Says how to make a list of something that is none."""
     if hasattr(type(a), "values"):
         return f"; list({name}.values()) makes one"
     if hasattr(type(a), "__next__") or isinstance(a, (set, frozenset, range)):
@@ -174,15 +174,15 @@ def listed(names: Sequence[str]) -> str:
 
 
 def meant(name: str, public: Iterable[str]) -> str:
-    """Of a name that is not there: those of `public` (with the modules that hold them) that may be meant."""
+    """Suggests names of `public` (with the modules that hold them) for a name that is not there."""
     found = list(_meant(name, list(public)))[:_MOST]
     return f"; did you mean {listed(found)}?" if found else ""
 
 
 def _meant(name: str, public: list[str]) -> Iterable[str]:
-    """In this order: the same name in another spelling, a synonym, names that it begins or that begin it,
-    names that have it inside, names with its first word, names with similar letters. A name in lower case is
-    no class, if anything else has such a name."""
+    """The names that may be meant, best first: the same name in another spelling, a synonym, names that it
+    begins or that begin it, names that have it inside, names with its first word, names with similar letters.
+    A name in lower case is no class, if anything else has such a name."""
     from difflib import get_close_matches
 
     plain, first_word = _plain(name), _plain(name.partition("_")[0])

@@ -92,7 +92,7 @@ class WeightCache:
     def __init__(self, recipe: Recipe) -> None:
         check_recipe(recipe)
         self.recipe: Recipe = recipe
-        #: By key: the owner of a weight's memory, and the result.
+        #: The owner of each weight's memory, and the result, by the weight's key.
         self._entries: dict[_Key, tuple[weakref.ref[Any], Quantized]] = {}
         # Whole calls, and the last one, which one comparison finds. They are forgotten whenever an entry
         # goes.

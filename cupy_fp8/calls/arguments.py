@@ -190,7 +190,8 @@ class Call:
         return found.at
 
     def without_arrays(self, noop: Any) -> None:
-        """For an empty list of arrays: the noop flag stands for the first array where there is one."""
+        """Begins a call with an empty list of arrays. The noop flag stands for the first array, if there is
+        one."""
         self.x = np.empty(0, np.float32) if noop is None else noop
         self.xp, self._first = backend.module_of(self.x, "noop"), False
 

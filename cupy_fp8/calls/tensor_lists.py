@@ -100,7 +100,7 @@ class ListResult(Description):
                            for a in member.arrays))
 
     def divide(self, values: Sequence[_T]) -> Iterator[Sequence[_T]]:
-        """For each result those of the values, one for each array, that are its arrays'."""
+        """Divides values, one for each array, into those of each result."""
         start = 0
         for end in self._ends:
             yield values[start:end]

@@ -25,7 +25,7 @@ from ..routing import Routing
 SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64),
           (128, 128), (127, 129), (130, 257), (256, 256), (272, 520), (2, 3, 40, 24), (3, 0, 4),
           (2, 133, 144), (8200,))
-#: For a GPU only: these have tails of 256-wide tiles, and many blocks.
+#: These have tails of 256-wide tiles, and many blocks; only a GPU takes them.
 LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
 MATRIX = (130, 257)
 #: Its rows allow wide loads and stores, and it has tails of every tile.

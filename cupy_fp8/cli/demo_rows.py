@@ -30,7 +30,8 @@ _LEGEND_OF_TIME = {
 
 @dataclass(frozen=True)
 class Time:
-    """Of one call. copy_share: a device copy of the same traffic takes this share of it (on a GPU only)."""
+    """How long a call took. copy_share: a device copy of the same traffic takes this share of it (on a GPU
+    only)."""
 
     microseconds: float
     copy_share: float | None = None
@@ -54,7 +55,7 @@ class Compared:
         return title(self.name, self.comparison.shape, self.what)
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """Of the rows that differ."""
+        """The cells of the rows that differ."""
         for row, taken in zip(self.comparison, self.times, strict=True):
             if row.name not in self.comparison.same:
                 yield (*row.cells(), *taken.cells())

@@ -17,7 +17,7 @@ _SHARE, _DECIBELS = 0.01, 1.0
 #: The decibels that E4M3's rounding leaves of values of any size. A recipe with more has large values that
 #: happen to be exact, as the largest value of each block is under a scale that is no power of two.
 _ROUNDED = 32.0
-#: Where x was FP8 before, and a recipe gives it back: as good as exact.
+#: From this SQNR on a result is as good as exact: x was FP8 before, and a recipe gives it back.
 _EXACT = 60.0
 
 
@@ -37,7 +37,7 @@ def recommended(tensors: Sequence[Rows]) -> str:
     enough = [good(rows) for rows in tensors]
 
     def merit(rows: Rows) -> tuple[int, float]:
-        """Of a recipe's rows in all tensors."""
+        """How many tensors a recipe is good enough for, and then how few bytes it takes."""
         return (sum(row.name in one for row, one in zip(rows, enough, strict=True)),
                 -sum(row.bytes_per_element * row.error.elements for row in rows))
 

@@ -46,7 +46,7 @@ class _Chosen:
                 done = end
 
 
-# None: every block runs.
+# The blocks that run; None stands for all.
 _chosen: ContextVar[_Chosen | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)
 
 

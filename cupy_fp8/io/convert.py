@@ -218,7 +218,7 @@ class Conversion:
 
     # ---- what a shard is known by ----
     def _fingerprint(self, shard: str) -> str:
-        """Of the settings and everything that headers say of the tensors that go into a shard."""
+        """A hash of the settings and of what headers say of the tensors that go into a shard."""
         s = self.settings
         about = [[one.name, self.checkpoint.tensors[one.name][:2],
                   one.pair and [one.pair.scale, self.checkpoint.tensors[one.pair.scale][:2], one.pair.block]]

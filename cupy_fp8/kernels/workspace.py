@@ -20,8 +20,8 @@ _ON_CPU = -1
 
 
 def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
-    """At least so many u32 words for one launch at a time, zero at first. Only launches of the same `use` and
-    a similar size (see `room`) share them.
+    """An array of at least so many u32 words for one launch at a time, zero at first. Only launches of the
+    same `use` and a similar size (see `room`) share them.
 
     With the caller's `out` they belong to the array that owns its memory and live as long, so two captured
     graphs never share them. Without `out` they belong to this thread and the current stream of x's device,

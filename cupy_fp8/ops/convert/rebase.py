@@ -259,7 +259,8 @@ def _scratch(call: Call, use: str, shape: tuple[int, ...]) -> Input:
 
 # ---- the launch ----
 class _ScaleStrides(NamedTuple):
-    """From a scale to that of the block below, to the right, and in the next matrix, of data as stored."""
+    """How far it is from a scale to that of the block below, to the right, and in the next matrix, of data as
+    stored."""
 
     row_stride: int
     column_stride: int
@@ -267,7 +268,7 @@ class _ScaleStrides(NamedTuple):
 
 
 def _strides(shape: tuple[int, ...], s: Scaled, block: Block, layout: str) -> _ScaleStrides:
-    """Of C-contiguous scales of this shape."""
+    """The strides of C-contiguous scales of this shape."""
     return _turned((shape[-2] * shape[-1], shape[-1], 1), s, block, layout)
 
 

@@ -39,7 +39,7 @@ _PAIRS: dict[tuple[str, str], tuple[int, int, tuple[int, int]]] = {
                     (90, 90, (12, 9)))}
 _ALIGNMENT = 16
 _K, _N, _M_OF_VECTOR = 16, 8, 4
-#: At most so many bytes of a workspace. Most algorithms want none; those that split K want the partial sums
+#: A workspace has at most so many bytes. Most algorithms want none; those that split K want the partial sums
 #: of small results.
 _WORKSPACE = 8 << 20
 _MOST_CANDIDATES = 8
@@ -273,7 +273,7 @@ class ProductLaunch:
 
 
 # ---- plans ----
-#: None: the library has no algorithm.
+#: The plan of each product; None where the library has no algorithm.
 _plans: dict[Key, Plan | None] = {}
 _NEW: Any = object()
 _handles: dict[tuple[int, int], int] = {}

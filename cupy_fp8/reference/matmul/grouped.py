@@ -117,7 +117,7 @@ def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
 
 
 def _flat_or_matrix(a: Scaled | Quantized) -> Scaled:
-    """Of a Quantized the flat column-wise data of groups, else the row-wise matrix."""
+    """The flat column-wise data of groups if a Quantized has them, else the row-wise matrix."""
     if isinstance(a, Scaled):
         return a
     s = a._column if a._column is not None and a._column.data.ndim == 1 else a._row
