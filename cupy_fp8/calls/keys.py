@@ -48,30 +48,30 @@ class Memo(dict[_Key, _Value]):
 
 
 # ---- arguments ----
-#: Appends the facts of an argument that is no plain option (shapes, dtypes, metadata) and its addresses;
+#: Appends the metadata (shapes, dtypes, attributes) of an argument that is no plain option and its addresses;
 #: False where such a call is never remembered.
 _Describe = Callable[[Any, list[Any], list[Any]], bool]
 
 
 def describe(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """(facts, addresses) of a call. Facts are the op, its options and whatever else of its arguments matters
-    to its launches; they can be hashed if the options can. Addresses are those of its arrays, those of a list
-    as `Addresses`. None for calls of the reference. TypeError if a list has a member that cannot be hashed.
-    """
+    """(metadata, addresses) of a call. Metadata are the op, its options and whatever else of its arguments
+    matters to its launches; they can be hashed if the options can. Addresses are those of its arrays, those
+    of a list as `Addresses`. None for calls of the reference. TypeError if a list has a member that cannot be
+    hashed."""
     given = out, *given
     kinds = tuple(map(type, given))
     signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
-    facts: list[Any] = [op, signature, signature.options(given)]
+    metadata: list[Any] = [op, signature, signature.options(given)]
     addresses: list[Any] = []
     for position, describe in signature.described:
-        if not describe(given[position], facts, addresses):
+        if not describe(given[position], metadata, addresses):
             return None
-    return tuple(facts), addresses
+    return tuple(metadata), addresses
 
 
 class _Signature:
     """The types of a call's arguments: each sequence of types has one such object, which stands for it among
-    the facts. Since types count, 1, 1.0 and True are three options.
+    the metadata. Since types count, 1, 1.0 and True are three options.
 
     options: gives the arguments that are compared as they are, from all of them
     described: the positions of the others, and how to describe them
@@ -94,12 +94,12 @@ def _how_to_describe(kind: type) -> _Describe | None:
     return _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
 
 
-def _never(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
+def _never(a: Any, metadata: list[Any], addresses: list[Any]) -> bool:
     return False
 
 
-def _of_float(a: float, facts: list[Any], addresses: list[Any]) -> bool:
-    facts += (a, math.copysign(1, a))               # -0.0 equals 0.0, but is another scale.
+def _of_float(a: float, metadata: list[Any], addresses: list[Any]) -> bool:
+    metadata += (a, math.copysign(1, a))               # -0.0 equals 0.0, but is another scale.
     return True
 
 
@@ -110,39 +110,39 @@ def _of_arrays(kind: type) -> _Describe | None:
     return _KINDS.get(kind)
 
 
-def _of_cupy(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
+def _of_cupy(a: Any, metadata: list[Any], addresses: list[Any]) -> bool:
     memory = a.data
     at = memory.ptr
     addresses.append(at)
-    facts += (a.shape, a.dtype, memory.device_id, at % ALLOCATION_ALIGNMENT == 0)
+    metadata += (a.shape, a.dtype, memory.device_id, at % ALLOCATION_ALIGNMENT == 0)
     if not a._c_contiguous:
-        facts.append(a.strides)
+        metadata.append(a.strides)
     return True
 
 
-def _of_numpy(a: np.ndarray, facts: list[Any], addresses: list[Any]) -> bool:
+def _of_numpy(a: np.ndarray, metadata: list[Any], addresses: list[Any]) -> bool:
     """Only for kernels on the CPU: a call of the reference is never repeated."""
     addresses.append(a.ctypes.data)
-    facts += (a.shape, a.dtype, a.strides, a.flags.writeable)
+    metadata += (a.shape, a.dtype, a.strides, a.flags.writeable)
     return executor_of(np) == "host"
 
 
-def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[Any]) -> bool:
+def _of_tuple(given: tuple[Any, ...], metadata: list[Any], addresses: list[Any]) -> bool:
     """A result of several arrays, or an option such as a block."""
     if given and type(given[-1]) is int:            # A shape or a block has only numbers, whose types count.
-        facts += (given, tuple(map(type, given)))
+        metadata += (given, tuple(map(type, given)))
         return True
-    return _of_parts(given, facts, addresses)
+    return _of_parts(given, metadata, addresses)
 
 
-def _of_parts(parts: Sequence[Any], facts: list[Any], addresses: list[Any]) -> bool:
+def _of_parts(parts: Sequence[Any], metadata: list[Any], addresses: list[Any]) -> bool:
     """Arrays, numbers and whatever else, each by itself."""
     kinds = tuple(map(type, parts))
     signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
-    facts += (signature, signature.options(parts))
+    metadata += (signature, signature.options(parts))
     # `all` of a generator takes twice the time.
     for position, describe in signature.described:  # noqa: SIM110
-        if not describe(parts[position], facts, addresses):
+        if not describe(parts[position], metadata, addresses):
             return False
     return True
 
@@ -181,7 +181,7 @@ class _Members(NamedTuple):
     """What `describe` says of a list, and the shapes of its arrays, which can be assigned to. `alive` watches
     its members: their identities are others' once they are gone."""
 
-    facts: Once
+    metadata: Once
     addresses: Addresses
     shapes: tuple[tuple[int, ...], ...] | None
     alive: list[weakref.ref[Any]]
@@ -197,7 +197,7 @@ def identities(objects: Sequence[Any]) -> bytes:
     return np.fromiter(objects, object, len(objects)).tobytes()
 
 
-def _of_list(members: list[Any], facts: list[Any], addresses: list[Any]) -> bool:
+def _of_list(members: list[Any], metadata: list[Any], addresses: list[Any]) -> bool:
     """Lists of CuPy arrays, or of results of these, are described once for as long as their members live. A
     call with a list of integers is not remembered: most are sizes, which it copies."""
     kinds = set(map(type, members))
@@ -205,23 +205,23 @@ def _of_list(members: list[Any], facts: list[Any], addresses: list[Any]) -> bool
     if kind is int:
         return False
     if kind is float:
-        facts.append(array("d", members).tobytes())                 # Bytes tell -0 from 0.
+        metadata.append(array("d", members).tobytes())                 # Bytes tell -0 from 0.
         return True
     of_arrays = kind is not None and _of_arrays(kind) is _of_cupy
     key = identities(members) if of_arrays or kind is Quantized else b""
     found = _lists.get(key) if key else None
     if found is None or (of_arrays and found.shapes != tuple(map(_SHAPE, members))):
-        own_facts: list[Any] = []
+        own_metadata: list[Any] = []
         own_addresses: list[Any] = []
-        if not _of_parts(members, own_facts, own_addresses):
+        if not _of_parts(members, own_metadata, own_addresses):
             return False
         shapes = tuple(map(_SHAPE, members)) if of_arrays else None
-        found = _Members(Once(tuple(own_facts)), Addresses(tuple(flat(own_addresses))), shapes, [])
+        found = _Members(Once(tuple(own_metadata)), Addresses(tuple(flat(own_addresses))), shapes, [])
         if of_arrays or (kind is Quantized and all("_described" in q.__dict__ for q in members)):
             _lists.put(key, found)
             forget = functools.partial(_forget_list, key)
             found.alive.extend(weakref.ref(member, forget) for member in members)
-    facts.append(found.facts)
+    metadata.append(found.metadata)
     addresses.append(found.addresses)
     return True
 
@@ -231,7 +231,7 @@ def _forget_list(key: bytes, _: Any) -> None:
 
 
 # ---- results ----
-#: Equal facts of results have one such object, which is compared and hashed at once.
+#: Equal metadata of results have one such object, which is compared and hashed at once.
 _tokens: Memo[tuple[Any, ...], object] = Memo(4096)
 
 
@@ -239,19 +239,19 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
     """For results with these fields. On a GPU a result's description is kept with it, as `_described`, so its
     fields are read once: results are frozen, and CuPy's memory stays where it is."""
 
-    def describe(result: Any, facts: list[Any], addresses: list[Any]) -> bool:
+    def describe(result: Any, metadata: list[Any], addresses: list[Any]) -> bool:
         known = result.__dict__.get("_described")
         if known is None:
             parts = fields(result)
-            own_facts: list[Any] = []
+            own_metadata: list[Any] = []
             own_addresses: list[Any] = []
-            if not _of_parts(parts, own_facts, own_addresses):
+            if not _of_parts(parts, own_metadata, own_addresses):
                 return False
-            known = tuple(own_facts), own_addresses
+            known = tuple(own_metadata), own_addresses
             if all(map(_stays, parts)):
                 known = _tokens.keep(known[0], object()), own_addresses
                 result.__dict__["_described"] = known
-        facts.append(known[0])
+        metadata.append(known[0])
         addresses += known[1]
         return True
 

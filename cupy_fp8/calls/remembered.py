@@ -23,7 +23,7 @@ from .relocation import CallMemory, RelocatedLaunch, RelocatedRecords
 from .tables import Table, table
 
 _U32 = np.dtype(np.uint32)
-#: The facts and the addresses of a call (`keys.describe`).
+#: The metadata and the addresses of a call (`keys.describe`).
 _Described = tuple[tuple[Any, ...], list[Any]]
 
 _calls: Memo[Any, _Repeated | _Allocating] = Memo(4096)
@@ -31,22 +31,22 @@ _calls: Memo[Any, _Repeated | _Allocating] = Memo(4096)
 
 def find(described: _Described, out: Any) -> _Repeated | _Allocating | None:
     """An earlier call that this one can be launched like. TypeError if an option cannot be hashed."""
-    facts, addresses = described
-    if out is None and (found := _calls.get(_by_alignments(facts, addresses))) is not None:
+    metadata, addresses = described
+    if out is None and (found := _calls.get(_by_alignments(metadata, addresses))) is not None:
         return found
-    return _calls.get((facts, *addresses))
+    return _calls.get((metadata, *addresses))
 
 
-def _by_alignments(facts: tuple[Any, ...], addresses: list[Any]) -> tuple[Any, ...]:
+def _by_alignments(metadata: tuple[Any, ...], addresses: list[Any]) -> tuple[Any, ...]:
     """The key of calls that allocate, wherever their arrays are."""
-    return (facts, *[at % ALIGNMENT if type(at) is int else at.alignments for at in addresses])
+    return (metadata, *[at % ALIGNMENT if type(at) is int else at.alignments for at in addresses])
 
 
 def remember(described: _Described, call: Call, launches: list[Launch], written: list[int], out: Any) -> None:
     """Keep a call that has been launched, if it can be repeated."""
-    facts, addresses = described
+    metadata, addresses = described
     if out is not None:
-        _calls.put((facts, *addresses), _Repeated(call, launches))
+        _calls.put((metadata, *addresses), _Repeated(call, launches))
         return
     # A call that updates an argument is known by the same memory alone, of which that overlaps nothing else;
     # so is one with tensor maps, which are made for the addresses of its arguments.
@@ -54,7 +54,8 @@ def remember(described: _Described, call: Call, launches: list[Launch], written:
         isinstance(value, TensorMap) for launch in launches for value in launch.values)
     found = _Allocating.of(call, launches, flat(addresses), written, at_fixed_addresses)
     if found is not None:
-        _calls.put((facts, *addresses) if at_fixed_addresses else _by_alignments(facts, addresses), found)
+        key = (metadata, *addresses) if at_fixed_addresses else _by_alignments(metadata, addresses)
+        _calls.put(key, found)
 
 
 def forget() -> None:
