@@ -1,9 +1,10 @@
 """Measuring the ops on a GPU: time, GB/s, the share of a device copy's speed, and host time per call.
 
-The calls to time are those of the ops' registrations (`cases.Registration.timed`). A module in a family's
-folder has what a registration has not: COMPARE has a function by op that compares samples of large results,
-where the reference of a whole one takes too long (see `generic.Compare`), and `rows` gives rows that are made
-by hand.
+The calls to time are those of the ops' registrations (`cases.Registration.timed`, and `host_calls` for host
+times). A module in a family's folder has what a registration has not: COMPARE has a function by op that
+compares samples of large results, where the reference of a whole one takes too long (see `generic.Compare`),
+and `rows` gives the rows of matrix products, which have FLOP counts and stand beside other libraries' in
+`matmul.compare`.
 """
 
 from __future__ import annotations

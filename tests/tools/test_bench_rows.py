@@ -12,7 +12,7 @@ import stand_in_arithmetic
 from tiers import first_of_each, needs_host
 
 from cupy_fp8 import bench
-from cupy_fp8.bench import data, generic
+from cupy_fp8.bench import data, generic, host
 from cupy_fp8.bench.matmul import compare, dense, grouped
 from cupy_fp8.bench.measure import Call, Check
 from cupy_fp8.cases import OPS, Case
@@ -57,6 +57,14 @@ def test_the_timed_call_writes_what_its_check_compares(name, label, case, gpu):
     op = OPS[name]
     make = partial(generic.make, op, case, bench.compare_functions().get(name))
     check_made(make, written=bool(op.updates))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) for name in OPS])
+def test_host_calls_take_arrays_of_a_gpu(name, gpu):
+    for _, calls in host.all_calls([name]):
+        calls.with_out()
+        if calls.allocating is not None:
+            calls.allocating()
 
 
 @pytest.mark.parametrize("pair", compare.PAIRS, ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, full
+from ...arrays import Array, empty_like, full
 from ...cache import WeightCache
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
 from ...ops.quantize import blocks, grouped_blocks, mx, tensor_list
@@ -171,14 +171,14 @@ def _timed() -> Iterator[Timed]:
 
 
 def _host_calls_of_cast(x: Array) -> Iterator[HostCalls]:
-    weights, scales = [x.copy() for _ in range(64)], full(64, 1, float32, like=x)
+    weights, scales = [empty_like(x) for _ in range(64)], full(64, 1, float32, like=x)
     for n in (8, 64):
         yield HostCalls.both(f"{n} arrays", tensor_list.multi_cast_transpose, weights[:n], scales[:n],
                              into="outputs")
 
 
 def _host_calls(x: Array) -> Iterator[HostCalls]:
-    weights, cache = [x.copy() for _ in range(64)], WeightCache(CurrentScaling())
+    weights, cache = [empty_like(x) for _ in range(64)], WeightCache(CurrentScaling())
     cache.quantize(weights)
     yield HostCalls("WeightCache hit, 64 arrays", functools.partial(cache.quantize, weights, update=False))
 
