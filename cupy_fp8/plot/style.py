@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,10 @@ def floats(a: Any, name: str) -> np.ndarray:
         values: Any = asnumpy(a)
     else:
         values = list(a) if isinstance(a, Iterable) and not isinstance(a, (str, bytes)) else a
-    try:
-        return np.asarray(values, np.float64)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{name}: expected numbers, got {shown(a)}") from None
+    with suppress(TypeError, ValueError, OverflowError):
+        if not np.iscomplexobj(values):
+            return np.asarray(values, np.float64)
+    raise TypeError(f"{name}: expected numbers, got {shown(a)}")
 
 
 def whole_number(value: Any, name: str, least: int, below: int | None = None) -> int:
@@ -61,6 +62,20 @@ def whole_number(value: Any, name: str, least: int, below: int | None = None) ->
         upto = "or more" if below is None else f"to {below - 1}"
         raise ValueError(f"{name}: expected {least} {upto}, got {shown(number)}")
     return number
+
+
+def members(value: Any, name: str, count: int | None = None) -> list[Any]:
+    """The members of a list or another iterable. TypeError for anything else, ValueError unless there are
+    `count`."""
+    try:
+        found = None if isinstance(value, (str, bytes)) else list(value)
+    except TypeError:
+        found = None
+    if found is None:
+        raise TypeError(f"{name}: expected a list, got {type_name(value)}")
+    if count is not None and len(found) != count:
+        raise ValueError(f"{name}: expected a list of {count}, got {shown(value)}")
+    return found
 
 
 def mapping(value: Any, name: str, expected: str) -> Mapping[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..results import html_table
-from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, axes, floats, ink, mapping
+from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, axes, floats, ink, mapping, members
 
 __all__ = ["bars", "cells", "table"]
 
@@ -20,8 +20,9 @@ class Table:
     """Rows of text under a head: aligned where it is printed, an HTML table in a notebook."""
 
     def __init__(self, head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> None:
-        self.head = [str(cell) for cell in head]
-        self.rows = [[str(cell) for cell in row] for row in rows]
+        self.head = [str(cell) for cell in members(head, "head")]
+        self.rows = [[str(cell) for cell in members(row, f"rows[{i}]")]
+                     for i, row in enumerate(members(rows, "rows"))]
         for row in self.rows:
             if len(row) != len(self.head):
                 raise ValueError(f"rows: expected {len(self.head)} cells, as many as in head, got {row}")
@@ -112,6 +113,8 @@ def cells(values: Any, text: Any = None, *, rows: Sequence[Any] | None = None,
     texts = texts if text is None else np.asarray(text, object)
     if texts.shape != v.shape:
         raise ValueError(f"text: expected the shape of values, {v.shape}, got {texts.shape}")
+    down = members(range(v.shape[0]) if rows is None else rows, "rows", v.shape[0])
+    across = members(range(v.shape[1]) if columns is None else columns, "columns", v.shape[1])
     widest = max((len(str(t)) for t in texts.flat), default=1)
     ax = axes(ax, (1.5 + max(0.5, 0.12 * widest) * v.shape[1], 1.2 + 0.36 * v.shape[0]))
     known = v[np.isfinite(v)]
@@ -123,10 +126,10 @@ def cells(values: Any, text: Any = None, *, rows: Sequence[Any] | None = None,
         empty = not np.isfinite(v[i, j])
         ax.text(j, i, t, ha="center", va="center", fontsize="small",
                 color=ink(ax) if empty else "white" if share[i, j] > 0.7 else "black")
-    names = [str(name) for name in (columns if columns is not None else range(v.shape[1]))]
+    names = [str(name) for name in across]
     long = max(map(len, names), default=0) > 6
     ax.set_xticks(range(v.shape[1]), names, rotation=35 if long else 0, ha="right" if long else "center")
-    ax.set_yticks(range(v.shape[0]), rows if rows is not None else range(v.shape[0]))
+    ax.set_yticks(range(v.shape[0]), down)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     ax.set(xlabel=xlabel, ylabel=ylabel)

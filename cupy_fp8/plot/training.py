@@ -32,7 +32,7 @@ def amax_history(amax: Any, limit: Any, *, dtype: Any = "float8_e4m3fn", steps: 
     if seen.ndim != 1 or seen.shape != most.shape:
         raise ValueError(f"limit: expected one number for each step, as amax has, {seen.shape}, "
                          f"got {most.shape}")
-    at = np.arange(seen.size) if steps is None else np.asarray(list(steps))
+    at = np.arange(seen.size) if steps is None else floats(steps, "steps")
     if at.shape != seen.shape:
         raise ValueError(f"steps: expected {seen.size} numbers, one for each step, got {at.size}")
     f = lookup(dtype, FP8_DTYPES, "dtype")

@@ -36,6 +36,9 @@ WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "x of block_ranges": (fp8.plot.block_ranges, {"q": Q}),
     "q of block_ranges": (fp8.plot.block_ranges, {"x": X}),
     "row of block_ranges": (fp8.plot.block_ranges, {"x": X[:5], "q": fp8.quantize_mx(X[:5])}),
+    "rows of cells": (fp8.plot.cells, {"values": np.ones((4, 1))}),
+    "columns of cells": (fp8.plot.cells, {"values": np.ones((1, 4))}),
+    "steps of amax_history": (fp8.plot.amax_history, {"amax": np.ones(4), "limit": np.ones(4)}),
     "align of Routing": (lambda align: replace(ROUTING, align=align), {}),
     "splits of Routing": (lambda splits: replace(ROUTING, splits=splits), {}),
     "ax of curves": (fp8.plot.curves, {"x": [1, 2], "series": {"a": [1, 2]}}),
@@ -89,6 +92,16 @@ def test_what_is_no_number_is_not_drawn(function, wrong):
     given = [wrong] if function is fp8.plot.cells else [wrong, [1.0]]
     with pytest.raises(TypeError, match=f"^{first}: expected numbers, got "):
         function(*given)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "x", b"x"], ids=repr)
+def test_what_is_no_list_makes_no_table(wrong):
+    with pytest.raises(TypeError, match=r"^head: expected a list"):
+        fp8.plot.table(wrong, [["a"]])
+    with pytest.raises(TypeError, match=r"^rows: expected a list"):
+        fp8.plot.table(["a"], wrong)
+    with pytest.raises(TypeError, match=r"^rows\[1\]: expected a list"):
+        fp8.plot.table(["a"], [["a"], wrong])
 
 
 def test_one_amax_for_a_tensor():
