@@ -24,6 +24,7 @@ from .style import (
     integer_ticks,
     list_of_axes,
     mapping,
+    members,
 )
 
 __all__ = ["curves", "reports"]
@@ -116,16 +117,17 @@ def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
     ('SQNR (dB)', 'saturated (%)')
     """
     known = tuple(ErrorReport.__dataclass_fields__)
-    if isinstance(quantities, str) or not isinstance(quantities, Sequence):
-        raise TypeError(f"quantities: expected a list of names, got {shown(quantities)}")
+    quantities = members(quantities, "quantities")
     for quantity in quantities:
         if quantity not in known:
             raise ValueError(f"quantities: expected fields of ErrorReport, {known}, got {quantity!r}")
-    for label, found in mapping(series, "series", "a dict of reports by label").items():
-        if not isinstance(found, Sequence) or not all(isinstance(report, ErrorReport) for report in found):
+    given = {label: members(found, f"series[{label!r}]")
+             for label, found in mapping(series, "series", "a dict of reports by label").items()}
+    for label, found in given.items():
+        if not all(isinstance(report, ErrorReport) for report in found):
             raise TypeError(f"series[{label!r}]: expected a list of ErrorReports, got {shown(found)}")
     lines = {_label(quantity): {label: [_value(report, quantity) for report in found]
-                                for label, found in series.items()} for quantity in quantities}
+                                for label, found in given.items()} for quantity in quantities}
     panels = stacked(x, lines, xscale=xscale, xlabel=xlabel, title=title, ax=ax)
     for panel in panels:
         low, high = panel.get_ylim()
