@@ -38,16 +38,6 @@ class Recorded(NamedTuple):
         return frozenset({str(self.case)} if self.raised else ())
 
 
-def covering(op: Registration) -> list[Case]:
-    """The cases that `covering_of` chooses for kernels on the CPU. Nothing is compiled, and no kernel runs.
-
-    >>> from cupy_fp8.cases import OPS
-    >>> [str(case) for case in covering(OPS["compute_amax"])]
-    ['compute_amax-bfloat16-130x257-bits-contiguous-nan=ignore']
-    """
-    return [chosen.case for chosen in covering_of(record(op))]
-
-
 def covering_of(recorded: Sequence[Recorded]) -> list[Recorded]:
     """A cover of all entry points, and every case that raised an error.
 
@@ -61,7 +51,7 @@ def covering_of(recorded: Sequence[Recorded]) -> list[Recorded]:
 
 def cover(candidates: Sequence[Recorded], features: Callable[[Recorded], Features],
           preference: Callable[[Recorded], Any] = lambda _: 0) -> list[Recorded]:
-    """Few candidates that together show every fact, in their order.
+    """Few candidates that together show every feature, in their order.
 
     Each step takes a candidate that shows most of the missing features: the preferred one of several, or the
     first."""

@@ -20,7 +20,7 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, testing
 from cupy_fp8.__main__ import main
-from cupy_fp8.cases.covering import Recorded, covering, covering_of, served_by, spread
+from cupy_fp8.cases.covering import Recorded, covering_of, record, served_by, spread
 from cupy_fp8.cli import progress, selftest
 from cupy_fp8.kernels import Variant, recording
 
@@ -36,6 +36,11 @@ def variants(recorded: list[Recorded]) -> set[Variant]:
 
 
 # ---- the cases ----
+def covering(op: cases.Registration) -> list[cases.Case]:
+    """The cases that the quick pass chooses for kernels on the CPU."""
+    return [chosen.case for chosen in covering_of(record(op))]
+
+
 def recorded_of(op: cases.Registration) -> list[Recorded]:
     return [one for one in observed() if one.case.op == op.name]
 
