@@ -5,8 +5,10 @@ The unchanged ``.cu`` file is compiled with g++ against a small header (``shim/`
 ascending, descending or seeded random order; blocks run in that kind of order too. Shared memory starts as
 0xFF. Asynchronous copies land as late as they may.
 
-    cast = hostexec.compile_kernel("kernels_cu/quantize/tensor.cu", "cast", defines={"IN": "bf16"},
-    include_dirs=["kernels_cu/include"]) cast((blocks,), (256,), params, shared_mem=0)
+    cast = hostexec.compile_kernel("kernels_cu/quantize/tensor.cu", "cast",
+                                   defines={"IN": "bf16", "OUT": "e4m3fn"},
+                                   include_dirs=["kernels_cu/include"])
+    cast((blocks,), (256,), params, shared_mem=0)
 
 Inside ``blocks_of_grid(first=2, last=2)`` only those blocks run, over arrays too large for all of them, and
 with ``around=`` also blocks in between.
