@@ -134,8 +134,8 @@ struct ThreadChunks {
     }
 };
 
-// A thread's part of a tile.
-struct Part {
+// A thread's chunks of a tile, and their scales.
+struct LoadedChunks {
     Chunk16 chunk[kEach];
     // log2 of each chunk's scale, kNoScale, or kNothing where no value depends on it.
     int exponent[kEach];
@@ -322,25 +322,25 @@ rebase_scales(const __grid_constant__ RebaseParams p) {
     __shared__ Shared shared;
     const Region region(p);
     const u32 steps = p.steps_down * p.steps_across;
-    Part part;
+    LoadedChunks loaded;
     u32 changed = 0;
 #pragma unroll 1
     for (u32 step = 0; step < steps; step++) {
-        part.load(p, region, ThreadChunks(p, region, step));
+        loaded.load(p, region, ThreadChunks(p, region, step));
         if (step == 0) {                                             // while the first loads are in flight
             for (u32 i = threadIdx.x; i < kMostTargets; i += kThreads)
                 shared.found[i] = 0, shared.wrong[i] = 0;
             __syncthreads();
         }
-        part.find(p, shared);
+        loaded.find(p, shared);
     }
     __syncthreads();
     store_scales(p, region, shared);
 #pragma unroll 1
     for (u32 step = steps; step-- > 0;) {
         const ThreadChunks chunks(p, region, step);
-        if (step != steps - 1) part.load(p, region, chunks);
-        changed += part.transform(p, chunks, shared);
+        if (step != steps - 1) loaded.load(p, region, chunks);
+        changed += loaded.transform(p, chunks, shared);
     }
     if (!p.changed) return;
     changed = __reduce_add_sync(~0u, changed);

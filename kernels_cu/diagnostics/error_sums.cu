@@ -3,9 +3,9 @@
 //
 //   x [n] IN, values [n] VALUE, codes [n] FP8 -> sums f64 [blocks, kSums]
 //
-// Each block writes a row of partial sums, in the order of Sums, and the host adds the rows up. The grid is
-// fixed, so the same input gives the same sums. Everything is f64. No byte of a result depends on it, so the
-// compiler may contract here.
+// Each block writes a row of partial sums, in the order of ErrorSums, and the host adds the rows up. The grid
+// is fixed, so the same input gives the same sums. Everything is f64. No byte of a result depends on it, so
+// the compiler may contract here.
 //
 // Defines:
 //   IN, VALUE    bf16, f16, f32 or f64
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool is_finite(double value) {
     return (__double_as_longlong(value) >> 52 & 0x7ff) != 0x7ff;
 }
 
-struct Sums {
+struct ErrorSums {
     double signal = 0, noise = 0;
     u32 saturated = 0, underflowed = 0, nan = 0, nonfinite = 0, normal = 0, subnormal = 0;
     double squares = 0, largest_of_normal = 0, largest = 0;
@@ -97,7 +97,7 @@ private:
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) error_sums(const __grid_constant__ ErrorParams p) {
     __shared__ double shared[kThreads];
-    Sums sums;
+    ErrorSums sums;
     for (i64 i = (i64)blockIdx.x * kThreads + threadIdx.x; i < p.n; i += (i64)gridDim.x * kThreads)
         sums.add(p, i);
     double columns[kSums];

@@ -70,13 +70,13 @@ struct TileRows {
 };
 
 // The scales of one row, a row of A or of B, which this thread copies.
-struct RowScales {
+struct CopiedScales {
     const float* next;
     i64 step;                      // from one 128 of K to the next
     u32 bytes;                     // 0 if the row does not exist
     int at;                        // in the stage; -1 if this thread copies none
 
-    __device__ __forceinline__ RowScales(const Product& p, const ProductTile& tile) {
+    __device__ __forceinline__ CopiedScales(const Product& p, const ProductTile& tile) {
         const int thread = threadIdx.x;
         const bool of_b = thread >= kThreads - kTileColumns;
         const Operand& operand = of_b ? p.b : p.a;
@@ -94,16 +94,16 @@ struct RowScales {
 };
 
 // ---- products ----
-struct Sums { float of[kDown][2 * kAcross][4]; };
+struct WarpSums { float of[kDown][2 * kAcross][4]; };
 
 // Adds the products of a stage, of which `k` elements of K exist, times their scales. row, column: the warp's
 // first ones in the tile.
 template <class A, class B>
-__device__ __forceinline__ void add_stage(Sums& sums, const Stage& stage, int row, int column, int k) {
+__device__ __forceinline__ void add_stage(WarpSums& sums, const Stage& stage, int row, int column, int k) {
     const int lane = threadIdx.x % 32;
     const u8* const a = stage.a + (row + lane % 16) * kScaleBlock;
     const u8* const b = stage.b + (column + lane / 16 * 8 + lane % 8) * kScaleBlock;
-    Sums products = {};
+    WarpSums products = {};
 #pragma unroll
     for (int step = 0; step < kScaleBlock / kFragmentK; step++) {
         if (step * kFragmentK >= k) break;
@@ -174,8 +174,8 @@ __device__ __forceinline__ void store_pair(const Product& p, i64 first, int coun
     if (count > 1) out[1] = (u16)(pair >> 16);
 }
 
-__device__ __forceinline__ void store(const Product& p, const ProductTile& tile, const Sums& sums, int row,
-                                      int column) {
+__device__ __forceinline__ void store(const Product& p, const ProductTile& tile, const WarpSums& sums,
+                                      int row, int column) {
     const int lane = threadIdx.x % 32;
     const i64 group_first = tile.at.group * p.out_group + tile.at.start * p.out_start;
     const u32 element = p.out_type == kOutF32 ? 4 : 2;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void compute_tile(const Product& p, const ProductTile
     const int row = warp % kWarpsDown * kWarpRows, column = warp / kWarpsDown * kWarpColumns;
     const bool has_part = tile.row + row < tile.rows && tile.column + column < p.n;
     const TileRows a(p.a, tile.at, tile.row, tile.rows), b(p.b, tile.at, tile.column, p.n);
-    RowScales scales(p, tile);
+    CopiedScales scales(p, tile);
     const auto copy = [&](i64 block) {
         Stage& stage = stages[block % kStages];
         a.copy<kTileRows>(stage.a, block * kScaleBlock, tile.k);
@@ -228,7 +228,7 @@ __device__ __forceinline__ void compute_tile(const Product& p, const ProductTile
         if (block < blocks) copy(block);
         copy_async_commit();
     }
-    Sums sums = {};
+    WarpSums sums = {};
     for (i64 block = 0; block < blocks; block++) {
         copy_async_wait<kStages - 2>();
         __syncthreads();                           // The stage is here, and nobody reads the one before it.

@@ -201,8 +201,8 @@ struct Multiplier {
         const Stage& stage = shared.stages[kAt];
         // In kBlocks all rows of a warp decide how it multiplies, and a stage has no scales of those that do
         // not exist: they get the last one's.
-        const int at_low = kScaling == kBlocks ? at_most(a_first, a_last) : a_first;
-        const int at_high = kScaling == kBlocks ? at_most(a_first + 8, a_last) : a_first + 8;
+        const int at_low = kScaling == kBlocks ? smaller(a_first, a_last) : a_first;
+        const int at_high = kScaling == kBlocks ? smaller(a_first + 8, a_last) : a_first + 8;
         LaneRowScales scales(stage, at_low, at_high, of_b.next);
         if (kScaling == kBlocks && !is_last) of_b.read();
         position.next();
@@ -222,7 +222,7 @@ struct Multiplier {
         float own[kTileColumns / 32];
 #pragma unroll
         for (int i = 0; i < kTileColumns / 32; i++)
-            own[i] = p.bias_of(t.column + at_most(32 * i + lane, last));
+            own[i] = p.bias_of(t.column + smaller(32 * i + lane, last));
 #pragma unroll
         for (int i = 0; i < kTileColumns / 4; i++) {
             const float bias = __shfl_sync(~0u, own[i / 8], i / 2 % 4 * 8 + lane % 4 * 2 + i % 2);

@@ -206,9 +206,6 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
     return value;
 }
 
-__device__ __forceinline__ u32 aligned_up(u32 rows, u32 align) { return (rows + align - 1) & -align; }
-__device__ __forceinline__ u32 at_most(u32 value, u32 bound) { return value < bound ? value : bound; }
-
 // Turns the counts of routes into rows: shared.before gets the first row of each expert, and shared.warp the
 // row of each warp's first route of it. Block 0 writes the arrays of experts. Returns the row after the last
 // expert.
@@ -241,8 +238,8 @@ __device__ __forceinline__ u32 place_experts(const RouteParams& p, Shared& share
             next += count;
         }
         if (blockIdx.x == 0) {
-            const u32 begin = at_most(start, p.rows), stop = at_most(start + aligned, p.rows);
-            p.splits[expert] = (i32)at_most(total, p.rows - begin);
+            const u32 begin = smaller(start, p.rows), stop = smaller(start + aligned, p.rows);
+            p.splits[expert] = (i32)smaller(total, p.rows - begin);
             p.aligned_splits[expert] = (i32)(stop - begin);
             p.offsets[expert] = begin;
             if (expert + 1 == p.number) p.offsets[p.number] = stop;

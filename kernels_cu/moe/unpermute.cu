@@ -34,21 +34,21 @@ struct UnpermuteParams {
 
 constexpr int kCount = 16 / sizeof(IN::storage), kInFlight = 8;
 constexpr int kMostRoutes = 1024;        // per block
-using Part = Chunk<IN, kCount>;
+using RowChunk = Chunk<IN, kCount>;
 struct Route {
     i64 at;                      // byte offset of its row in y; -1: nowhere
     float prob;
 };
 
 // The sums of kCount columns.
-struct Sums {
+struct ChunkSums {
     float sum[kCount];
 
-    __device__ __forceinline__ Sums() {
+    __device__ __forceinline__ ChunkSums() {
 #pragma unroll
         for (float& each : sum) each = as_float(kAbsentTerm);
     }
-    __device__ __forceinline__ void add(const Part& part, float prob) {
+    __device__ __forceinline__ void add(const RowChunk& part, float prob) {
 #pragma unroll
         for (int j = 0; j < kCount / 2; j++) {
             float lo, hi;
@@ -58,8 +58,8 @@ struct Sums {
         }
     }
     // Returns the rounded sums, which are 0 without rows.
-    __device__ __forceinline__ Part narrow(int rows) const {
-        Part out;
+    __device__ __forceinline__ RowChunk narrow(int rows) const {
+        RowChunk out;
 #pragma unroll
         for (int j = 0; j < kCount / 2; j++)
             out.narrow2(j, rows ? sum[2 * j] : 0.0f, rows ? sum[2 * j + 1] : 0.0f);
@@ -69,19 +69,20 @@ struct Sums {
 
 // Returns the sums of a chunk of columns over the rows of a token. left: how many of the columns exist.
 template <bool kVector>
-__device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* route, i64 column, int left) {
+__device__ __forceinline__ RowChunk sum_rows(const UnpermuteParams& p, const Route* route, i64 column,
+                                             int left) {
     constexpr int kFewInFlight = kVector ? 4 : 2;
     const int topk = (int)p.routes.topk;
     const u8* const y = reinterpret_cast<const u8*>(p.y + column);
     const auto load = [&](const Route& from) {
         const IN::storage* const row = reinterpret_cast<const IN::storage*>(y + from.at);
-        return kVector ? Part::load(row) : Part::load_partial(row, left);
+        return kVector ? RowChunk::load(row) : RowChunk::load_partial(row, left);
     };
-    Sums sums;
+    ChunkSums sums;
     int n = 0;
 #pragma unroll 1
     for (; kVector && n + kInFlight <= topk && route[n + kInFlight - 1].at >= 0; n += kInFlight) {
-        Part part[kInFlight];
+        RowChunk part[kInFlight];
 #pragma unroll
         for (int u = 0; u < kInFlight; u++) part[u] = load(route[n + u]);
 #pragma unroll
@@ -89,7 +90,7 @@ __device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* 
     }
 #pragma unroll 1
     for (; n < topk && route[n].at >= 0; n += kFewInFlight) {
-        Part part[kFewInFlight];
+        RowChunk part[kFewInFlight];
         bool here[kFewInFlight];
 #pragma unroll
         for (int u = 0; u < kFewInFlight; u++) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* 
 struct RowPipeline {
     static constexpr int kTogether = kInFlight / TOPK;                      // chunks of a thread at a time
     static constexpr int kStep = kTogether * kThreads;
-    using Rows = Part[kTogether][TOPK];
+    using Rows = RowChunk[kTogether][TOPK];
     const UnpermuteParams& p;
     const Route* const routes;   // the routes of the block's tokens
     const i64 first_token, first_chunk;
@@ -146,7 +147,7 @@ private:
 #pragma unroll
             for (int u = 0; u < TOPK; u++) {
                 const u8* const from = y + routes[token * TOPK + u].at;
-                part[c][u] = Part::load(reinterpret_cast<const IN::storage*>(from));
+                part[c][u] = RowChunk::load(reinterpret_cast<const IN::storage*>(from));
             }
         }
     }
@@ -156,7 +157,7 @@ private:
             const int i = first + c * kThreads;
             if (i >= end) break;
             const int token = token_of(i);
-            Sums sums;
+            ChunkSums sums;
 #pragma unroll
             for (int u = 0; u < TOPK; u++) sums.add(part[c][u], routes[token * TOPK + u].prob);
             sums.narrow(TOPK).store_whole(p.out + (first_token + token) * p.columns + column_of(i, token));

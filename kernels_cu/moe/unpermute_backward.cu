@@ -34,7 +34,7 @@ constexpr int kTile = kUnits * kThreads;     // chunks in a tile: one for each l
 constexpr int kStep = kThreads * kCount;     // columns from one of a thread's chunks to the next
 constexpr int kSlots = 32;                   // slots at a time
 constexpr int kMostExperts = 1024;
-using Part = Chunk<IN, kCount>;
+using RowChunk = Chunk<IN, kCount>;
 static_assert(kUnits * kWarps == 32, "one warp adds up a tile's sums");
 
 // Computes warp_tree_sum of kUnits terms at once. Lane l gets the sum of term l % kUnits. That takes fewer
@@ -103,18 +103,18 @@ struct Chunks {
     int left;                    // columns from the first chunk on; whole chunks with kVector
 
     __device__ __forceinline__ bool has(int u) const { return left > u * kStep; }
-    __device__ __forceinline__ Part load(const IN::storage* from, int u) const {
+    __device__ __forceinline__ RowChunk load(const IN::storage* from, int u) const {
         if (!has(u)) return {};
-        return kVector ? Part::load(from + u * kStep)
-                       : Part::load_partial(from + u * kStep, left - u * kStep);
+        return kVector ? RowChunk::load(from + u * kStep)
+                       : RowChunk::load_partial(from + u * kStep, left - u * kStep);
     }
-    __device__ __forceinline__ void store(IN::storage* to, int u, const Part& part) const {
+    __device__ __forceinline__ void store(IN::storage* to, int u, const RowChunk& part) const {
         if (!has(u)) return;
         if (kVector) part.store_whole(to + u * kStep);
         else part.store_partial(to + u * kStep, left - u * kStep);
     }
     // Returns the sum of the products of two chunks by the tree.
-    __device__ __forceinline__ float dot(const Part& a, const Part& b, int u) const {
+    __device__ __forceinline__ float dot(const RowChunk& a, const RowChunk& b, int u) const {
         TreeSum<kCount> sum;
 #pragma unroll
         for (int j = 0; j < kCount; j += 2) {
@@ -133,9 +133,9 @@ struct Chunks {
 // products of the rows with `from`.
 template <bool kVector>
 __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared& shared, u32 present,
-                                        i64 column, int left, const Part (&from)[kUnits]) {
+                                        i64 column, int left, const RowChunk (&from)[kUnits]) {
     const Chunks<kVector> chunks{left};
-    Part other[kUnits];
+    RowChunk other[kUnits];
     int k = __ffs(present) - 1;
     if (present) {
         const IN::storage* const y = p.y + shared.row[k] * p.columns + column;
@@ -152,11 +152,11 @@ __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared
         float sum[kUnits];
 #pragma unroll
         for (int u = 0; u < kUnits; u++) {
-            Part grad = from[u];
+            RowChunk grad = from[u];
 #ifndef CUPY_FP8_HOST
             // The chunk is widened anew for every row. Else the compiler keeps it as f32, in 32 registers.
 #pragma unroll
-            for (int w = 0; w < Part::kWords; w++) asm volatile("" : "+r"(grad.word[w]));
+            for (int w = 0; w < RowChunk::kWords; w++) asm volatile("" : "+r"(grad.word[w]));
 #endif
             sum[u] = chunks.dot(grad, other[u], u);
             if (kVector && present) other[u] = chunks.load(y, u);    // The next row arrives meanwhile.
@@ -177,7 +177,7 @@ __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared
 struct TokenGrad {
     const UnpermuteBackwardParams& p;
     const IN::storage* const grad;           // the token's gradient
-    Part chunk[kUnits];
+    RowChunk chunk[kUnits];
 
     __device__ __forceinline__ TokenGrad(const UnpermuteBackwardParams& p, i64 token)
         : p(p), grad(p.grad + token * p.columns) {}

@@ -134,11 +134,11 @@ __device__ __forceinline__ Scales find_scales(const WarpTile<IN>& warp_tile, con
         if (p.square) {
             u32 largest = 0;
 #pragma unroll
-            for (const u32 b : bits) largest = b > largest ? b : largest;
+            for (const u32 b : bits) largest = larger(b, largest);
 #pragma unroll
             for (int distance = 1; distance < kLanes; distance *= 2) {
                 const u32 other = __shfl_xor_sync(~0u, largest, distance);
-                largest = other > largest ? other : largest;
+                largest = larger(other, largest);
             }
             const u32 everywhere = p.rule.byte(largest) * 0x01010101u;
             e.rows = first_bytes(everywhere, rows_left - threadIdx.x % kLanes * 4);

@@ -95,8 +95,8 @@ private:
     __device__ __forceinline__ u32 amax(const float (&y)[4][8]) const {
         u32 amax = fold_chunks<false>(y);
         // Without branches: at distance 0 a lane finds itself.
-        amax = larger_bits(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 1 ? 4 : 0));
-        return larger_bits(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 2 ? 8 : 0));
+        amax = larger(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 1 ? 4 : 0));
+        return larger(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 2 ? 8 : 0));
     }
     __device__ __forceinline__ void store(const BlockScale& s, i64 columns) const {
         const u32 further = columns
@@ -117,8 +117,8 @@ __device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, con
     const int segment = ColumnAmaxes::segment(thread);
     const int column = ColumnAmaxes::column(thread);
     u32 amax = amaxes.read(segment, column);
-    if (p.block_segments > 1) amax = larger_bits(amax, __shfl_xor_sync(~0u, amax, 8));
-    if (p.block_segments > 2) amax = larger_bits(amax, __shfl_xor_sync(~0u, amax, 16));
+    if (p.block_segments > 1) amax = larger(amax, __shfl_xor_sync(~0u, amax, 8));
+    if (p.block_segments > 2) amax = larger(amax, __shfl_xor_sync(~0u, amax, 16));
     const BlockScale s = p.rule.quick_of(amax);
     amaxes.put(segment, column, operand(p, s));
     const i64 to_block = (at.row / kSegment + segment) >> p.block_segments / 2;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, cons
         u32 bits = 0;
         for (int k = b * segments; k < (b + 1) * segments; k++) {
             const u32 other = as_bits(of_rows[k * kSegmentStride + r]);
-            bits = other > bits ? other : bits;
+            bits = larger(other, bits);
         }
         const BlockScale s = p.rule.of(bits);
         for (int k = b * segments; k < (b + 1) * segments; k++)

@@ -125,7 +125,7 @@ __device__ __forceinline__ int find_largest(const u8* raw, const short* exponent
         const u8* const at = raw + raw_unit(first_row + r, column / 16) + column % 16;
         const u32 word = *reinterpret_cast<const u32*>(at);
         const u32 anything = __ballot_sync(~0u, word & 0x7f7f7f7fu) & row_lanes;
-        if (anything && exponents[r] != kNoScale) amax = larger(amax, exponents[r]);
+        if (anything && exponents[r] != kNoScale) amax = larger<int>(amax, exponents[r]);
     }
     return amax;
 }

@@ -84,7 +84,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
         const i64 units = groups.load(splits, round, total, negative);
         const i64 end = warp_prefix_sum(units);
         i64 start = round_start + end - units;
-        start = start < total ? start : total;
+        start = smaller(start, total);
         const i64 own_tiles = groups.clamp_to(total, start), end_tile = warp_prefix_sum(own_tiles);
         groups.template write<kTiles>(start, round_tile + end_tile - own_tiles, first, found);
         round_start += __shfl_sync(~0u, end, 31);

@@ -52,7 +52,6 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
                                              u32 second_shift, RowSegment& found) {
     constexpr int kPerLane = 4;
     const int lane = threadIdx.x % 32;
-    const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
     // Unsigned numbers take fewer instructions. With a few more, NVRTC no longer advances a pointer from row
     // to row of the tile that follows, but keeps the offsets of its 32 rows in 64 registers.
     const auto units = [](i64 rows, u32 shift) {
@@ -68,10 +67,10 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
 #pragma unroll
         for (int u = 0; u < kPerLane; u++) rows += size[u] = p.size(round + lane * kPerLane + u);
         const i64 end = warp_prefix_sum(rows);
-        i64 start = least(round_start + end - rows, p.rows), at = start, segments = 0, own_units[2] = {};
+        i64 start = smaller(round_start + end - rows, p.rows), at = start, segments = 0, own_units[2] = {};
 #pragma unroll
         for (int u = 0; u < kPerLane; u++) {
-            size[u] = least(size[u], p.rows - at);
+            size[u] = smaller(size[u], p.rows - at);
             at += size[u];
             const i64 written = in_results(size[u]);
             if (kAligns) to += written;
@@ -99,7 +98,7 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
             start += size[u];
             if (kCounts) before[0] += units(written, first_shift), before[1] += units(written, second_shift);
         }
-        round_start = least(round_start + __shfl_sync(~0u, end, 31), p.rows);
+        round_start = smaller(round_start + __shfl_sync(~0u, end, 31), p.rows);
         round_segment += __shfl_sync(~0u, end_segment, 31);
         reached = segment < round_segment;
         if (kCounts)
@@ -119,7 +118,7 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
     if (lane != 0) return;
     if (!reached) {
         const i64 all = kAligns ? p.result_rows : p.rows, own_segment = segment - round_segment;
-        to = least((aligns ? to : round_start) + (own_segment << rows_log2), all);
+        to = smaller((aligns ? to : round_start) + (own_segment << rows_log2), all);
         found = {-1, 0, to * p.columns, 0, left_of(all - to, 1 << rows_log2), own_segment,
                  {round_units[0], round_units[1]}};
         return;
@@ -185,7 +184,6 @@ __device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stri
 // whole warp calls it.
 __device__ __forceinline__ void write_offsets(const RowGroups& p) {
     const int lane = threadIdx.x % 32;
-    const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
     const bool aligns = p.align > 1;
     i64 before = 0, to = 0;                      // rows of x and of the results in earlier rounds
     u32 wrong = 0;
@@ -194,9 +192,9 @@ __device__ __forceinline__ void write_offsets(const RowGroups& p) {
         const i64 end = before + warp_prefix_sum(size), start = end - size;
         if (p.splits.load(g) < 0) wrong |= kSplitNegative;
         if (end > p.rows) wrong |= kSplitSum;
-        i64 first = least(start, p.rows), end_to = 0;
+        i64 first = smaller(start, p.rows), end_to = 0;
         if (aligns) {
-            const i64 written = p.aligned(least(end, p.rows) - first);
+            const i64 written = p.aligned(smaller(end, p.rows) - first);
             end_to = to + warp_prefix_sum(written);
             first = end_to - written;
             if (g < p.splits.groups && p.sizes_out) {
@@ -208,10 +206,10 @@ __device__ __forceinline__ void write_offsets(const RowGroups& p) {
             if (p.offsets && p.offsets[g] != start * p.columns) wrong |= kSplitSum;
             if (p.offsets_out) p.offsets_out[g] = first * p.columns;
         }
-        before = least(__shfl_sync(~0u, end, 31), p.rows + 1);
+        before = smaller(__shfl_sync(~0u, end, 31), p.rows + 1);
         to = __shfl_sync(~0u, end_to, 31);
     }
     if (lane == 0 && p.offsets_out)
-        p.offsets_out[p.splits.groups] = (aligns ? to : least(before, p.rows)) * p.columns;
+        p.offsets_out[p.splits.groups] = (aligns ? to : smaller(before, p.rows)) * p.columns;
     report(p.splits.errors, wrong);
 }

@@ -137,9 +137,6 @@ private:
         const i64 size = p.splits.sizes ? p.splits.load(group) : p.total / p.splits.groups;
         return (Index)(size < 0 ? 0 : size > p.total ? p.total : size);
     }
-    static __device__ __forceinline__ Index up_to(Index value, Index end) {
-        return value < end ? value : end;
-    }
 
     // Loads the next 32 groups, a lane each. After the last one come the rows of no group.
     __device__ __forceinline__ bool load_groups() {
@@ -186,13 +183,13 @@ private:
         const Index row_tiles = ((Index)tile.rows + kTileRows - 1) / kTileRows;
         const Index band = in_group / (kBand * column_tiles);
         const Index in_band = in_group - band * kBand * column_tiles;
-        const Index height = up_to(row_tiles - band * kBand, kBand), column = in_band / height;
+        const Index height = smaller<Index>(row_tiles - band * kBand, kBand), column = in_band / height;
         const Index index = band * kBand + in_band - column * height;
         const Index in_last = (Index)tile.rows - (row_tiles - 1) * kTileRows;
         const Index given = in_last <= kPartRows && row_tiles > 1 ? kPartRows : 0;
         tile.row = (i64)(index * kTileRows - (index == row_tiles - 1 ? given : 0));
         const Index end = (index + 1) * kTileRows - (index == row_tiles - 2 ? given : 0);
-        tile.end = (i64)up_to((Index)tile.rows, end);
+        tile.end = (i64)smaller<Index>((Index)tile.rows, end);
         tile.column = (i64)column * kTileColumns;
     }
 };

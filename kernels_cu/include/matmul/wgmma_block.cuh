@@ -59,5 +59,3 @@ struct WgmmaParams {
     u32 copies_scales;
     u32 copies_out;                // Whether D leaves by out_map.
 };
-
-__device__ __forceinline__ int at_most(int value, int end) { return value < end ? value : end; }

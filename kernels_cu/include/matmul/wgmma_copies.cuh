@@ -12,9 +12,9 @@ struct ScaleCopies {
     __device__ __forceinline__ ScaleCopies(const Product& p, const QueuedTile& t)
         : a(t.a_scale + t.row - t.a_shift), b(t.b_scale), a_step(t.a_scale_block), b_step(t.b_scale_block) {
         // Lines are whole multiples of 16 bytes, so these are not left.
-        a_bytes = (at_most(t.a_shift + t.rows, kTileRows + 4) + 3) / 4 * 16;
+        a_bytes = (smaller(t.a_shift + t.rows, kTileRows + 4) + 3) / 4 * 16;
         const int columns = columns_left(p, t);
-        b_bytes = columns <= 0 ? 0 : (at_most(columns, kTileColumns) + 3) / 4 * 16;
+        b_bytes = columns <= 0 ? 0 : (smaller(columns, kTileColumns) + 3) / 4 * 16;
         b += t.column;
     }
     __device__ __forceinline__ u32 bytes() const { return a_bytes + (kScaling == kBlocks ? 0 : b_bytes); }
@@ -84,13 +84,13 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
 #pragma unroll
                 for (int i = 0; i < kRowsEach; i++)
                     copy_async_part<4>(&stage.a[32 * i + lane],
-                                       a_at + scale_of(p.a, at_most(t.row + 32 * i + lane, last_row)), 4);
+                                       a_at + scale_of(p.a, smaller(t.row + 32 * i + lane, last_row)), 4);
                 if constexpr (kScaling != kBlocks) {
 #pragma unroll
                     for (int i = 0; i < kColumnsEach; i++)
                         copy_async_part<4>(
                             &stage.b[32 * i + lane],
-                            b_at + scale_of(p.b, at_most(t.column + 32 * i + lane, last_column)), 4);
+                            b_at + scale_of(p.b, smaller(t.column + 32 * i + lane, last_column)), 4);
                 }
             }
             arrive_after_copies(&shared.ring.full[position.at]);

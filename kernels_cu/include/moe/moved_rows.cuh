@@ -27,7 +27,7 @@ struct GroupsParams {
     u32 data_blocks;             // blocks of threads before those of `scales`
 
     // A size is clamped to [0, one more than all rows], so that sums stay small.
-    __device__ __forceinline__ i64 most() const { return (from_rows > rows ? from_rows : rows) + 1; }
+    __device__ __forceinline__ i64 most() const { return larger(from_rows, rows) + 1; }
     __device__ __forceinline__ i64 size(i64 group) const {
         const i64 given = splits.load(group);
         return given < 0 ? 0 : given < most() ? given : most();
@@ -52,10 +52,6 @@ struct Shared {
     i32 group[kMostRows];
     i64 start[kWindow];
 };
-
-template <class T>
-__device__ __forceinline__ T aligned_up(T rows, T align) { return (rows + align - 1) & (T)(0 - align); }
-__device__ __forceinline__ i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
 // Computes the inclusive sums of both over the lanes at once.
 template <class T>
@@ -175,7 +171,7 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
             const T all = to + __reduce_add_sync(~0u, to_rows);
             if (all <= first) {
                 from += __reduce_add_sync(~0u, from_rows);
-                from = from < most ? from : most;
+                from = smaller(from, most);
                 to = all;                            // It is at most `first`.
                 continue;
             }
@@ -186,8 +182,8 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
         write_sources(p, own, round, own_from, own_to, first_row, count, shared);
         from += __shfl_sync(~0u, from_end, 31);
         to += __shfl_sync(~0u, to_end, 31);
-        from = from < most ? from : most;
-        to = to < most ? to : most;
+        from = smaller(from, most);
+        to = smaller(to, most);
     }
     __syncwarp();
 }

@@ -11,3 +11,11 @@ using i64 = long long;
 
 __device__ __forceinline__ float as_float(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 as_bits(float value) { return __float_as_uint(value); }
+// These are for integers. Floats have at_least() and at_most() of arith.cuh.
+template <class T>
+__device__ __forceinline__ T larger(T a, T b) { return a > b ? a : b; }
+template <class T>
+__device__ __forceinline__ T smaller(T a, T b) { return a < b ? a : b; }
+// align: a power of two.
+template <class T>
+__device__ __forceinline__ T aligned_up(T n, T align) { return (n + align - 1) & (T)(0 - align); }

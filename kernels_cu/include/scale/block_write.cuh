@@ -13,7 +13,6 @@ constexpr int kSegmentStride = kWarpTileRows + 4;
 // Shared memory of a warp for a scale of every row of every segment.
 constexpr int kRowWords = kSegments * kSegmentStride;
 
-__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
 // Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp
 // allow that, since a choice for every few elements takes longer than it saves.

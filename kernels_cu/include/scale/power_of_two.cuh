@@ -9,8 +9,6 @@ constexpr int kNothing = -kNoScale;                   // stands for no scale or 
 constexpr int kLowest = -127, kHighest = 127;                        // exponents of new blocks
 
 __device__ __forceinline__ int clamp(int v, int low, int high) { return v < low ? low : v > high ? high : v; }
-__device__ __forceinline__ int larger(int a, int b) { return a > b ? a : b; }
-__device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 
 // Returns log2 of a scale, kNoScale if it is no power of two, or kNothing for 0. bits: an E8M0 byte or f32.
 __device__ __forceinline__ int exponent_of(u32 bits, bool e8m0) {

@@ -7,13 +7,11 @@
 constexpr int kSegment = 32, kSegments = Tile::kColumns / kSegment;
 
 template <bool kNan>
-__device__ __forceinline__ u32 larger(u32 amax, float v) {
+__device__ __forceinline__ u32 raised(u32 amax, float v) {
     if (!kNan) return raised_magnitude(amax, v);
     const u32 bits = as_bits(magnitude(v));
-    return bits > amax ? bits : amax;
+    return larger(bits, amax);
 }
-
-__device__ __forceinline__ u32 larger_bits(u32 v, u32 w) { return v > w ? v : w; }
 
 // Loads eight floats of shared memory, 16-byte aligned.
 __device__ __forceinline__ void load_floats(const void* from, float (&v)[8]) {
@@ -32,9 +30,9 @@ __device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
     for (int i = 0; i < 4; i++) {
         amaxes[i] = 0;
 #pragma unroll
-        for (const float v : y[i]) amaxes[i] = larger<kNan>(amaxes[i], v);
+        for (const float v : y[i]) amaxes[i] = raised<kNan>(amaxes[i], v);
     }
-    return fold(amaxes, larger_bits);
+    return fold(amaxes, larger<u32>);
 }
 // Gives all lanes of a segment the value of the lane that owns this chunk.
 __device__ __forceinline__ float broadcast(float own, int chunk) {
@@ -53,7 +51,7 @@ struct ColumnAmaxes {
         u32 amax[8];
 #pragma unroll
         for (int c = 0; c < 8; c++)
-            amax[c] = larger<kNan>(larger<kNan>(larger<kNan>(larger<kNan>(0, y[0][c]), y[1][c]), y[2][c]),
+            amax[c] = raised<kNan>(raised<kNan>(raised<kNan>(raised<kNan>(0, y[0][c]), y[1][c]), y[2][c]),
                                    y[3][c]);
         const int thread = thread_again();
         u32* const to = at(thread / Tile::kColumnPatches) + thread % Tile::kColumnPatches * 8;
@@ -66,7 +64,7 @@ struct ColumnAmaxes {
     __device__ __forceinline__ u32 read(int segment, int column) const {
         u32 amax = 0;
 #pragma unroll
-        for (int i = 0; i < 8; i++) amax = larger_bits(amax, at(segment * 8)[i * Tile::kColumns + column]);
+        for (int i = 0; i < 8; i++) amax = larger(amax, at(segment * 8)[i * Tile::kColumns + column]);
         return amax;
     }
     // Stores a float for a segment and column in a word that only this thread has read. Call __syncthreads()
@@ -96,7 +94,7 @@ struct PatchAmaxes {
         for (int r = 0; r < 8; r++) {
             row[r] = 0;
 #pragma unroll
-            for (int c = 0; c < 8; c++) row[r] = larger<kNan>(row[r], y[r][c]);
+            for (int c = 0; c < 8; c++) row[r] = raised<kNan>(row[r], y[r][c]);
         }
     }
     template <bool kNan>
@@ -105,14 +103,14 @@ struct PatchAmaxes {
         for (int c = 0; c < 8; c++) {
             column[c] = 0;
 #pragma unroll
-            for (int r = 0; r < 8; r++) column[c] = larger<kNan>(column[c], y[r][c]);
+            for (int r = 0; r < 8; r++) column[c] = raised<kNan>(column[c], y[r][c]);
         }
     }
     // Combines the four lanes of a segment: row[0] and row[1] are then whole, those of rows owned() and the
     // next. Each exchange halves the rows that a lane has a part of.
     __device__ __forceinline__ void reduce_rows() {
-        halve<1, 4>(row, larger_bits);
-        halve<2, 2>(row, larger_bits);
+        halve<1, 4>(row, larger<u32>);
+        halve<2, 2>(row, larger<u32>);
     }
     static __device__ __forceinline__ int owned() { return threadIdx.x % 2 * 4 + threadIdx.x / 2 % 2 * 2; }
 };
@@ -130,7 +128,7 @@ __device__ __forceinline__ u32 column_amax(const u32* amaxes, int first, int pat
 #pragma unroll
         for (int u = 0; u < kSegment / 8; u++) {
             const u32 other = amaxes[(i + u) * Tile::kColumns + column];
-            amax = other > amax ? other : amax;
+            amax = larger(other, amax);
         }
     return amax;
 }

@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_ragged_ends(u8* to, i64 stride, int column
             u8* row = first;
 #pragma unroll
             for (int u = 0; u < kEnds; u++, row += kEndStep * stride) {
-                const int before = before_multiple_of_8(row), head = before < rows_left ? before : rows_left;
+                const int before = before_multiple_of_8(row), head = smaller(before, rows_left);
                 const int left = head + (rows_left - head) % 8 - i;
                 at[u] = i < head ? i : rows_left - left;
                 if (left <= 0 || column + u * kEndStep >= columns_left) at[u] = kRows;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
             const int before = until_sector(row), at = before + 8 * lane;
             if (exists && at + 8 <= before + (rows_left - before & -kSector))
                 *reinterpret_cast<uint2*>(row + at) = bytes_of_two(low[u], high[u], before % 8);
-            const int head = before < rows_left ? before : rows_left;
+            const int head = smaller(before, rows_left);
             const int ends = exists ? head + (rows_left - head) % kSector : 0;
             const auto store_byte = [&](int i) {
                 const int r = i < head ? i : rows_left - ends + i, owner = r / 8 - before / 8;
