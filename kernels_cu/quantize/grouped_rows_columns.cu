@@ -217,17 +217,6 @@ __device__ __forceinline__ Source load_chunk(const IN::storage* x, int left, boo
     return Source::load_partial(x, left);
 }
 
-// The chunks of a row that a thread holds, `stride` elements apart. left: how many elements of the row exist.
-struct HeldChunks {
-    Source chunk[kHeld];
-
-    __device__ __forceinline__ void load(const IN::storage* x, int left, int stride, bool vector) {
-#pragma unroll
-        for (int i = 0; i < kHeld; i++)
-            chunk[i] = load_chunk(x + i * stride, left_of(left - i * stride, kChunk), vector);
-    }
-};
-
 // Writes the codes of a chunk of a row, `left` of them; wide: as one store.
 template <How kHow>
 __device__ __forceinline__ void write_chunk(const Source& in, float operand, u8* to, int left, bool wide) {
@@ -238,6 +227,23 @@ __device__ __forceinline__ void write_chunk(const Source& in, float operand, u8*
     else if (left) out.store(to);
 }
 
+// The chunks of a row that a thread holds, `stride` elements apart. left: how many elements of the row exist.
+struct HeldChunks {
+    Source chunk[kHeld];
+
+    __device__ __forceinline__ void load(const IN::storage* x, int left, int stride, bool vector) {
+#pragma unroll
+        for (int i = 0; i < kHeld; i++)
+            chunk[i] = load_chunk(x + i * stride, left_of(left - i * stride, kChunk), vector);
+    }
+    __device__ __forceinline__ void write(float factor, u8* to, int left, int stride, bool wide) const {
+#pragma unroll
+        for (int i = 0; i < kHeld; i++)
+            write_chunk<kMultiply>(chunk[i], factor, to + i * stride, left_of(left - i * stride, kChunk),
+                                   wide);
+    }
+};
+
 // Chunks of a row `stride` elements apart, of `left` elements from the first one on, of which x has `given`:
 // all or none. They are read when needed.
 struct ReadChunks {
@@ -247,6 +253,10 @@ struct ReadChunks {
     int stride;
     bool vector, wide;
 
+    // Returns the chunks that follow `count` elements.
+    __device__ __forceinline__ ReadChunks after(i64 count) const {
+        return {x + count, to + count, given - count, left - count, stride, vector, wide};
+    }
     __device__ __forceinline__ void add_to(Amax<IN>& amax) const {
 #pragma unroll 1
         for (i64 c = 0; c < given; c += stride)
@@ -260,6 +270,34 @@ struct ReadChunks {
                               left_of(left - c, kChunk), wide);
     }
 };
+
+// Returns the amax of the row that this thread's team has. of_warps: words for the warps of a block, all of
+// which call it.
+__device__ __forceinline__ u32 row_amax(const Amax<IN>& amax, u32* of_warps, int first_warp, int warps) {
+    const u32 of_warp = __reduce_max_sync(~0u, amax.f32_bits());
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
+    __syncthreads();
+    u32 largest = 0;
+    for (int w = 0; w < warps; w++) largest = larger(largest, of_warps[first_warp + w]);
+    return largest;
+}
+
+// Stores the scale of row r of a group, or padding if the row does not exist.
+__device__ __forceinline__ void store_scale(const BlockParams& group, i64 r, bool exists,
+                                            const BlockScale& s) {
+    if (group.along_rows.has(r, 0)) *group.along_rows.at(0, r, 0) = exists ? s.scale_inv : 0.0f;
+}
+
+// Writes a row: all of its chunks that this thread has, or those that it holds and the rest.
+__device__ __forceinline__ void write_row(bool divide, const BlockScale& s, const HeldChunks& held, int left,
+                                          const ReadChunks& all, const ReadChunks& rest) {
+    if (divide) {                                // This is rare, so it reads the row again.
+        all.write<kDivide>(s.scale_inv);
+        return;
+    }
+    held.write(s.factor, all.to, left, all.stride, all.wide);
+    rest.write<kMultiply>(s.factor);
+}
 
 extern "C" __global__ void __launch_bounds__(SegmentOfRows::kThreads, kBlocks)
 group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
@@ -287,7 +325,7 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
     // Rows of the segment: the blocks that share it, and their teams, take turns.
     const int first = (int)(at.column / SegmentOfRows::kColumns), step = teams * across;
     const IN::storage* const x = group.x + at.row * columns + begin;
-    u8* const data = as_global(group.rows_data) + at.row * columns + begin;
+    u8* const to = as_global(group.rows_data) + at.row * columns + begin;
     int row = first + threadIdx.x / team * across;
     HeldChunks next;
     next.load(x + row * columns, row < given ? left : 0, stride, vector);
@@ -295,34 +333,16 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
     for (int begun = first, turn = 0; begun < stored; begun += step, row += step, turn ^= 1) {
         const HeldChunks held = next;
         next.load(x + (row + step) * columns, row + step < given ? left : 0, stride, vector);
-        const i64 in_row = row * columns, beyond = columns - begin, held_of_row = kHeld * stride;
-        const i64 given_of_row = row < given ? beyond : 0;
-        const ReadChunks all{x + in_row, data + in_row, given_of_row, beyond, stride, vector, wide};
-        const ReadChunks rest{all.x + held_of_row, all.to + held_of_row, all.given - held_of_row,
-                              beyond - held_of_row, stride, vector, wide};
+        const i64 in_row = row * columns, of_row = columns - begin;
+        const ReadChunks all{x + in_row, to + in_row, row < given ? of_row : 0, of_row, stride, vector, wide};
+        const ReadChunks rest = all.after(kHeld * stride);
         Amax<IN> amax;
 #pragma unroll
         for (const Source& c : held.chunk) amax.add(c);
         rest.add_to(amax);
-        const u32 of_warp = __reduce_max_sync(~0u, amax.f32_bits());
-        if (threadIdx.x % 32 == 0) amaxes[turn][threadIdx.x / 32] = of_warp;
-        __syncthreads();
-        u32 largest = 0;
-        for (int w = 0; w < warps; w++) largest = larger(largest, amaxes[turn][first_warp + w]);
-        const BlockScale s = p.all.rule.quick_of(largest);
-        const i64 r = at.row + row;
-        if (begin == 0 && row < SegmentOfRows::kRows && group.along_rows.has(r, 0))
-            *group.along_rows.at(0, r, 0) = row < rows ? s.scale_inv : 0.0f;
-        if (row >= rows) continue;
-        if (p.all.divide) {                              // This is rare, so it reads the row again.
-            all.write<kDivide>(s.scale_inv);
-            continue;
-        }
-#pragma unroll
-        for (int i = 0; i < kHeld; i++)
-            write_chunk<kMultiply>(held.chunk[i], s.factor, all.to + i * stride,
-                                   left_of(left - i * stride, kChunk), wide);
-        rest.write<kMultiply>(s.factor);
+        const BlockScale s = p.all.rule.quick_of(row_amax(amax, amaxes[turn], first_warp, warps));
+        if (begin == 0 && row < SegmentOfRows::kRows) store_scale(group, at.row + row, row < rows, s);
+        if (row < rows) write_row(p.all.divide, s, held, left, all, rest);
     }
 }
 #endif
