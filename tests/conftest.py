@@ -40,7 +40,14 @@ def _module(item: pytest.Item) -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     deselect_left_out(config, items)
-    items.sort(key=lambda item: _module(item) is not None)          # stable: those that wait come last
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[bool, bool]:
+    """Tests that wait for the background come last, and its short jobs behind the long ones, since these
+    leave no processor idle at the end."""
+    module = _module(item)
+    return module is not None, getattr(module, "HAS_SHORT_JOBS", False)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,7 +3,8 @@ nothing of it (which use one processor), as much at a time as there are processo
 
 A test module that has such work defines ``background_jobs(items, background)``: of its selected tests,
 pairs of a key and a function, which is called in a thread. Its tests run last, and ask the fixture
-`background_result` by key.
+`background_result` by key. A module of many jobs that take a second or so defines ``HAS_SHORT_JOBS = True``,
+and they begin after those of other modules.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ from cupy_fp8.ops.quantize import grouped_tensor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels are for Linux")
 
+HAS_SHORT_JOBS = True
+
 #: Selects the integer conversions of sm_80 on a chip that converts in hardware (numerics/formats.cuh).
 BITCODE = (("CUPY_FP8_BITCODE", "1"),)
 #: Bytes of shared memory that a block can have on the chips that have least, sm_89 and sm_120, and on those

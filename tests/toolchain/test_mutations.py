@@ -25,6 +25,7 @@ from cupy_fp8.kernels import sources
 
 pytestmark = [pytest.mark.full,
               pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
+HAS_SHORT_JOBS = True
 #: Signals with which a process dies of an address that is not its own, or of an error of the executor.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 

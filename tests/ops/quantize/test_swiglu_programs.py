@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_swiglu import BLOCKS, CURRENT, DELAYED, MX, RECIPES, normal
+from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import reference, testing
@@ -209,6 +210,7 @@ WITH_OPTIONS = product((DELAYED, BLOCKS, OF_COLUMNS, VLLM, MX, TORCHAO), [True],
 
 
 @pytest.mark.full
+@where_kernels_run
 @pytest.mark.parametrize(("recipe", "with_options", "rows", "directions", "experts"), [*PLAIN, *WITH_OPTIONS])
 def test_tiles_one_below_the_other(run, several_tiles, recipe, with_options, rows, directions, experts):
     """Rows of the next tile are in flight while this one is stored; the last tile, and the last block, may
