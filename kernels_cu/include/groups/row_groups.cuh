@@ -43,31 +43,27 @@ struct RowSegment {
     i64 before[2];               // how many units all groups before this one have
 };
 
-// Writes a segment of 2^rows_log2 rows to shared memory: rows of the results if kAligns, else of x. One whole
-// warp calls it. first_shift, second_shift: a group has a unit for every 2^shift rows that it begins; units
-// are counted if kCounts.
-// (It is one function, since divided into steps the rows of f32 groups spill registers.)
+// A search for a segment of 2^rows_log2 rows: rows of the results if kAligns, else of x. A group has a unit
+// for every 2^shift rows that it begins; units are counted if kCounts.
 template <bool kCounts, bool kAligns>
-__device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u32 rows_log2, u32 first_shift,
-                                             u32 second_shift, RowSegment& found) {
-    constexpr int kPerLane = 4;
-    const int lane = threadIdx.x % 32;
+struct SegmentSearch {
+    static constexpr int kPerLane = 4;           // groups of a lane in a round
+    const RowGroups& p;
+    i64 segment;
+    u32 rows_log2, first_shift, second_shift;
+
     // Unsigned numbers take fewer instructions. With a few more, NVRTC no longer advances a pointer from row
     // to row of the tile that follows, but keeps the offsets of its 32 rows in 64 registers.
-    const auto units = [](i64 rows, u32 shift) {
+    static __device__ __forceinline__ i64 units(i64 rows, u32 shift) {
         return (i64)(((u64)rows + ((u64)1 << shift) - 1) >> shift);
-    };
-    const auto segments_of = [&](i64 rows) { return units(rows, rows_log2); };
-    const auto in_results = [&](i64 size) { return kAligns ? p.aligned(size) : size; };
-    i64 round_start = 0, round_segment = 0, round_units[2] = {};     // sums over all earlier rounds
-    i64 to = 0;                                          // this lane's part of the result rows in them
-    bool reached = false;
-    for (i64 round = 0; round < p.splits.groups && !reached; round += 32 * kPerLane) {
-        i64 size[kPerLane], rows = 0;
-#pragma unroll
-        for (int u = 0; u < kPerLane; u++) rows += size[u] = p.size(round + lane * kPerLane + u);
-        const i64 end = warp_prefix_sum(rows);
-        i64 start = smaller(round_start + end - rows, p.rows), at = start, segments = 0, own_units[2] = {};
+    }
+    __device__ __forceinline__ i64 segments_of(i64 rows) const { return units(rows, rows_log2); }
+    __device__ __forceinline__ i64 in_results(i64 size) const { return kAligns ? p.aligned(size) : size; }
+
+    // Clamps the sizes of a lane's groups, which begin at row `at`. Adds their rows in the results to `to`,
+    // their segments to `segments` and their units to `own_units`.
+    __device__ __forceinline__ void add_up(i64 at, i64 (&size)[kPerLane], i64& to, i64& segments,
+                                           i64 (&own_units)[2]) const {
 #pragma unroll
         for (int u = 0; u < kPerLane; u++) {
             size[u] = smaller(size[u], p.rows - at);
@@ -78,6 +74,69 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
             if (!kCounts) continue;
             own_units[0] += units(written, first_shift), own_units[1] += units(written, second_shift);
         }
+    }
+    // Describes the segment if it is one of this lane's groups, of which `group` is the first, and begins at
+    // row `start` and with segment own_segment. before: the units of all groups before it.
+    __device__ __forceinline__ void look(i64 group, const i64 (&size)[kPerLane], i64 start, i64 own_segment,
+                                         i64 (&before)[2], RowSegment& found) const {
+#pragma unroll
+        for (int u = 0; u < kPerLane; u++) {
+            const i64 written = in_results(size[u]), own_segments = segments_of(written);
+            if (segment >= own_segment && segment < own_segment + own_segments) {
+                found.group = group + u, found.start = start * p.columns;
+                found.given = size[u], found.index = segment - own_segment;
+                found.before[0] = before[0], found.before[1] = before[1];
+            }
+            own_segment += own_segments;
+            start += size[u];
+            if (kCounts) before[0] += units(written, first_shift), before[1] += units(written, second_shift);
+        }
+    }
+    // Returns this lane's part of the result rows of the groups before a group that the search has reached. x
+    // has rows beyond these groups, so all of them are whole.
+    __device__ __forceinline__ i64 lane_rows_before(i64 group) const {
+        i64 to = 0;
+        for (i64 g = threadIdx.x % 32; g < group; g += 32) to += p.aligned(p.size(g));
+        return to;
+    }
+    // Describes a segment after the last group. to: its first row in the results.
+    __device__ __forceinline__ void describe_rest(i64 end, i64 own_segment, const i64 (&before)[2],
+                                                  RowSegment& found) const {
+        const i64 all = kAligns ? p.result_rows : p.rows;
+        const i64 to = smaller(end + (own_segment << rows_log2), all);
+        found = {-1, 0, to * p.columns, 0, left_of(all - to, 1 << rows_log2), own_segment,
+                 {before[0], before[1]}};
+    }
+    // Completes the description of a segment of a group. to: the group's first row in the results, where
+    // `aligns` is true.
+    __device__ __forceinline__ void complete(bool aligns, i64 to, RowSegment& found) const {
+        found.rows = in_results(found.given);
+        found.to = aligns ? to * p.columns : found.start;
+        if (!p.offsets) return;
+        found.start = found.to = p.offsets[found.group];
+        if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns ||
+            (p.columns && found.start % p.columns))
+            found.start = found.to = 0, found.rows = 0;
+    }
+};
+
+// Writes the segment that SegmentSearch describes to shared memory. One whole warp calls it.
+template <bool kCounts, bool kAligns>
+__device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u32 rows_log2, u32 first_shift,
+                                             u32 second_shift, RowSegment& found) {
+    using Search = SegmentSearch<kCounts, kAligns>;
+    const Search search{p, segment, rows_log2, first_shift, second_shift};
+    const int lane = threadIdx.x % 32;
+    i64 round_start = 0, round_segment = 0, round_units[2] = {};     // sums over all earlier rounds
+    i64 to = 0;                                          // this lane's part of the result rows in them
+    bool reached = false;
+    for (i64 round = 0; round < p.splits.groups && !reached; round += 32 * Search::kPerLane) {
+        i64 size[Search::kPerLane], rows = 0, segments = 0, own_units[2] = {};
+#pragma unroll
+        for (int u = 0; u < Search::kPerLane; u++)
+            rows += size[u] = p.size(round + lane * Search::kPerLane + u);
+        const i64 end = warp_prefix_sum(rows), start = smaller(round_start + end - rows, p.rows);
+        search.add_up(start, size, to, segments, own_units);
         const i64 end_segment = warp_prefix_sum(segments);
         i64 own_segment = round_segment + end_segment - segments, before[2] = {}, end_units[2] = {};
         if (kCounts)
@@ -86,18 +145,7 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
                 end_units[i] = warp_prefix_sum(own_units[i]);
                 before[i] = round_units[i] + end_units[i] - own_units[i];
             }
-#pragma unroll
-        for (int u = 0; u < kPerLane; u++) {
-            const i64 written = in_results(size[u]), own_segments = segments_of(written);
-            if (segment >= own_segment && segment < own_segment + own_segments) {
-                found.group = round + lane * kPerLane + u, found.start = start * p.columns;
-                found.given = size[u], found.index = segment - own_segment;
-                found.before[0] = before[0], found.before[1] = before[1];
-            }
-            own_segment += own_segments;
-            start += size[u];
-            if (kCounts) before[0] += units(written, first_shift), before[1] += units(written, second_shift);
-        }
+        search.look(round + lane * Search::kPerLane, size, start, own_segment, before, found);
         round_start = smaller(round_start + __shfl_sync(~0u, end, 31), p.rows);
         round_segment += __shfl_sync(~0u, end_segment, 31);
         reached = segment < round_segment;
@@ -108,28 +156,13 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
     __syncwarp();
     const bool aligns = kAligns && p.align > 1;
     if (aligns) {                                // Here the registers of the other sums are free.
-        if (reached) {
-            to = 0;
-            // x has rows beyond these groups, so all of them are whole.
-            for (i64 g = lane; g < found.group; g += 32) to += p.aligned(p.size(g));
-        }
+        if (reached) to = search.lane_rows_before(found.group);
         to = __shfl_sync(~0u, warp_prefix_sum(to), 31);
     }
     if (lane != 0) return;
-    if (!reached) {
-        const i64 all = kAligns ? p.result_rows : p.rows, own_segment = segment - round_segment;
-        to = smaller((aligns ? to : round_start) + (own_segment << rows_log2), all);
-        found = {-1, 0, to * p.columns, 0, left_of(all - to, 1 << rows_log2), own_segment,
-                 {round_units[0], round_units[1]}};
-        return;
-    }
-    found.rows = in_results(found.given);
-    found.to = aligns ? to * p.columns : found.start;
-    if (!p.offsets) return;
-    found.start = found.to = p.offsets[found.group];
-    if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns ||
-        (p.columns && found.start % p.columns))
-        found.start = found.to = 0, found.rows = 0;
+    if (!reached)
+        return search.describe_rest(aligns ? to : round_start, segment - round_segment, round_units, found);
+    search.complete(aligns, to, found);
 }
 
 constexpr u32 kSegmentWords = sizeof(RowSegment) / sizeof(u32);
