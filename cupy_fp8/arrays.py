@@ -16,7 +16,7 @@ import numpy as np
 
 from . import backend
 from .advice import array_instead, matrix_instead, shown
-from .formats import FORMATS, as_dtype
+from .formats import FORMATS, as_dtype, integer
 from .methods import ops
 
 __all__ = ["Array", "Shape", "asarray", "asnumpy", "bytes_equal", "concatenate", "empty", "empty_like",
@@ -167,13 +167,9 @@ def _move(a: Array, target: Any) -> Array:
 
 def concatenate(arrays: Any, axis: int = 0) -> Array:
     """The arrays (of one dtype and kind) joined along `axis`."""
-    is_list = bool(arrays.ndim) if is_array(arrays) else isinstance(arrays, Sequence)
-    if not is_list or isinstance(arrays, (str, bytes)):
+    if not is_sequence(arrays):
         raise TypeError(f"arrays: expected a list of arrays, got {type(arrays).__name__}")
-    try:
-        axis = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"axis: expected an integer, got {shown(axis)}") from None
+    axis = integer(axis, "axis")
     if len(arrays) == 0:
         raise ValueError("arrays: expected at least one array, got none")
     xp, dtype, shape = backend.module_of(arrays[0], "arrays[0]"), arrays[0].dtype, arrays[0].shape
@@ -348,10 +344,17 @@ def _is_cupy(a: Any) -> bool:
     return type(a).__module__.startswith("cupy") and hasattr(a, "__cuda_array_interface__")
 
 
+def is_sequence(values: Any) -> bool:
+    """Whether values are a list, a tuple, an array with axes or another sequence. Text and bytes are none."""
+    if is_array(values):
+        return bool(values.ndim)
+    return isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray, memoryview))
+
+
 def _as_shape(shape: Shape) -> tuple[int, ...]:
+    extents: Any = shape if is_sequence(shape) else (shape,)
     try:
-        result = ((int(shape),) if isinstance(shape, (int, np.integer))
-                  else tuple(operator.index(extent) for extent in shape))
+        result = tuple(map(operator.index, extents))
     except TypeError:
         raise TypeError(f"shape: expected an integer or a sequence of integers, got {shown(shape)}") from None
     if any(extent < 0 for extent in result):

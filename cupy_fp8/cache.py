@@ -18,6 +18,7 @@ from .arrays import Array, address, is_array
 from .calls.call import Op, run, validate_call
 from .calls.keys import identities
 from .calls.tensor_lists import checked
+from .calls.validate import one_f32
 from .directions import check_directions
 from .formats import flags
 from .ops.quantize.tensor_list import call_of
@@ -198,6 +199,10 @@ class WeightCache:
     def _run(self, works: list[_Work], weights: Sequence[Any], scales: Any, amaxes: Any,
              noop: Any) -> dict[int, Quantized]:
         """Quantises the weights, and returns the results by the weights' indices."""
+        for work in works:
+            if noop is not None and work.outputs is None:       # The call does not get noop.
+                weight = weights[work.indices[0]]
+                one_f32(noop, weight, backend.module_of(weight), "noop")
         calls = [(work, *work.call(self.recipe, weights, scales, amaxes, noop)) for work in works]
         if len(calls) > 1:                      # no call may be refused after another has written
             for work, op, given in calls:

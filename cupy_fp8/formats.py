@@ -5,6 +5,7 @@ Sources: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling F
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +136,17 @@ def flags(**given: Any) -> None:
     """`flag` of each, by its name."""
     for what, value in given.items():
         flag(value, what)
+
+
+def integer(value: Any, what: str) -> int:
+    """Anything that Python takes for an index, but for a truth value, as an int. TypeError for anything else.
+    """
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{what}: expected an integer, got {shown(value)}")
 
 
 def names(dtypes: tuple[np.dtype[Any], ...]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .advice import block_instead, meant, shown, type_name
-from .formats import FORMATS, float32
+from .formats import FORMATS, flag, float32
 from .layouts import is_of_integers
 
 ALGORITHMS = ("max", "most_recent")
@@ -41,13 +41,6 @@ _BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCAL
 _F32 = struct.Struct("f")        # This rounds to f32 ten times faster than np.float32 does.
 
 
-def checked_margin(margin: Any) -> int:
-    """The margin as an int. TypeError for anything that is no integer."""
-    if not isinstance(margin, (int, np.integer)) or isinstance(margin, bool):
-        raise TypeError(f"margin: expected an integer, got {shown(margin)}")
-    return int(margin)
-
-
 def checked_eps(eps: Any) -> float:
     """eps rounded to f32. TypeError or ValueError unless it is a finite number of 0 or more."""
     if not isinstance(eps, (int, float, np.floating, np.integer)) or isinstance(eps, bool):
@@ -63,7 +56,7 @@ def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layo
     try:
         if given in _MX_OPTIONS and is_of_integers(block):
             return
-    except TypeError:                               # an option cannot be hashed: the loop finds it
+    except (TypeError, ValueError):                 # an option cannot be hashed: the loop finds it
         pass
     for name, value, allowed in zip(("mode", "profile", "block", "scale_layout"), given,
                                     (MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS), strict=True):
@@ -76,7 +69,7 @@ def check_block_options(block: tuple[int | None, int | None], profile: str, scal
     try:
         if given in _BLOCK_OPTIONS and is_of_integers(block):
             return
-    except TypeError:                               # an option cannot be hashed: the loop finds it
+    except (TypeError, ValueError):                 # an option cannot be hashed: the loop finds it
         pass
     for name, value, allowed in zip(("block", "profile", "scale_layout"), given,
                                     (BLOCKS, tuple(BLOCK_PROFILES), BLOCK_SCALE_LAYOUTS), strict=True):
@@ -112,9 +105,4 @@ def block_eps(eps: Any, profile: str) -> float:
 
 def block_pow2(pow2_scale: Any, profile: str) -> bool:
     """Whether scales are powers of two: as given, or as the profile has them."""
-    if pow2_scale is None:
-        return BLOCK_PROFILES[profile].pow2_scale
-    if not isinstance(pow2_scale, (bool, np.bool_)):
-        raise TypeError("pow2_scale: expected True, False or None (the profile's own), got "
-                        f"{shown(pow2_scale)}")
-    return bool(pow2_scale)
+    return BLOCK_PROFILES[profile].pow2_scale if pow2_scale is None else flag(pow2_scale, "pow2_scale")

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .advice import listed, meant, public_only, shown, type_name
 from .arrays import Array, Shape, _as_shape, empty_beside
 from .directions import (
@@ -19,7 +17,7 @@ from .directions import (
     new_parts,
     tensor_directions,
 )
-from .formats import FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
+from .formats import FP8_DTYPES, flag, float8_e4m3fn, float32, integer, lookup
 from .layouts import as_block
 from .methods import ops
 from .options import (
@@ -29,7 +27,6 @@ from .options import (
     check_block_options,
     check_mx_options,
     checked_eps,
-    checked_margin,
 )
 from .results import Quantized
 
@@ -89,9 +86,9 @@ class DelayedScaling(_PerTensor):
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
         if not isinstance(self.algo, str) or self.algo not in ALGORITHMS:
             raise ValueError(f"algo: expected one of {ALGORITHMS}, got {shown(self.algo)}")
-        if not isinstance(self.history_len, (int, np.integer)) or self.history_len < 1:
+        if integer(self.history_len, "history_len") < 1:
             raise ValueError(f"history_len: expected an integer of 1 or more, got {shown(self.history_len)}")
-        checked_margin(self.margin)
+        integer(self.margin, "margin")
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,
                  amax: Array | None = None, noop: Array | None = None, dbias: bool = False,

@@ -10,6 +10,7 @@ import numpy as np
 from . import backend
 from .advice import shown
 from .arrays import Array, Result, aligned_address, is_contiguous
+from .formats import integer
 from .results import facts_table
 
 __all__ = ["Routing"]
@@ -54,9 +55,9 @@ class Routing(Result):
     def __post_init__(self) -> None:
         xp = backend.module_of(self.row_map, "row_map")
         backend.require_module(self.splits, xp, "splits")
-        if not isinstance(self.rows, (int, np.integer)) or self.rows < 0:
+        if integer(self.rows, "rows") < 0:
             raise ValueError(f"rows: expected an integer of 0 or more, got {shown(self.rows)}")
-        if not isinstance(self.align, (int, np.integer)) or self.align not in _ALIGNS:
+        if integer(self.align, "align") not in _ALIGNS:
             raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got "
                              f"{shown(self.align)}")
         if self.row_map.ndim != 2:

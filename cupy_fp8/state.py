@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from .advice import shown
 from .arrays import Array, full, zeros
-from .formats import float32
+from .formats import float32, integer
 from .ops.scales.scale import update_delayed_scaling
 from .recipes import DelayedScaling, check_recipe
 
@@ -42,8 +39,7 @@ class DelayedScalingState:
     """
 
     def __init__(self, n: int, recipe: DelayedScaling, *, like: Any = None) -> None:
-        if not isinstance(n, (int, np.integer)):
-            raise TypeError(f"n: expected an integer, got {shown(n)}")
+        n = integer(n, "n")
         if n < 0:
             raise ValueError(f"n: expected 0 or more tensors, got {n}")
         check_recipe(recipe, (DelayedScaling,))

@@ -58,7 +58,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     try:
         described = keys.describe(op, given, out)
         known = described and remembered.find(described, out)
-    except TypeError:                   # an option that cannot be hashed: the op says what is wrong with it
+    except (TypeError, ValueError):     # an option that cannot be hashed: the op says what is wrong with it
         known = described = None
     if described and known and (found := known.run(described[1], given, out)) is not None:
         return found

@@ -10,7 +10,7 @@ import numpy as np
 from .. import backend, kernels
 from ..advice import shown
 from ..arrays import Array, address, check_dimensions, is_array
-from ..formats import flag
+from ..formats import flag, integer
 from . import validate
 
 DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -77,13 +77,6 @@ def beside(splits: Any, x: Any) -> Any:
     host = _as_sizes(splits, "splits")
     check_at_most(host, x.shape[0])
     return _to_device(host, x, "splits")
-
-
-def integer(value: Any, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {shown(value)}") from None
 
 
 def check_align(align: Any) -> int:

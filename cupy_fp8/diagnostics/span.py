@@ -10,6 +10,7 @@ import numpy as np
 
 from ..advice import shown
 from ..arrays import asnumpy
+from ..formats import integer
 from ..layouts import cdiv
 from ..reference.numerics import widen
 from ..results import Quantized, Scaled, facts_table
@@ -108,8 +109,8 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
         had = part.block or "one scale for the tensor"
         raise ValueError(f"q: expected row-wise blocks (1, B), got {had}; those of column-wise data are in "
                          "its .T")
-    rows = part.block[1] if block is None else block
-    if not isinstance(rows, (int, np.integer)) or not 1 <= rows < 2**63:
+    rows = part.block[1] if block is None else integer(block, "block")
+    if rows is None or not 1 <= rows < 2**63:
         raise ValueError("block: expected how many rows share a scale, an integer of 1 or more, "
                          f"got {shown(rows)}")
     s = part.to_layout("compact")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -13,6 +12,7 @@ import numpy as np
 
 from ..advice import type_name
 from ..arrays import Array
+from ..formats import integer
 from ..options import check_path
 from ..results import Quantized, Scaled, as_scaled
 from .inputs import module_of_x, require_shape, values_and_codes
@@ -66,7 +66,7 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
     [(0, 'w', 128, 0), (1, 'w', 128, 0)]
     """
     check_path(path)
-    step = _step_number(step)
+    step = integer(step, "step")
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors: expected a mapping of names to (x, q) or q, got {type(tensors).__name__}")
     records = []
@@ -82,13 +82,6 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
         records.append(record | found)
     _append(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode())
     return records
-
-
-def _step_number(step: Any) -> int:
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"step: expected an integer, got {step!r}") from None
 
 
 def _pair(name: str, pair: Any) -> tuple[Array | None, Scaled]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..advice import shown, type_name
 from ..arrays import asnumpy, is_array
+from ..formats import integer
 
 MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: pip install matplotlib)"
 
@@ -54,10 +54,7 @@ def floats(a: Any, name: str) -> np.ndarray:
 
 def whole_number(value: Any, name: str, least: int, below: int | None = None) -> int:
     """A whole number in a range. TypeError or ValueError for anything else."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {shown(value)}") from None
+    number = integer(value, name)
     if number < least or (below is not None and number >= below):
         upto = "or more" if below is None else f"to {below - 1}"
         raise ValueError(f"{name}: expected {least} {upto}, got {shown(number)}")

@@ -3,6 +3,7 @@ every kind of nonsense for every parameter."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -31,9 +32,10 @@ INDICES, WORDS = np.array([1, 0]), np.array(["one", "two"])
 MATRIX, ZERO_D, NESTED = np.array([[1, 48]]), np.array(1.5, np.float32), [INDICES]
 HUGE, VAST = 10**400, -10**5000             # Python refuses to print the second one.
 NAN, F32 = float("nan"), np.float32(2)
+MEMORY = memoryview(bytearray(b"x"))        # It cannot be hashed, which Python says by a ValueError.
 NONSENSE: list[Any] = [
     INDICES, WORDS, MATRIX, ZERO_D, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
-    [VAST], ["compact"], ("one", "two"), (None,), {"one": 1}, set(), object(), "x", b"x", None,
+    [VAST], ["compact"], ("one", "two"), (None,), {"one": 1}, set(), object(), "x", b"x", MEMORY, None,
     VAST, HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32]
 ARRAYS = [INDICES, WORDS, MATRIX, ZERO_D]
 COUNTS = [12, 1 << 17]
@@ -44,13 +46,13 @@ NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32]
 #: the default, and 0 for a flag.
 VALID: dict[str, list[Any]] = {
     "asarray.a": [*ARRAYS, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
-                  ["compact"], ("one", "two"), "x", b"x", *NUMBERS],
-    "a": ARRAYS, "like": ARRAYS, "arrays": [MATRIX, NESTED],
+                  ["compact"], ("one", "two"), "x", b"x", MEMORY, *NUMBERS],
+    "asnumpy.a": [*ARRAYS, NESTED], "a": ARRAYS, "like": ARRAYS, "arrays": [MATRIX, NESTED],
     "compute_amax.x": [ZERO_D], "quantize_tensor.x": [ZERO_D], "CurrentScaling.quantize.x": [ZERO_D],
     "DelayedScaling.quantize.x": [ZERO_D], "compute_scale.amax": [ZERO_D], "compute_amax.out": [ZERO_D],
     "amax": [ZERO_D], "noop": [ZERO_D], "scale": [*NUMBERS, ZERO_D], "fill_value": [*NUMBERS, ZERO_D],
     "scales": [[1], (1, 48), [64, -1], [64, 64], [2**63]],
-    "shape": [INDICES, [1], set(), [64, 64], (1, 48), b"x", *SIZES], "convert_scales.shape": [],
+    "shape": [INDICES, [1], [64, 64], (1, 48), *SIZES], "convert_scales.shape": [],
     "unswizzle_scales.shape": [], "BlockScaling.empty.shape": [INDICES, [64, 64], (1, 48)],
     "MXScaling.empty.shape": [INDICES, [64, 64], (1, 48)], "axis": [0], "concatenate.axis": [0, -1],
     "dtype": [F32], "scale_dtype": [F32], "margin": [*SIZES, -1, 2**63, HUGE, VAST],
@@ -60,13 +62,19 @@ VALID: dict[str, list[Any]] = {
     "splits": [INDICES, [1], (1, 48)], "order": [INDICES],
     "splits_to_offsets.splits": [INDICES, [1], [64, 64], (1, 48)],
     "splits_to_offsets, two.splits": [INDICES, [1], [64, 64], (1, 48)],
-    "strides": [INDICES, [1], set(), [64, 64], (1, 48), b"x"],
+    "strides": [INDICES, [1], [64, 64], (1, 48)], "pow2_scale": [0],
     "include_leading_zero": [[1]], "splits_to_offsets, two.include_leading_zero": [INDICES],
     "splits_to_offsets, two.dtypes": [INDICES],             # NumPy takes a number for its dtype
 }  # fmt: skip
 
+@functools.wraps(WeightCache(CurrentScaling()).quantize)
+def quantize_new_weights(*args: Any, **options: Any) -> Any:
+    return WeightCache(CurrentScaling()).quantize(*args, **options)
+
+
 #: A call of each that is right.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "asnumpy": (fp8.asnumpy, (X,), {}), "to_dlpack": (fp8.to_dlpack, (X,), {}),
     "asarray": (fp8.asarray, (X,), {}), "concatenate": (fp8.concatenate, ([X, X],), {}),
     "empty": (fp8.empty, (3, fp8.float32), {}),
     "zeros": (fp8.zeros, (3, fp8.float32), {}), "full": (fp8.full, (3, 1.0, fp8.float32), {}),
@@ -127,8 +135,19 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "CurrentScaling.empty": (CurrentScaling().empty, ((4, 128),), {}),
     "MXScaling.empty": (MXScaling().empty, ((4, 128),), {}),
     "WeightCache.quantize": (WeightCache(CurrentScaling()).quantize, ([X],), {}),
+    "WeightCache.quantize, new weights": (quantize_new_weights, ([X],), {}),
     "scale_span": (fp8.diagnostics.scale_span, (Q,), {}),
 }  # fmt: skip
+#: Public functions without such a call, and where else they get nonsense.
+ELSEWHERE = {"load": "test_errors_of_tools", "save": "test_errors_of_tools",
+             "from_dlpack": "containers/test_dlpack", "bytes_equal": "containers/test_results_equal",
+             "device_errors": "takes nothing"}
+
+
+def test_every_function_is_called():
+    functions = {name for name in fp8.__all__ if inspect.isfunction(getattr(fp8, name))}
+    called = {function.__name__ for function, _, _ in CALLS.values()}
+    assert functions == called & functions | ELSEWHERE.keys()
 
 
 @pytest.fixture(params=["reference", "host"])

@@ -168,7 +168,7 @@ QUANTISERS: list[Line] = [
          scale_layout="gemm_ready"),
     *[line(V, ALONG, call, *args, block=SQUARE, scale_layout="deepgemm_sm90")
       for call, *args in ((BLOCK, X), (BlockScaling,))],
-    line(T, "pow2_scale: expected True, False or None (the profile's own), got 'yes'", BLOCK, X,
+    line(T, "pow2_scale: expected True or False, got 'yes'", BLOCK, X,
          pow2_scale="yes"),
     *[line(V, "x: expected an array of two or three dimensions, got shape", call, ones(*shape).T)
       for shape in ((64,), (2, 2, 2, 2), (1, 1, 1, 2)) for call in (BLOCK, MX)],

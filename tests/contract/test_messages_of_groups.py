@@ -121,7 +121,7 @@ ROUTES: list[Line] = [
     line(V, "splits: output 1 would end with 8 * 268435456, more than int32 holds; ask for int64 there",
          OFFSETS, [3, 0, 5], strides=(1, 2**28), dtypes=("int64", "int32"),
          outputs=[np.ones(4, np.int64), np.ones(4, np.int32)]),
-    line(T, "strides: expected integers, one for each output, got 1 ('int'", OFFSETS, [3], strides=1),
+    line(T, "strides: expected integers, one for each output, got 1", OFFSETS, [3], strides=1),
     *[line(V, f"strides: expected 0 to 2**63 - 1, got {stride} for output 1", OFFSETS, [3],
            strides=(1, stride)) for stride in (-1, 2**63)],
     line(V, "include_leading_zero: expected one for all outputs or 2, one for each stride; got 3", OFFSETS,

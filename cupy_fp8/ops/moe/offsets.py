@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import backend, reference
 from ...advice import shown
-from ...arrays import Array, address, check_dimensions, is_contiguous
+from ...arrays import Array, address, check_dimensions, is_contiguous, is_sequence
 from ...calls import group_sizes
 from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, Written
@@ -144,16 +144,17 @@ _cached_options = functools.lru_cache(maxsize=1024)(_Options)
 def _options(strides: tuple[int, ...], leads: Any, dtypes: Any) -> _Options:
     try:
         return _cached_options(strides, leads, dtypes)
-    except TypeError:                               # a dtype cannot be hashed: _Options says which one
+    except (TypeError, ValueError):                 # a dtype cannot be hashed: _Options says which one
         return _Options(strides, leads, dtypes)
 
 
 def _integers(strides: Any) -> tuple[int, ...]:
     try:
-        return tuple(map(operator.index, strides))
-    except TypeError as error:
-        message = f"strides: expected integers, one for each output, got {shown(strides)} ({error})"
-        raise TypeError(message) from None
+        if is_sequence(strides):
+            return tuple(map(operator.index, strides))
+    except TypeError:
+        pass
+    raise TypeError(f"strides: expected integers, one for each output, got {shown(strides)}")
 
 
 def _unchanging(option: Any) -> Any:

@@ -15,7 +15,8 @@ from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description
-from ...calls.group_sizes import NO_GROUPS, Groups, check_align, integer, none_negative
+from ...calls.group_sizes import NO_GROUPS, Groups, check_align, none_negative
+from ...formats import integer
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, padded_rows, round_up
 from ...results import Quantized, Scaled

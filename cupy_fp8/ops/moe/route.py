@@ -13,8 +13,7 @@ from ...arrays import Array, asnumpy
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
-from ...calls.group_sizes import integer
-from ...formats import flag
+from ...formats import flag, integer
 from ...kernels import Kernel, Launch, Variant
 from ...layouts import cdiv, round_up
 from ...routing import MOST_EXPERTS, Routing

@@ -14,9 +14,9 @@ from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Updated, one_array
-from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, integer, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size, multiprocessors, shapes
-from ...options import ALGORITHMS, checked_eps, checked_margin
+from ...options import ALGORITHMS, checked_eps
 from ...reference.numerics import times_power_of_two
 
 _THREADS = 512
@@ -66,7 +66,7 @@ class _Scales(NamedTuple):
 class _ComputeScale(Op[_Scales]):
     def arguments(self, call: Call, amax: Any, dtype: Any, margin: Any, eps: Any, pow2_scale: Any) -> _Scales:
         fmt = lookup(dtype, FP8_DTYPES, "dtype")
-        margin, eps = checked_margin(margin), checked_eps(eps)
+        margin, eps = integer(margin, "margin"), checked_eps(eps)
         return _Scales(call.read("amax", amax, (float32,)), fmt.dtype, margin, eps,
                        flag(pow2_scale, "pow2_scale"))
 
@@ -145,7 +145,7 @@ class _Update(NamedTuple):
 class _UpdateDelayedScaling(Op[_Update]):
     def arguments(self, call: Call, history: Any, scale: Any, dtype: Any, margin: Any, algo: Any,
                   amax: Any) -> _Update:
-        fmt, margin = lookup(dtype, FP8_DTYPES, "dtype"), checked_margin(margin)
+        fmt, margin = lookup(dtype, FP8_DTYPES, "dtype"), integer(margin, "margin")
         if not isinstance(algo, str) or algo not in ALGORITHMS:
             raise ValueError(f"algo: expected one of {ALGORITHMS}, got {shown(algo)}")
         rows = call.update("history", history, float32)
