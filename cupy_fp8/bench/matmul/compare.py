@@ -81,9 +81,11 @@ def directly(a: Scaled, b: Scaled, out: Any, fast_accum: bool = False) -> Call:
         raise backend.DeviceError(lib)
     (m, k), n = a.shape, b.shape[0]
     modes: dict[Any, int] = {None: 0, (1, None): 3, (1, 128): 4, (128, 128): 5}
-    key = cublaslt.Key(out.data.device_id, m, n, k, 1, b.dtype, a.dtype, out.dtype, modes[b.block],
-                       modes[a.block], None, False, fast_accum, False, 256)
-    plan, workspace = cublaslt.Plan(lib, key), cp.empty(_WORKSPACE, cp.uint8)
+    key = cublaslt.AlgorithmKey(
+        device=out.data.device_id, m=m, n=n, k=k, batch=1, a_type=b.dtype, b_type=a.dtype, to=out.dtype,
+        a_mode=modes[b.block], b_mode=modes[a.block], bias=None, accumulate=False, fast_accum=fast_accum,
+        autotune=False, alignment=256)
+    plan, workspace = cublaslt.MatmulPlan(lib, key), cp.empty(_WORKSPACE, cp.uint8)
     values = [x.data.ptr for x in (b.data, a.data, out, b.scale_inv, a.scale_inv)] + [0, workspace.data.ptr]
     plan.set_addresses(plan.description, values)
     found = lib.algorithms(plan.handle, plan.description, plan.a, plan.b, plan.c,

@@ -109,10 +109,12 @@ def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
     whole = a.scaling == "tensor" or a.batch == 1
     count = 1 if whole else a.batch
     steps = [b.rows * b.k, a.rows * a.k, product.m * product.n * product.to.itemsize]
-    key = Key(x.data.device_id, product.m, product.n, product.k, a.batch if whole else 1, b.dtype, a.dtype,
-              product.to, _MODES[b.scaling], _MODES[a.scaling], None if product.bias is None
-              else product.bias.dtype, product.accumulate is not None, product.fast_accum, product.autotune,
-              _alignment([b.at, a.at, out_at, *(steps if count > 1 else ())]))
+    alignment = _alignment([b.at, a.at, out_at, *(steps if count > 1 else ())])
+    key = AlgorithmKey(
+        device=x.data.device_id, m=product.m, n=product.n, k=product.k, batch=a.batch if whole else 1,
+        a_type=b.dtype, b_type=a.dtype, to=product.to, a_mode=_MODES[b.scaling], b_mode=_MODES[a.scaling],
+        bias=None if product.bias is None else product.bias.dtype, accumulate=product.accumulate is not None,
+        fast_accum=product.fast_accum, autotune=product.autotune, alignment=alignment)
     bias_at = 0 if product.bias is None else product.bias.at
     first_values = [b.at, a.at, out_at, scales[1].at, scales[0].at, bias_at]
     # The trial of a new plan may read scales that `before` has not written yet. Its result is overwritten.
@@ -146,7 +148,7 @@ def _layout(operand: Operand) -> str | None:
     return None if operand.scaling == "tensor" else "gemm_ready"
 
 
-class Key(NamedTuple):
+class AlgorithmKey(NamedTuple):
     """Everything that the choice of an algorithm depends on. The names are cuBLASLt's: its A is b."""
 
     device: int
@@ -169,11 +171,11 @@ class Key(NamedTuple):
         return ", ".join(f"{name}={getattr(value, 'name', value)}" for name, value in self._asdict().items())
 
 
-class Plan:
+class MatmulPlan:
     """The layouts and the algorithm of products that have one key. The description belongs to the launches
     that get other addresses each time, under the lock."""
 
-    def __init__(self, lib: Library, key: Key) -> None:
+    def __init__(self, lib: Library, key: AlgorithmKey) -> None:
         self.library, self.key, self.handle = lib, key, _handle(lib, key.device)
         m, n, k, batch = key.m, key.n, key.k, key.batch
         self.a = library.layout(lib, _TYPES[key.a_type], k, n, batch)
@@ -241,7 +243,7 @@ class ProductLaunch:
 
     pointer_positions = tuple(range(7))
 
-    def __init__(self, plan: Plan, x: Array, values: list[int]) -> None:
+    def __init__(self, plan: MatmulPlan, x: Array, values: list[int]) -> None:
         self.plan, self.values, self.device = plan, values, x.data.device_id
         self._arguments: tuple[Any, ...] | None = None
 
@@ -274,7 +276,7 @@ class ProductLaunch:
 
 # ---- plans ----
 #: The plan of each product; None where the library has no algorithm.
-_plans: dict[Key, Plan | None] = {}
+_plans: dict[AlgorithmKey, MatmulPlan | None] = {}
 _NEW: Any = object()
 _handles: dict[tuple[int, int], int] = {}
 _making = threading.Lock()
@@ -289,7 +291,7 @@ def _handle(lib: Library, device: int) -> int:
     return _handles[key]
 
 
-def _plan(call: Call, key: Key, x: Array, values: list[int]) -> Plan | None:
+def _plan(call: Call, key: AlgorithmKey, x: Array, values: list[int]) -> MatmulPlan | None:
     """The plan of a key, made at its first call. That call's memory serves a trial run of the algorithm,
     since the library refuses some products only then."""
     plan = _plans.get(key, _NEW)
@@ -312,10 +314,10 @@ def _plan(call: Call, key: Key, x: Array, values: list[int]) -> Plan | None:
         return _plans.setdefault(key, _make(key, x, values))
 
 
-def _make(key: Key, x: Array, values: list[int]) -> Plan | None:
+def _make(key: AlgorithmKey, x: Array, values: list[int]) -> MatmulPlan | None:
     lib = library.found()
     assert isinstance(lib, Library)
-    plan = Plan(lib, key)
+    plan = MatmulPlan(lib, key)
     plan.set_addresses(plan.description, values)            # the heuristic looks at their alignment
     alignments = dict.fromkeys(("align_a", "align_b", "align_c", "align_d"), key.alignment)
     preference = library.preference(lib, workspace=_WORKSPACE, **alignments)
