@@ -19,7 +19,7 @@ from ...kernels import Launch
 from ...results import Quantized, Scaled
 from . import tiles
 from .grouped_operands import (
-    Side,
+    GroupedOperand,
     check_scales,
     check_whole_blocks,
     columns_instead,
@@ -113,8 +113,8 @@ class _Inputs(NamedTuple):
     accumulate  the result's array, which holds what the products are added to; None: there is nothing
     """
 
-    a: Side
-    b: Side
+    a: GroupedOperand
+    b: GroupedOperand
     groups: Groups
     group: str
     to: np.dtype[Any]
@@ -150,14 +150,14 @@ class _GroupedMatmulNT(Op[_Inputs]):
             wanted = f"K = {left.k}" if group == "m" else f"{left.k} columns of all groups"
             instead = "" if group == "m" else columns_instead(left, right)
             raise ValueError(f"b: expected {wanted}, as a has, got {right.k}{instead}")
-        groups = read_sizes(call, (left, right), splits, check, group)
+        groups = read_sizes(call, left, right, splits, check, group)
         assert groups.number is not None
-        if group == "m" and right.operand is not None and right.operand.batch != groups.number:
+        if group == "m" and right.unconverted is not None and right.unconverted.batch != groups.number:
             raise ValueError(f"b: expected the weights of {counted(groups.number)}, as many as there "
-                             f"are sizes, got {right.operand.batch}")
-        for name, side in (("a", left), ("b", right)):
-            check_scales(name, side, groups.number)
-            if side.whole_blocks:
+                             f"are sizes, got {right.unconverted.batch}")
+        for name, operand in (("a", left), ("b", right)):
+            check_scales(name, operand, groups.number)
+            if operand.whole_blocks:
                 check_whole_blocks(groups)
         return _Inputs(left, right, groups, group, to if accumulate is None else float32, accumulate)
 

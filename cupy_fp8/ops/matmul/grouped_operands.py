@@ -25,19 +25,19 @@ from .problem import OperandView
 _ROW_SHIFTS = {"tensor": 0, "row": 0, "vector": 0, "block": 7}
 
 
-class Side(NamedTuple):
+class GroupedOperand(NamedTuple):
     """An operand of a grouped product.
 
-    given    what the caller gave: the argument of the reference
-    rows     rows of a group's matrix; of "m" those of all groups together, which only splits tell apart
-    k        values along K; of "k" those of all groups together
-    scaling  'tensor', 'row', 'vector' or 'block', as of an `Operand`
-    view     where a kernel finds the data, and scales in any layout that it reads as they are
-    held     arrays that the view has addresses of: they may be copies
-    operand  one whose scales are still to be brought to such a layout; None: they are
-    whole_blocks  scales belong to whole blocks of 128 of all columns, whatever groups they are in
-    own      the sizes of a Grouped
-    flat     scales whose shape depends on the number of groups, and which shape that is
+    given             what the caller gave: the argument of the reference
+    rows              rows of a group's matrix; of "m" those of all groups together, told apart by splits
+    k                 values along K; of "k" those of all groups together
+    scaling           'tensor', 'row', 'vector' or 'block', as of an `Operand`
+    view              where a kernel finds the data, and scales in any layout that it reads as they are
+    held              arrays that the view has addresses of: they may be copies
+    unconverted       the operand of a dense product if its scales are still to be brought to such a layout
+    whole_blocks      scales belong to whole blocks of 128 of all columns, whatever groups they are in
+    own_sizes         the sizes of a Grouped
+    scales_by_groups  scales whose shape depends on the number of groups, and that shape as its function
     """
 
     given: Any
@@ -46,16 +46,16 @@ class Side(NamedTuple):
     scaling: str
     view: OperandView
     held: tuple[Input, ...] = ()
-    operand: Operand | None = None
+    unconverted: Operand | None = None
     whole_blocks: bool = False
-    own: Groups | None = None
-    flat: tuple[Input, Callable[[int], tuple[int, ...]]] | None = None
+    own_sizes: Groups | None = None
+    scales_by_groups: tuple[Input, Callable[[int], tuple[int, ...]]] | None = None
 
     def view_for(self, call: Call) -> tuple[list[Launch], OperandView]:
         """The launches that convert scales, and where the kernel finds everything."""
-        if self.operand is None:
+        if self.unconverted is None:
             return [], self.view
-        conversions, scales = operands.scales_for(call, self.operand)
+        conversions, scales = operands.scales_for(call, self.unconverted)
         view = self.view.with_scales(scales)
         if self.whole_blocks:
             view = view._replace(scale_blocks=scales.block)
@@ -63,7 +63,7 @@ class Side(NamedTuple):
 
 
 # ---- "m" ----
-def read_rows(call: Call, given: Any, check: Any) -> Side:
+def read_rows(call: Call, given: Any, check: Any) -> GroupedOperand:
     """a of "m": rows of all groups, one group after the other."""
     if isinstance(given, Grouped):
         return _grouped_rows(call, given, check)
@@ -75,21 +75,23 @@ def read_rows(call: Call, given: Any, check: Any) -> Side:
         raise ValueError("a: expected one scale, a scale for each row or blocks 1×128, since groups begin at "
                          "any row, got blocks 128×128; group_quantize makes such blocks for each group")
     view = tiles.view_of(found)._replace(start_bytes=found.k)
-    return Side(given, found.rows, found.k, found.scaling, view, operand=found)
+    return GroupedOperand(given=given, rows=found.rows, k=found.k, scaling=found.scaling, view=view,
+                          unconverted=found)
 
 
-def row_starts(side: Side, view: OperandView) -> OperandView:
+def row_starts(operand: GroupedOperand, view: OperandView) -> OperandView:
     """Scales of rows that are numbered through all groups begin where the group's rows do."""
-    return view if side.operand is None else view._replace(scale_start=view.scale_row)
+    return view if operand.unconverted is None else view._replace(scale_start=view.scale_row)
 
 
-def read_weights(call: Call, given: Any) -> Side:
+def read_weights(call: Call, given: Any) -> GroupedOperand:
     """b of "m": [experts, N, K]."""
     if isinstance(given, Grouped):
         raise TypeError("b: expected a Scaled or Quantized [experts, N, K], got a Grouped")
     found = _matrix(call, "b", given, 3, "[experts, N, K]")
     view = tiles.view_of(found)._replace(group_bytes=found.rows * found.k)
-    return Side(given, found.rows, found.k, found.scaling, view, operand=found)
+    return GroupedOperand(given=given, rows=found.rows, k=found.k, scaling=found.scaling, view=view,
+                          unconverted=found)
 
 
 def _matrix(call: Call, name: str, given: Any, dimensions: int, what: str) -> Operand:
@@ -102,7 +104,7 @@ def _matrix(call: Call, name: str, given: Any, dimensions: int, what: str) -> Op
     return found
 
 
-def _rows_with_flat_scales(call: Call, given: Any, s: Scaled) -> Side:
+def _rows_with_flat_scales(call: Call, given: Any, s: Scaled) -> GroupedOperand:
     """The row-wise part that `scaling_aware_transpose` returns for experts."""
     data = call.read("a.data", s.data, FP8_DTYPES)
     if s.transposed or data.shape != s.shape or len(s.shape) != 2:
@@ -114,14 +116,14 @@ def _rows_with_flat_scales(call: Call, given: Any, s: Scaled) -> Side:
     blocks = cdiv(k, 128)
     view = OperandView(data.at, scales.at, start_bytes=k, pitch=k, scale_padded=blocks, scale_row=1,
                        scale_block=-1, e5m2=int(data.dtype == float8_e5m2))
-    return Side(given, rows, k, "vector", view, (data, scales),
-                flat=(scales, lambda groups: (blocks * row_scale_rows(rows, groups),)))
+    return GroupedOperand(given=given, rows=rows, k=k, scaling="vector", view=view, held=(data, scales),
+                          scales_by_groups=(scales, lambda groups: (blocks * row_scale_rows(rows, groups),)))
 
 
-def check_scales(name: str, side: Side, groups: int) -> None:
-    """ValueError unless flat scales are those of so many groups."""
-    if side.flat is not None:
-        scales, shape_of = side.flat
+def check_scales(name: str, operand: GroupedOperand, groups: int) -> None:
+    """ValueError unless scales whose shape depends on the number of groups are those of so many."""
+    if operand.scales_by_groups is not None:
+        scales, shape_of = operand.scales_by_groups
         if scales.shape != shape_of(groups):
             raise ValueError(f"{name}.scale_inv: expected shape {shape_of(groups)}, as "
                              f"scaling_aware_transpose makes scales for {counted(groups)}, got "
@@ -133,7 +135,7 @@ def counted(groups: int) -> str:
 
 
 # ---- Grouped ----
-def _grouped_rows(call: Call, g: Grouped, check: Any) -> Side:
+def _grouped_rows(call: Call, g: Grouped, check: Any) -> GroupedOperand:
     scaling = _grouped_scaling("a", g, "rowwise", {None: "tensor", (1, None): "row", (1, 128): "vector",
                                                    (128, 128): "block"})
     data = _grouped_data(call, "a", g, "rowwise")
@@ -148,10 +150,11 @@ def _grouped_rows(call: Call, g: Grouped, check: Any) -> Side:
                  | {"scale_block": 1},
     }[scaling]
     view = OperandView(data.at, 0, pitch=k, start_bytes=k, **strides)
-    return _grouped_side(call, "a", g, data, scaling, view, check)
+    return _grouped_operand(call, "a", g, data, scaling, view, check)
 
 
-def _grouped_columns(call: Call, name: str, g: Grouped, check: Any, beside: Side | None) -> Side:
+def _grouped_columns(call: Call, name: str, g: Grouped, check: Any,
+                     beside: GroupedOperand | None) -> GroupedOperand:
     scaling = _grouped_scaling(name, g, "columnwise", {None: "tensor", (1, None): "row", (1, 128): "vector"})
     data = _grouped_data(call, name, g, "columnwise")
     if not g.transposed:
@@ -164,7 +167,7 @@ def _grouped_columns(call: Call, name: str, g: Grouped, check: Any, beside: Side
         "row": {"scale_group": line, "scale_row": 1},
         "vector": {"scale_blocks": line, "scale_row": 1, "scale_block": line}}[scaling]
     view = OperandView(data.at, 0, start_bytes=rows, **strides)
-    return _grouped_side(call, name, g, data, scaling, view, check, beside, columnwise=True)
+    return _grouped_operand(call, name, g, data, scaling, view, check, beside, columnwise=True)
 
 
 def _grouped_data(call: Call, name: str, g: Grouped, direction: str) -> Input:
@@ -196,11 +199,12 @@ def _makes(direction: str) -> str:
     return f"; group_quantize(x, splits, BlockScaling((1, 128)), {direction}=True) makes an operand"
 
 
-def _grouped_side(call: Call, name: str, g: Grouped, data: Input, scaling: str, view: OperandView,
-                  check: Any, beside: Side | None = None, *, columnwise: bool = False) -> Side:
-    """The Side of a Grouped whose data are read. Its sizes and scales are read here."""
+def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: str, view: OperandView,
+                     check: Any, beside: GroupedOperand | None = None, *,
+                     columnwise: bool = False) -> GroupedOperand:
+    """The operand of a Grouped whose data are read. Its sizes and scales are read here."""
     same = beside is not None and isinstance(beside.given, Grouped) and beside.given.splits is g.splits
-    sizes = beside.own if same and beside else call.splits(f"{name}.splits", g.splits, check)
+    sizes = beside.own_sizes if same and beside else call.splits(f"{name}.splits", g.splits, check)
     assert sizes is not None
     assert sizes.number is not None
     part = "scale_inv"
@@ -216,11 +220,13 @@ def _grouped_side(call: Call, name: str, g: Grouped, data: Input, scaling: str, 
     view = view._replace(scale=scales.at, e5m2=int(data.dtype == float8_e5m2),
                          scale_shift=_ROW_SHIFTS[scaling])
     rows, k = g.shape[::-1] if columnwise else g.shape
-    return Side(g, rows, k, scaling, view, (data, scales), own=sizes)
+    return GroupedOperand(given=g, rows=rows, k=k, scaling=scaling, view=view, held=(data, scales),
+                          own_sizes=sizes)
 
 
 # ---- "k" ----
-def read_columns(call: Call, name: str, given: Any, check: Any, beside: Side | None = None) -> Side:
+def read_columns(call: Call, name: str, given: Any, check: Any,
+                 beside: GroupedOperand | None = None) -> GroupedOperand:
     """An operand of "k": columns of all groups, one group after the other. beside: the other operand, which
     often has the same sizes."""
     if isinstance(given, Grouped):
@@ -233,11 +239,11 @@ def read_columns(call: Call, name: str, given: Any, check: Any, beside: Side | N
         return _flat_columns(call, name, given, s)
     found = _matrix(call, name, given, 2, "[rows, all columns], or flat column-wise data of groups")
     view = tiles.view_of(found)._replace(start_bytes=1)
-    return Side(given, found.rows, found.k, found.scaling, view, operand=found,
-                whole_blocks=found.scaling in ("vector", "block"))
+    return GroupedOperand(given=given, rows=found.rows, k=found.k, scaling=found.scaling, view=view,
+                          unconverted=found, whole_blocks=found.scaling in ("vector", "block"))
 
 
-def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> Side:
+def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> GroupedOperand:
     """The column-wise part that `scaling_aware_transpose` returns for experts."""
     data = call.read(f"{name}.data", s.data, FP8_DTYPES)
     if s.block != (128, 1) or s.scale_layout not in ("compact", "gemm_ready"):
@@ -253,11 +259,11 @@ def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> Side:
                          f"{data.shape}")
     view = OperandView(data.at, scales.at, start_bytes=rows, scale_blocks=line, scale_row=1,
                        scale_block=line, e5m2=int(data.dtype == float8_e5m2))
-    return Side(given, rows, columns, "vector", view, (data, scales),
-                flat=(scales, lambda groups: (target_rows(columns, groups, 128), line)))
+    return GroupedOperand(given=given, rows=rows, k=columns, scaling="vector", view=view, held=(data, scales),
+                          scales_by_groups=(scales, lambda groups: (target_rows(columns, groups, 128), line)))
 
 
-def columns_instead(a: Side, b: Side, least: int = 0) -> str:
+def columns_instead(a: GroupedOperand, b: GroupedOperand, least: int = 0) -> str:
     """The end of a message about operands of "k" without enough columns: the operands, quantised in both
     directions, whose transposes have as many as the other one, and at least so many; '' if there are none."""
     for text, flipped, columns, others in (("b.T has", (b,), b.rows, a.k), ("a.T has", (a,), a.rows, b.k),
@@ -267,17 +273,18 @@ def columns_instead(a: Side, b: Side, least: int = 0) -> str:
     return ""
 
 
-def _has_transpose(side: Side) -> bool:
+def _has_transpose(operand: GroupedOperand) -> bool:
     """Whether .T of what was given is an operand too."""
-    q = side.given
-    return (side.operand is not None and isinstance(q, Quantized) and q._column is not None
+    q = operand.given
+    return (operand.unconverted is not None and isinstance(q, Quantized) and q._column is not None
             and q._column.transposed)
 
 
 # ---- sizes ----
-def read_sizes(call: Call, sides: tuple[Side, Side], splits: Any, check: Any, group: str) -> Groups:
+def read_sizes(call: Call, a: GroupedOperand, b: GroupedOperand, splits: Any, check: Any,
+               group: str) -> Groups:
     """The sizes of groups of "m" or "k": those of a Grouped, or `splits`."""
-    found = [(name, side.own) for name, side in zip("ab", sides, strict=True) if side.own is not None]
+    found = [(name, sizes) for name, sizes in (("a", a.own_sizes), ("b", b.own_sizes)) if sizes is not None]
     if not found:
         if splits is None:
             raise TypeError("splits: expected the sizes of groups, an int32 or int64 array or a list, got "
@@ -289,10 +296,10 @@ def read_sizes(call: Call, sides: tuple[Side, Side], splits: Any, check: Any, gr
     first, second = found[0][1], found[-1][1]
     for groups in (first, second):
         if groups.host is not None and group == "m":
-            group_sizes.check_at_most(groups.host, sides[0].rows)
+            group_sizes.check_at_most(groups.host, a.rows)
         elif groups.host is not None:
-            instead = columns_instead(*sides, least=sum(groups.host.tolist()))
-            group_sizes.check_at_most(groups.host, sides[0].k, "columns", instead)
+            instead = columns_instead(a, b, least=sum(groups.host.tolist()))
+            group_sizes.check_at_most(groups.host, a.k, "columns", instead)
     assert first.number is not None
     if first.number != second.number:
         raise ValueError(f"b.splits: expected {counted(first.number)}, as a has, got {second.number}")
