@@ -281,25 +281,28 @@ static void prepare_memory(Worker* worker) {
     host_block.dynamic_shared = worker->dynamic_shared;
 }
 
-void run_block(Worker* worker, uint64_t block) {
-    const Launch* launch = worker->launch;
-    const unsigned *grid = launch->options->grid, *dim = launch->options->block,
-                   count = launch->threads_per_block;
+// ---- the phases of a block's run ----
+static void set_index(const HostLaunch* options, uint64_t block) {
+    const unsigned *grid = options->grid, *dim = options->block;
     host_block.block_index = {(unsigned)(block % grid[0]), (unsigned)(block / grid[0] % grid[1]),
                               (unsigned)(block / ((uint64_t)grid[0] * grid[1]))};
     host_block.block_dim = {dim[0], dim[1], dim[2]};
     host_block.grid_dim = {grid[0], grid[1], grid[2]};
+}
+static void reset_worker(Worker* worker, uint64_t block) {
+    const Launch* launch = worker->launch;
     // By block, not by worker: the same seed gives the same schedule however many workers there are.
     worker->random_state =
         ((launch->options->seed * 0x9E3779B97F4A7C15ull) ^ ((block + 1) * 0xD1B54A32D192ED03ull)) | 1;
-    worker->live = count;
+    worker->live = launch->threads_per_block;
     worker->own_idle = 0;
     worker->polls_until_pass = 0;
     worker->ready.first = worker->ready.count = 0;
     worker->loads.clear();
     worker->main.worker = worker;
-    prepare_memory(worker);
-    reset_synchronisation(worker);
+}
+static void reset_threads(Worker* worker) {
+    const unsigned *dim = worker->launch->options->block, count = worker->launch->threads_per_block;
     for (unsigned i = 0; i < count; i++) {
         Thread* thread = worker->threads[i];
         thread->linear = i;
@@ -312,21 +315,36 @@ void run_block(Worker* worker, uint64_t block) {
         thread->waiting_object = thread->call_site = nullptr;
         reset_copies(thread);
     }
+}
+// Makes all threads ready and runs them until each has returned, or the block is abandoned.
+static void run_threads(Worker* worker) {
+    const Launch* launch = worker->launch;
+    const unsigned count = launch->threads_per_block;
     for (unsigned i = 0; i < count; i++)
         worker->ready.push(worker->threads[launch->options->order == HOST_DESCENDING ? count - 1 - i : i]);
     tsan_release(&launch_clock);
 
     host_thread = &worker->main;
     switch_to(pick(worker));
-
-    if (!worker->failed && !launch->failed) {
-        if (!canaries_intact(worker))
-            record_failure(worker, "write outside dynamic shared memory (" +
-                                       std::to_string(worker->dynamic_bytes) + " bytes) in block " +
-                                       index_text(host_block.block_index));
-        else if (const char* copies = unfinished_copies(worker))
-            record_failure(worker, std::string(copies) + " in block " + index_text(host_block.block_index));
-    }
+}
+// Records what shows only after a block has ended: writes outside shared memory, and copies in flight.
+static void check_ended_block(Worker* worker) {
+    if (!canaries_intact(worker))
+        record_failure(worker, "write outside dynamic shared memory (" +
+                                   std::to_string(worker->dynamic_bytes) + " bytes) in block " +
+                                   index_text(host_block.block_index));
+    else if (const char* copies = unfinished_copies(worker))
+        record_failure(worker, std::string(copies) + " in block " + index_text(host_block.block_index));
+}
+void run_block(Worker* worker, uint64_t block) {
+    const Launch* launch = worker->launch;
+    set_index(launch->options, block);
+    reset_worker(worker, block);
+    prepare_memory(worker);
+    reset_synchronisation(worker);
+    reset_threads(worker);
+    run_threads(worker);
+    if (!worker->failed && !launch->failed) check_ended_block(worker);
     if (worker->live)  // abandoned in the middle
         for (Thread* thread : worker->threads) fiber_restart(thread->fiber, fiber_main, thread->linear);
 }
