@@ -17,7 +17,7 @@ from ..scaled_parts import check_block_scales, check_data_shape
 from . import group_sizes, validate
 from .descriptions import Allocation, Description
 from .memory import Range
-from .tables import Records, Table, table
+from .tables import DeviceTable, Records, table
 
 _U32 = np.dtype(np.uint32)
 
@@ -62,7 +62,7 @@ class Call:
         self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
         self.workspaces: list[Workspace] = []
         self.scratches: list[Array] = []            # memory for this call alone
-        self.tables: list[Table] = []
+        self.tables: list[DeviceTable] = []
         #: Arrays that launches have addresses inside of: the bytes from each address on.
         self.read_inside: dict[int, int] = {}
         #: Addresses that are the same for every call on this device.
@@ -79,7 +79,7 @@ class Call:
             backend.require_module(a, self.xp, name)
         dense, xp, at = validate.source(a, dtypes, name, 2 if self._first else 0)
         self.repeatable &= dense is a
-        self._belongs(name, dense, xp)
+        self._set_or_check_device(name, dense, xp)
         self.ranges.append(Range(at, at + dense.nbytes, False, name))
         return Input(dense, at)
 
@@ -87,7 +87,7 @@ class Call:
         """An array that the op reads by its strides, none of them negative."""
         if not self._first:
             backend.require_module(a, self.xp, name)
-        self._belongs(name, a, backend.module_of(a, name))
+        self._set_or_check_device(name, a, backend.module_of(a, name))
         at = address(a)
         self.ranges.append(Range(at, at + validate.extent(a), False, name))
         return Input(a, at)
@@ -110,7 +110,7 @@ class Call:
         xp = backend.module_of(a, name, dtype.name, 2 if self._first else 1)
         at = validate.writable(a, a.shape if shape is None else shape, dtype, a if self._first else self.x,
                                xp if self._first else self.xp, name)
-        self._belongs(name, a, xp)
+        self._set_or_check_device(name, a, xp)
         self.ranges.append(Range(at, at + a.nbytes, True, name))
         return Input(a, at)
 
@@ -120,7 +120,7 @@ class Call:
             raise TypeError(f"{name}: expected a Routing (cupy_fp8.route makes one), got {type(r).__name__}")
         if not self._first:
             backend.require_module(r.row_map, self.xp, name)
-        self._belongs(name, r.row_map, backend.module_of(r.row_map, name))
+        self._set_or_check_device(name, r.row_map, backend.module_of(r.row_map, name))
         for part, a in r._arrays().items():
             if not parts or part in parts:
                 at = address(a)
@@ -133,7 +133,7 @@ class Call:
         array was declared before (see `group_sizes.read_first`)."""
         if self._first:
             groups = group_sizes.read_first(given, beside, check, name)
-            self._belongs(name, groups.array, backend.module_of(groups.array, name))
+            self._set_or_check_device(name, groups.array, backend.module_of(groups.array, name))
         else:
             groups = group_sizes.read(given, self.x, self.xp, check, name)
         self.repeatable &= groups.array is given and groups.host is None
@@ -201,7 +201,8 @@ class Call:
         self.constants.add(at)
         return at
 
-    def _belongs(self, name: str, a: Array, xp: Any) -> None:
+    def _set_or_check_device(self, name: str, a: Array, xp: Any) -> None:
+        """The first array sets the call's module and device. CuPy arrays after it must be on that device."""
         if self._first:
             self.x, self.xp, self._first = a, xp, False
         elif xp is not np:

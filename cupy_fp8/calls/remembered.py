@@ -20,7 +20,7 @@ from .arguments import Call
 from .keys import Memo, flat
 from .memory import ALIGNMENT, ALLOCATION_ALIGNMENT
 from .relocation import CallMemory, RelocatedLaunch, RelocatedRecords
-from .tables import Table, table
+from .tables import DeviceTable, table
 
 _U32 = np.dtype(np.uint32)
 #: The metadata and the addresses of a call (`keys.describe`).
@@ -134,7 +134,7 @@ class _Allocating:
             addresses.append(address(workspace(None, x, use, words)))
         scratches = [empty_beside(x, shape, _U32) for shape in self._scratches]
         addresses += map(address, scratches)
-        tables: list[Table] = []
+        tables: list[DeviceTable] = []
         for each in self._tables:
             tables.append(table(arrays[0], x, each.at(addresses), tables))
         addresses += [each.at for each in tables]

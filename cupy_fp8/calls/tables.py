@@ -32,7 +32,7 @@ class Records(bytes):
         return found
 
 
-class Table:
+class DeviceTable:
     """Records in the memory of x's device."""
 
     captured = False                    # whether a graph may read it for as long as the result lives
@@ -65,7 +65,7 @@ class Table:
         self.records = Records.of(b"")
 
 
-def table(result: Array, x: Array, records: Records, in_use: Sequence[Table] = ()) -> Table:
+def table(result: Array, x: Array, records: Records, in_use: Sequence[DeviceTable] = ()) -> DeviceTable:
     """The table with these records that belongs to `result`, an array that the launches write. ValueError if
     it would have to be made during a capture. in_use: those that the same call will launch, which make no
     room for this one."""
@@ -79,15 +79,15 @@ def table(result: Array, x: Array, records: Records, in_use: Sequence[Table] = (
         for old in free[:1 - _MOST]:
             tables.remove(old)
             old.free()
-        found = Table(x, records)
+        found = DeviceTable(x, records)
         tables.append(found)
     found.use()
     return found
 
 
-def _free(tables: list[Table]) -> None:
+def _free(tables: list[DeviceTable]) -> None:
     for each in tables:
         each.free()
 
 
-_of_results: OwnedMemory[list[Table]] = OwnedMemory(list, _free)
+_of_results: OwnedMemory[list[DeviceTable]] = OwnedMemory(list, _free)

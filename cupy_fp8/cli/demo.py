@@ -32,7 +32,7 @@ from .arguments import positive
 from .demo_ahead import Ahead
 from .demo_rows import Compared
 from .progress import Progress
-from .tables import Table, table
+from .tables import TextTable, table
 
 #: (rows, columns) of the weight, (tokens, channels) of the activation.
 SIZES = {"numpy": ((2048, 2048), (2048, 2048)), "cupy": ((4096, 4096), (8192, 4096))}
@@ -170,7 +170,7 @@ class _Demo:
                 shown.row(cells)
         self._after(notes)
 
-    def _table(self, title: Sequence[str], columns: Sequence[Column]) -> Table:
+    def _table(self, title: Sequence[str], columns: Sequence[Column]) -> TextTable:
         made = table(title, columns, markdown=self._options.markdown)
         self._hidden = made.left_out
         return made

@@ -11,7 +11,7 @@ from . import terminal
 from .progress import Progress
 
 
-class Table:
+class TextTable:
     """A table of plain text. Use it in a `with`.
 
     title    a line above it: its first part is shortened where it is too long
@@ -26,7 +26,7 @@ class Table:
         self._title = f"{elided(title[0], max(8, terminal.width() - len(others) - 2))}  {others}".rstrip()
         self._progress = Progress()
 
-    def __enter__(self) -> Table:
+    def __enter__(self) -> TextTable:
         self._progress.printed()
         print("\n".join([self._title, *text_head(self._columns)]), flush=True)
         return self
@@ -43,7 +43,7 @@ class Table:
         self._progress.show(text)
 
 
-class MarkdownTable(Table):
+class MarkdownTable(TextTable):
     """A table in Markdown, with all columns."""
 
     def __init__(self, title: Sequence[str], columns: Sequence[Column]) -> None:
@@ -63,7 +63,7 @@ class MarkdownTable(Table):
         print(f"| {' | '.join(map(_escaped, cells))} |", flush=True)
 
 
-class RichTable(Table):
+class RichTable(TextTable):
     """rich's table, drawn again with every row; under it what is computed."""
 
     def __init__(self, title: Sequence[str], columns: Sequence[Column], console: Any) -> None:
@@ -101,12 +101,12 @@ class RichTable(Table):
         self._live.refresh()
 
 
-def table(title: Sequence[str], columns: Sequence[Column], *, markdown: bool = False) -> Table:
+def table(title: Sequence[str], columns: Sequence[Column], *, markdown: bool = False) -> TextTable:
     """The table that suits what stdout is."""
     if markdown:
         return MarkdownTable(title, columns)
     console = terminal.rich_console(sys.stdout)
-    return Table(title, columns) if console is None else RichTable(title, columns, console)
+    return TextTable(title, columns) if console is None else RichTable(title, columns, console)
 
 
 def _escaped(text: str) -> str:

@@ -16,7 +16,7 @@ _PARTS = (BLUE, ORANGE, GREEN, VERMILION, GREY, PURPLE, SKY)
 _HATCHES = ("", "///", "...", "\\\\\\", "", "xxx", "++")
 
 
-class Table:
+class NotebookTable:
     """Rows of text under a head: aligned where it is printed, an HTML table in a notebook."""
 
     def __init__(self, head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> None:
@@ -36,7 +36,7 @@ class Table:
         return html_table(self.head, self.rows, first="th")
 
 
-def table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Table:
+def table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> NotebookTable:
     """A table that notebooks show as such, and that prints as aligned text. The first cell of a row names it.
     Needs no matplotlib. Raises ValueError for a row that has not as many cells as the head.
 
@@ -45,7 +45,7 @@ def table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Table:
     E4M3         31.5
     E5M2         25.6
     """
-    return Table(head, rows)
+    return NotebookTable(head, rows)
 
 
 def bars(rows: Mapping[str, Mapping[str, float] | Sequence[tuple[str, float]]], *, xlabel: str = "",

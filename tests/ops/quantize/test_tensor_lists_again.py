@@ -26,22 +26,22 @@ import cupy_fp8 as fp8
 from cupy_fp8 import MXScaling, Quantized, cases, testing
 from cupy_fp8.calls import keys, tables
 from cupy_fp8.calls.descriptions import Written, divide
-from cupy_fp8.calls.tables import Records, Table
+from cupy_fp8.calls.tables import DeviceTable, Records
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16
 
 
 # ---- calls that come again ----
 @pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Table]:
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[DeviceTable]:
     """Every table that is made."""
-    made: list[Table] = []
-    init = Table.__init__
+    made: list[DeviceTable] = []
+    init = DeviceTable.__init__
 
-    def noted(self: Table, *args: Any) -> None:
+    def noted(self: DeviceTable, *args: Any) -> None:
         made.append(self)
         init(self, *args)
 
-    monkeypatch.setattr(Table, "__init__", noted)
+    monkeypatch.setattr(DeviceTable, "__init__", noted)
     return made
 
 
