@@ -14,6 +14,8 @@ COLUMNS = 110
 #: ruff checks Python alone.
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
 FOLDERS = ("cupy_fp8", "kernels_cu", "tests", "docs", "benchmarks")
+#: Files beside these folders, as patterns.
+OTHERS = ("*.md", "*.toml", ".*.yaml", ".ci/*", ".github/**/*.yml")
 
 
 @pytest.mark.parametrize("command", [
@@ -24,7 +26,9 @@ def test_clean(command):
 
 
 def files() -> Iterator[Path]:
-    for path in (*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))):
+    for pattern in OTHERS:
+        yield from ROOT.glob(pattern)
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*")):
         if path.suffix in SUFFIXES:
             yield path
 
