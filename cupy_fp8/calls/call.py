@@ -54,13 +54,13 @@ class Op(Generic[_Inputs]):
 
 def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     """Call an op: returns its result, or `out` after writing it."""
-    described = None
+    key = None
     try:
-        described = keys.describe(op, given, out)
-        known = described and remembered.find(described, out)
+        key = keys.describe(op, given, out)
+        known = key and remembered.find(key, out)
     except (TypeError, ValueError):     # an option that cannot be hashed: the op says what is wrong with it
-        known = described = None
-    if described and known and (found := known.run(described[1], given, out)) is not None:
+        known = key = None
+    if key and known and (found := known.run(key[1], given, out)) is not None:
         return found
     call, inputs, result, arrays = validate_call(op, given, out)
     if executor_of(call.xp) == "reference":
@@ -75,8 +75,8 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     launches = list(op.launches(call, inputs, *written))
     for launch in launches:
         launch.run()
-    if described and call.repeatable:
-        remembered.remember(described, call, launches, written, out)
+    if key and call.repeatable:
+        remembered.remember(key, call, launches, written, out)
     return result.build(arrays) if out is None else out
 
 

@@ -2,8 +2,8 @@
 keys launch the same, so a key must tell apart everything that an op looks at.
 
 A key costs most of the host time of a repeated call. So what was found about types, lists and results is
-remembered too: `_signatures`, `_lists`, `_tokens` and the attribute `_described` of results hold nothing that
-could not be found again.
+remembered too: `_signatures`, `_known_lists`, `_stand_ins` and the attribute `_key_part` of results hold
+nothing that could not be found again.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _of_parts(parts: Sequence[Any], metadata: list[Any], addresses: list[Any]) -
 
 
 # ---- lists ----
-class Once:
+class HashedTuple:
     """A tuple that is hashed once, and known to equal itself without a look at its members."""
 
     def __init__(self, value: tuple[Any, ...]) -> None:
@@ -161,7 +161,7 @@ class Once:
         return self is other or (type(other) is type(self) and self.value == other.value)
 
 
-class Addresses(Once):
+class Addresses(HashedTuple):
     """The addresses of the arrays of a list."""
 
     @functools.cached_property
@@ -169,7 +169,7 @@ class Addresses(Once):
         return bytes(at % ALIGNMENT for at in self.value)
 
 
-def flat(addresses: Iterable[Any]) -> list[int]:
+def flattened(addresses: Iterable[Any]) -> list[int]:
     """Addresses, also those of lists, one by one."""
     found: list[int] = []
     for at in addresses:
@@ -181,14 +181,14 @@ class _Members(NamedTuple):
     """What `describe` says of a list, and the shapes of its arrays, which can be assigned to. `alive` watches
     its members: their identities are others' once they are gone."""
 
-    metadata: Once
+    metadata: HashedTuple
     addresses: Addresses
     shapes: tuple[tuple[int, ...], ...] | None
     alive: list[weakref.ref[Any]]
 
 
 #: What was described of lists, by the identities of their members.
-_lists: Memo[bytes, _Members] = Memo(1024)
+_known_lists: Memo[bytes, _Members] = Memo(1024)
 _SHAPE = attrgetter("shape")
 
 
@@ -209,16 +209,17 @@ def _of_list(members: list[Any], metadata: list[Any], addresses: list[Any]) -> b
         return True
     of_arrays = kind is not None and _of_arrays(kind) is _of_cupy
     key = identities(members) if of_arrays or kind is Quantized else b""
-    found = _lists.get(key) if key else None
+    found = _known_lists.get(key) if key else None
     if found is None or (of_arrays and found.shapes != tuple(map(_SHAPE, members))):
         own_metadata: list[Any] = []
         own_addresses: list[Any] = []
         if not _of_parts(members, own_metadata, own_addresses):
             return False
         shapes = tuple(map(_SHAPE, members)) if of_arrays else None
-        found = _Members(Once(tuple(own_metadata)), Addresses(tuple(flat(own_addresses))), shapes, [])
-        if of_arrays or (kind is Quantized and all("_described" in q.__dict__ for q in members)):
-            _lists.put(key, found)
+        found = _Members(HashedTuple(tuple(own_metadata)), Addresses(tuple(flattened(own_addresses))), shapes,
+                         alive=[])
+        if of_arrays or (kind is Quantized and all("_key_part" in q.__dict__ for q in members)):
+            _known_lists.put(key, found)
             forget = functools.partial(_forget_list, key)
             found.alive.extend(weakref.ref(member, forget) for member in members)
     metadata.append(found.metadata)
@@ -227,20 +228,21 @@ def _of_list(members: list[Any], metadata: list[Any], addresses: list[Any]) -> b
 
 
 def _forget_list(key: bytes, _: Any) -> None:
-    _lists.pop(key, None)
+    _known_lists.pop(key, None)
 
 
 # ---- results ----
-#: Equal metadata of results have one such object, which is compared and hashed at once.
-_tokens: Memo[tuple[Any, ...], object] = Memo(4096)
+#: Stands for the metadata of a result among those of a call: equal metadata have one such object, which is
+#: compared and hashed at once.
+_stand_ins: Memo[tuple[Any, ...], object] = Memo(4096)
 
 
 def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
-    """For results with these fields. On a GPU a result's description is kept with it, as `_described`, so its
-    fields are read once: results are frozen, and CuPy's memory stays where it is."""
+    """For results with these fields. On a GPU a result keeps its part of a key, as `_key_part`, so its fields
+    are read once: results are frozen, and CuPy's memory stays where it is."""
 
     def describe(result: Any, metadata: list[Any], addresses: list[Any]) -> bool:
-        known = result.__dict__.get("_described")
+        known = result.__dict__.get("_key_part")
         if known is None:
             parts = fields(result)
             own_metadata: list[Any] = []
@@ -248,9 +250,9 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
             if not _of_parts(parts, own_metadata, own_addresses):
                 return False
             known = tuple(own_metadata), own_addresses
-            if all(map(_stays, parts)):
-                known = _tokens.keep(known[0], object()), own_addresses
-                result.__dict__["_described"] = known
+            if all(map(_cannot_change, parts)):
+                known = _stand_ins.keep(known[0], object()), own_addresses
+                result.__dict__["_key_part"] = known
         metadata.append(known[0])
         addresses += known[1]
         return True
@@ -258,9 +260,9 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
     return describe
 
 
-def _stays(part: Any) -> bool:
-    """Whether what is described of a result's part cannot change. A NumPy array can become read-only."""
-    return "_described" in part.__dict__ if isinstance(part, Scaled) else type(part) is not np.ndarray
+def _cannot_change(part: Any) -> bool:
+    """Whether what a key has of a result's part cannot change. A NumPy array can become read-only."""
+    return "_key_part" in part.__dict__ if isinstance(part, Scaled) else type(part) is not np.ndarray
 
 
 #: How to describe each kind of object that has memory; anything else is a plain option.

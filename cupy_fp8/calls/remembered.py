@@ -17,21 +17,21 @@ from ..kernels import Launch, owner_of, workspace
 from ..kernels.tensor_map import TensorMap
 from . import validate
 from .arguments import Call
-from .keys import Memo, flat
+from .keys import Memo, flattened
 from .memory import ALIGNMENT, ALLOCATION_ALIGNMENT
 from .relocation import CallMemory, RelocatedLaunch, RelocatedRecords
 from .tables import DeviceTable, table
 
 _U32 = np.dtype(np.uint32)
 #: The metadata and the addresses of a call (`keys.describe`).
-_Described = tuple[tuple[Any, ...], list[Any]]
+_CallKey = tuple[tuple[Any, ...], list[Any]]
 
 _calls: Memo[Any, _Repeated | _Allocating] = Memo(4096)
 
 
-def find(described: _Described, out: Any) -> _Repeated | _Allocating | None:
+def find(key: _CallKey, out: Any) -> _Repeated | _Allocating | None:
     """An earlier call that this one can be launched like. TypeError if an option cannot be hashed."""
-    metadata, addresses = described
+    metadata, addresses = key
     if out is None and (found := _calls.get(_by_alignments(metadata, addresses))) is not None:
         return found
     return _calls.get((metadata, *addresses))
@@ -42,9 +42,9 @@ def _by_alignments(metadata: tuple[Any, ...], addresses: list[Any]) -> tuple[Any
     return (metadata, *[at % ALIGNMENT if type(at) is int else at.alignments for at in addresses])
 
 
-def remember(described: _Described, call: Call, launches: list[Launch], written: list[int], out: Any) -> None:
+def remember(key: _CallKey, call: Call, launches: list[Launch], written: list[int], out: Any) -> None:
     """Keep a call that has been launched, if it can be repeated."""
-    metadata, addresses = described
+    metadata, addresses = key
     if out is not None:
         _calls.put((metadata, *addresses), _Repeated(call, launches))
         return
@@ -52,10 +52,10 @@ def remember(described: _Described, call: Call, launches: list[Launch], written:
     # so is one with tensor maps, which are made for the addresses of its arguments.
     at_fixed_addresses = any(each.written for each in call.ranges) or any(
         isinstance(value, TensorMap) for launch in launches for value in launch.values)
-    found = _Allocating.of(call, launches, flat(addresses), written, at_fixed_addresses)
+    found = _Allocating.of(call, launches, flattened(addresses), written, at_fixed_addresses)
     if found is not None:
-        key = (metadata, *addresses) if at_fixed_addresses else _by_alignments(metadata, addresses)
-        _calls.put(key, found)
+        known_by = (metadata, *addresses) if at_fixed_addresses else _by_alignments(metadata, addresses)
+        _calls.put(known_by, found)
 
 
 def forget() -> None:
@@ -129,7 +129,7 @@ class _Allocating:
         arrays, written = self._allocation.make()
         if [at % self._alignment for at in written] != self._remainders:
             return None
-        addresses = flat(addresses) + written
+        addresses = flattened(addresses) + written
         for use, words in self._workspaces:
             addresses.append(address(workspace(None, x, use, words)))
         scratches = [empty_beside(x, shape, _U32) for shape in self._scratches]
