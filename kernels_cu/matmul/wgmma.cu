@@ -47,7 +47,8 @@ struct TileNumbers {
         position.next();
         return number = __shfl_sync(~0u, number, 0);
     }
-    // After the last tile. The last cluster that comes here clears the words: nobody takes a number any more.
+    // Is called after the last tile. The last cluster that comes here clears the words, since nobody takes a
+    // number any more.
     __device__ __forceinline__ void end() {
         if (kSizesOfK || rank != 0 || lane != 0) return;
         if (atomicAdd(taken + 1, 1u) != (u32)clusters - 1) return;
@@ -93,7 +94,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
     Walk walk(product);
     RingPosition<kQueue> position;
     TileNumbers numbers(p.taken);
-    // The maps of this block.
+    // This block writes its maps here.
     TensorMap* const own_maps = kSizesOfK ? p.maps + blockIdx.x * (kMaps * 2) : nullptr;
     int mapped = -1;                               // the group that maps were written for last
     int map = 0;

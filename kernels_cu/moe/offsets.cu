@@ -45,13 +45,13 @@ constexpr int kBlocks = 3;
 #else
 constexpr int kBlocks = 2;
 #endif
-constexpr u64 kTooMany = 1ull << 63;
+constexpr u64 kSaturated = 1ull << 63;
 constexpr u64 kSmall = (1ull << 32) / (32 * kItems);     // A warp's sum of smaller terms fits 32 bits.
 
 __device__ __forceinline__ u32 plus(u32 a, u32 b) { return a + b; }
-__device__ __forceinline__ u64 plus(u64 a, u64 b) {      // Terms are at most kTooMany.
+__device__ __forceinline__ u64 plus(u64 a, u64 b) {      // Terms are at most kSaturated.
     const u64 sum = a + b;
-    return (a | sum) & kTooMany ? kTooMany : sum;
+    return (a | sum) & kSaturated ? kSaturated : sum;
 }
 
 // Computes inclusive sums over a warp's items. Item 0 of all lanes comes before item 1.
@@ -75,7 +75,7 @@ __device__ __forceinline__ u64 warp_sum(u64 term) {
     return term;
 }
 
-__device__ __forceinline__ u64 counted(i64 size) { return size > 0 ? size : 0; }
+__device__ __forceinline__ u64 none_if_negative(i64 size) { return size > 0 ? size : 0; }
 
 // Returns this thread's part of the sum of load(0), ..., load(count - 1).
 template <class Load>
@@ -114,7 +114,7 @@ __device__ __forceinline__ bool write(const Output& output, u64 largest, const u
 // Returns this thread's part of the sum of all sizes before the tile that begins at tile_start.
 __device__ __forceinline__ u64 sum_before(const OffsetsParams& p, u32 tile, i64 tile_start) {
     if (p.totals) return thread_sum(tile, [&](i64 i) { return load_read_only(p.totals + i); });
-    return thread_sum(tile_start, [&](i64 i) { return counted(p.splits.load(i)); });
+    return thread_sum(tile_start, [&](i64 i) { return none_if_negative(p.splits.load(i)); });
 }
 
 // Turns the sizes of a warp into their inclusive sums. Returns kSplitNegative if one of this thread's is
@@ -124,7 +124,7 @@ __device__ __forceinline__ u32 add_up_warp(const i64 (&size)[kItems], u64 (&sum)
     u32 wrong = 0;
 #pragma unroll
     for (int u = 0; u < kItems; u++) {
-        sum[u] = counted(size[u]);
+        sum[u] = none_if_negative(size[u]);
         small &= sum[u] < kSmall;
         if (size[u] < 0) wrong = kSplitNegative;
     }

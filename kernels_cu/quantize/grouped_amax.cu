@@ -47,7 +47,7 @@ group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
     const int mine = found.group < 0 ? 0 : left_of(elements - (i64)part * kPart, kPart);
     Amax<IN> amax;
     const i64 in_group = before * p.groups.columns + (i64)part * kPart;
-    if (mine) add_run<kThreads>(amax, p.x + found.start + in_group, mine);
+    if (mine) add_elements<kThreads>(amax, p.x + found.start + in_group, mine);
     const u32 part_amax = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
         if (mine && load_relaxed(amaxes + found.group) < part_amax)

@@ -218,11 +218,11 @@ struct GroupTensors {
         if (ahead.at >= p.groups.across) ahead.segment++, ahead.at -= p.groups.across;
         ahead.word = word_of(ahead.tile, ahead.segment);
         if (threadIdx.x % 32 == 0) {
-            const bool nobodys = found.group < 0;
+            const bool past_groups = found.group < 0;
             const i64 columns = p.groups.columns, column = (i64)across * kTileSide;
-            const i64 row = nobodys ? 0 : found.index * kTileSide;
+            const i64 row = past_groups ? 0 : found.index * kTileSide;
             const i64 in_group = row * columns + column;
-            const i64 in_group_t = nobodys ? in_group : column * found.rows + row;
+            const i64 in_group_t = past_groups ? in_group : column * found.rows + row;
             u8* const data_t = p.data_t ? p.data_t + found.to + in_group_t : nullptr;
             u8* const data = p.data ? p.data + found.to + in_group : nullptr;
             const u32 first = (segment - (u32)found.index) * p.groups.across;
@@ -230,7 +230,7 @@ struct GroupTensors {
             const u32 vector = found.rows % 16 == 0 && reinterpret_cast<u64>(data_t) % 16 == 0;
             to = {p.x + found.start + in_group, data, data_t, found.rows, columns, found.group, tile, first,
                   tiles, left_of(found.given - row, kTileSide), left_of(found.rows - row, kTileSide),
-                  left_of(columns - column, kTileSide), vector, nobodys ? (u32)kClear : 0};
+                  left_of(columns - column, kTileSide), vector, past_groups ? (u32)kClear : 0};
         }
         __syncwarp();
         return to.rows > 0;

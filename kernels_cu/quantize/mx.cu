@@ -37,7 +37,8 @@ struct MxParams {
     i64 n;                       // elements of x
     i64 rows, columns;           // of each matrix
     ScaleRule rule;
-    u32 square;  // 1: blocks of 32 x 32; either direction's scales, data by ALONG_COLUMNS (and ALONG_ROWS)
+    u32 square;                  // 1: blocks are 32 x 32, so both directions have the same scales; stored,
+                                 // or ALONG_ROWS and ALONG_COLUMNS, say how data are stored
     u32 stored;                  // tile without ALIGNED: ALONG_ROWS | ALONG_COLUMNS << 2
     u32 vector;                  // rows: x and data are aligned to their chunks. tile without ALIGNED: bit 0,
                                  // every row of x allows loads of four elements; bits 1 and 2,

@@ -31,7 +31,7 @@ __device__ __forceinline__ Chunk<OUT, 8> quantized(const SwigluBlockParams& p, c
                                                    float by) {
     return narrowed<OUT>(y, [&](float v, int) { return scaled(p, v, by); });
 }
-// The same with an operand for each column.
+// Quantises a chunk with an operand for each column.
 __device__ __forceinline__ Chunk<OUT, 8> quantized(const SwigluBlockParams& p, const float (&y)[8],
                                                    const float (&by)[8]) {
     return narrowed<OUT>(y, [&](float v, int i) { return scaled(p, v, by[i]); });
@@ -74,9 +74,9 @@ struct BlockRowScales {
         if (!(kOptions && kBackward) || (columns ? has_other : has)) store(s, columns);
         return operand(p, s);
     }
-    // The same for u, which has not been multiplied by the rows' weights yet. Where all scales are powers of
-    // two and no number is extreme, the weight is multiplied into the scale: a product with a power of two is
-    // rounded only where FP8 makes it 0.
+    // Returns it for u, which has not been multiplied by the rows' weights yet. Where all scales are powers
+    // of two and no number is extreme, the weight is multiplied into the scale: a product with a power of two
+    // is rounded only where FP8 makes it 0.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void quantize_tile(const SwigluBlockParams& p, const 
     }
 }
 
-// Paths rows and tiles.
+// The paths rows and tiles take this function.
 __device__ __forceinline__ void quantize_without_options(const SwigluBlockParams& p) {
     extern __shared__ __align__(16) u8 shared[];
     const SwigluCall& call = p.call;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void quantize_without_options(const SwigluBlockParams
 // Words from one segment of a warp's rows to the next, free of bank conflicts.
 constexpr int kSegmentStride = 16 + 4;
 
-// The same column by column. amaxes: [16][128] words.
+// Quantises a tile column by column. amaxes: [16][128] words.
 __device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, const TilePosition& at,
                                                  const float (&y)[8][8], u32* amaxes, const Tile& tile) {
     const SwigluCall& call = p.call;

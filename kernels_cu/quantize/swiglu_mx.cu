@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, cons
         *p.row_scales.at(0, at.row + row, b) = b < block + kSegments ? (u8)(four >> (int)(b - block) * 8) : 0;
 }
 
-// The same of column-wise scales.
+// Stores column-wise scales in the same way.
 __device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, const TilePosition& at,
                                                       i64 end, bool last, const ScaleWord& own,
                                                       const u8* of_columns) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const
 __device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&y)[8], float by) {
     return narrowed<OUT>(y, [&](float v, int) { return mul_rn(v, by); });
 }
-// The same with a factor for each column.
+// Quantises a chunk with a factor for each column.
 __device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&y)[8], const float (&by)[8]) {
     return narrowed<OUT>(y, [&](float v, int i) { return mul_rn(v, by[i]); });
 }
@@ -129,7 +129,7 @@ struct MxRowScales {
 
     // Returns the factor of the elements of this lane's chunk. to: where the byte goes.
     __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
-    // The same for u, which has not been multiplied by the rows' weights yet, as BlockRowScales in
+    // Returns it for u, which has not been multiplied by the rows' weights yet, as BlockRowScales in
     // swiglu_blocks.cu does it.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
@@ -267,7 +267,7 @@ __device__ __forceinline__ void store_row_scales(const SwigluMxParams& p, const 
                      nullptr);
 }
 
-// Paths rows and tiles.
+// The paths rows and tiles take this function.
 __device__ __forceinline__ void quantize_without_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
     // A word per row; two tiles take turns.

@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_codes(const SwigluCastParams& p, const Str
         store_chunks(p.call, p.data + part * apart(p.call), position, rows.left_in(part, rows.left),
                      [&](int chunk) { return codes[part][chunk]; });
 }
-// The same transposed, through shared memory behind the stages.
+// Stores them transposed, through shared memory behind the stages.
 __device__ __forceinline__ void store_codes_t(const SwigluCastParams& p, const StreamPosition& at,
                                               const Chunk<OUT, 8> (&codes)[kParts][kThreadRows],
                                               u8* shared) {

@@ -77,7 +77,7 @@ struct TensorView {
 // Large tiles have registers for one path alone: that of aligned matrices without partial patches.
 constexpr bool kWhole = TILE_ROWS * TILE_COLUMNS > 128 * 128;
 
-// As in tensor.cu.
+// The numbers of blocks are those of tensor.cu.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = (kLoads == 2 ? 512 : 1024) / Tile::kThreads;
 #else
@@ -146,7 +146,7 @@ multi_amax_scale(const __grid_constant__ MultiAmaxParams p) {
     const i64 begin = (blockIdx.x - tensor.first_block) * share;
     const i64 end = begin + share < n ? begin + share : n;
     Amax<IN> amax;
-    if (begin < end) add_run<kThreads>(amax, tensor.x + begin, end - begin);
+    if (begin < end) add_elements<kThreads>(amax, tensor.x + begin, end - begin);
     const u32 block_amax = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
         MultiWorkspace* const own = p.workspace + index;

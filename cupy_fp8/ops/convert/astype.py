@@ -20,7 +20,7 @@ from ...methods import for_methods
 _CONVERT = Kernel("convert/astype", "convert", block=shapes.ELEMENTWISE_THREADS)
 _TRANSPOSE = Kernel("convert/astype", "transpose")
 _ALL_DTYPES = tuple(FORMATS)
-#: The fastest choice on an H200 (docs/lab-notes).
+#: This choice is the fastest on an H200 (docs/lab-notes).
 _BYTES = shapes.Tile(256, 256, down_first=True)
 
 

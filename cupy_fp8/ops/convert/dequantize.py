@@ -28,7 +28,7 @@ from .astype import flat_launches
 _LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row", block=shapes.ELEMENTWISE_THREADS)
 _BLOCKS = Kernel("convert/dequantize", "dequantize_blocks", block=shapes.ELEMENTWISE_THREADS)
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
-#: The fastest choice on an H200 (docs/lab-notes).
+#: This choice is the fastest on an H200 (docs/lab-notes).
 _TRANSPOSED = shapes.Tile(128, 256, down_first=True)
 #: Chunks that a block of threads of dequantize_long_row takes.
 _CHUNKS = 2 * shapes.ELEMENTWISE_THREADS

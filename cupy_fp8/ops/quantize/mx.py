@@ -238,8 +238,8 @@ QUANTIZE = _QuantizeMx()
 
 # ---- programs ----
 def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool) -> WarpTiles:
-    """The fastest choice on an H200 (docs/lab-notes). adjoin_down: scales that are neighbours down a column
-    of memory are neighbours in scale_inv, so a tile has four of them."""
+    """The choice that is fastest on an H200 (docs/lab-notes). adjoin_down: scales that are neighbours down a
+    column of memory are neighbours in scale_inv, so a tile has four of them."""
     if TRANSPOSED not in (rows, columns):
         return _SWIZZLED if adjoin_down or not rows else _COMPACT
     if AS_IS not in (rows, columns):

@@ -34,7 +34,7 @@ from ...layouts import (
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales", block=64)
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales", block=64)
 _TILES = 8                  # tiles that a block of threads takes along a line
-#: The define GROUPED.
+#: The values of the define GROUPED.
 _NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2
 
 

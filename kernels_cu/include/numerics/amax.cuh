@@ -28,7 +28,7 @@ struct Amax {
 // Adds to every thread's maximum its share of `n` consecutive elements at x. A whole block of kThreads
 // threads calls it. A thread has four 16-byte loads in flight.
 template <int kThreads, class F>
-__device__ __forceinline__ void add_run(Amax<F>& amax, const typename F::storage* x, i64 n) {
+__device__ __forceinline__ void add_elements(Amax<F>& amax, const typename F::storage* x, i64 n) {
     constexpr int kUnroll = 4, kChunk = 16 / sizeof(typename F::storage);
     constexpr i64 kStep = (i64)kThreads * kChunk;
     using Source = Chunk<F, kChunk>;

@@ -74,7 +74,7 @@ struct BlockRule {
         const u32 factor = ((as_bits(target) - raised(amax_bits)) & 0xff800000u) + (127u << 23);
         return {as_float(factor), as_float((254u << 23) - factor)};
     }
-    // Magnitudes order like their bits.
+    // Returns the larger one of an amax and eps. Magnitudes have the order of their bits.
     __device__ __forceinline__ u32 raised(u32 amax_bits) const {
         return amax_bits < as_bits(eps) ? as_bits(eps) : amax_bits;
     }

@@ -69,9 +69,9 @@ struct WarpTileAmax {
                                     __byte_perm(row[r / 2], of_row, 0x7632));
         }
     }
-    // Over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part of, so
-    // that afterwards lane i of a group holds the whole maxima of rows i * kOwned to i * kOwned + kOwned - 1,
-    // as f32 bits.
+    // Reduces over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part
+    // of, so that afterwards lane i of a group holds the whole maxima of rows i * kOwned to
+    // i * kOwned + kOwned - 1, as f32 bits.
     template <int kLanes> static constexpr int kOwned = kWarpTileRows / kLanes;
     template <int kLanes>
     __device__ __forceinline__ void reduce_rows(u32 (&owned)[kOwned<kLanes>]) {
@@ -98,7 +98,7 @@ private:
     static __device__ __forceinline__ u32 widened(u32 magnitude) { return as_bits(F::widen(magnitude)); }
 };
 
-// A 4 x 4 matrix of bytes across the lanes l, l + 8, l + 16 and l + 24, one word each, transposed.
+// Transposes a 4 x 4 matrix of bytes, of which the lanes l, l + 8, l + 16 and l + 24 have a word each.
 __device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
     const bool odd = threadIdx.x & 8, upper = threadIdx.x & 16;
     u32 other = __shfl_xor_sync(~0u, word, 16);
@@ -145,7 +145,7 @@ struct WarpTiles {
             });
             return;
         }
-        // Loads before stores, and what all of them have in common once.
+        // All loads come before the stores, and addresses that they share are computed once.
         constexpr int kStep = kThreads / kUnits, kOfThread = kColumns / kStep;
         constexpr int kPeriod = kStep < kSwizzled ? kSwizzled / kStep : 1;
         static_assert(kStep % kSwizzled == 0 || kSwizzled % kStep == 0,
