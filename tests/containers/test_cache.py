@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cached_weights import RECIPES, SHAPES, addresses, change, expected, weights_of
-from list_results import LAUNCHES, assert_same, one, raw
+from list_results import LAUNCHES, assert_same, one_element, raw
 
 import cupy_fp8 as fp8
 from cupy_fp8 import CurrentScaling, DelayedScaling, MXScaling, WeightCache, backend, cases, testing
@@ -69,7 +69,7 @@ def test_one_fused_call(recipe, run, launched):
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
 def test_noop_decides(recipe, run, launched):
     """Always launched; a miss ignores it."""
-    cache, weights, flag = WeightCache(recipe), weights_of(run), run.array(one(1.0))
+    cache, weights, flag = WeightCache(recipe), weights_of(run), run.array(one_element(1.0))
     first = cache.quantize(weights, noop=flag)
     for w, q in zip(weights, first, strict=True):
         assert_same(q, recipe.quantize(w))

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from declared import DTYPES_OF_CASES, Example, mapped
+from declared import DTYPES_OF_CASES, Example, map_arrays
 from other_results import other_parts, results_of
 from perturbed import (
     DTYPES,
@@ -117,7 +117,7 @@ def other_arguments(example: Example, others: Callable[[Any], Iterable[tuple[str
             for how, other in others(a):
                 args = (*example.args[:i], other, *example.args[i + 1:])
                 tree = args, example.kwargs, example.out
-                yield how, example.with_tree(mapped(tree, lambda a: place.run.array(a.copy(order="K"))))
+                yield how, example.with_tree(map_arrays(tree, lambda a: place.run.array(a.copy(order="K"))))
 
 
 def has_results(example: Example) -> bool:

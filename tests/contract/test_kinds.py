@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from declared import Example, leaves, mapped
+from declared import Example, leaves, map_arrays
 from perturbed import compare, on_host, refused
 from places import Place, every_example
 
@@ -23,7 +23,7 @@ def moved_one_by_one(example: Example, move: Callable[[Any], Any]) -> Iterator[t
     for name, a in example.named().items():
         part = together.get(id(a))
         gone = {id(b) for b in leaves(part)} if part else {id(a)}
-        tree = mapped(
+        tree = map_arrays(
             example.tree, lambda b, gone=gone: move(b) if id(b) in gone else b)  # type: ignore[misc]
         yield name.partition(".")[0] if part else name, example.with_tree(tree)
 
@@ -64,7 +64,7 @@ def test_other_device(example, device):
 def test_a_device_that_is_not_current(example, device):
     """A call runs where its arrays are, whatever device is current; what it allocates is there too."""
     second = on_second(device)
-    example = example.with_tree(mapped(example.fresh().tree, lambda a: device.array(a, second)))
+    example = example.with_tree(map_arrays(example.fresh().tree, lambda a: device.array(a, second)))
     options = {name: value for name, value in example.kwargs.items() if name != "noop"}
     for current in device.devices[:2]:
         with device.cupy.cuda.Device(current):

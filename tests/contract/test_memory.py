@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from arena import ROOM, Arena, apart
-from declared import Example, leaves, mapped
+from declared import Example, leaves, map_arrays
 from perturbed import bytes_of, compare, given, on_host, outcome, refused, with_array
 from places import every_example
 
@@ -61,7 +61,7 @@ def test_arrays_that_touch(example, place):
     arrays = {id(a): a for a in leaves(example.tree)}
     order = sorted(arrays, key=lambda i: -(arrays[i].nbytes & -arrays[i].nbytes))
     moved = {i: arena.append(arrays[i]) for i in order}
-    example = example.with_tree(mapped(example.tree, lambda a: moved[id(a)])).declare()
+    example = example.with_tree(map_arrays(example.tree, lambda a: moved[id(a)])).declare()
     args, kwargs = on_host(example)
     example.poison()
     before = {name: bytes_of(a).tobytes() for name, a in example.named().items()}

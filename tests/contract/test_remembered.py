@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from declared import Example, leaves, mapped
+from declared import Example, leaves, map_arrays
 from perturbed import (
     DTYPES,
     anew,
@@ -218,7 +218,7 @@ def test_an_array_in_the_place_of_one_that_is_gone(example, device):
                               for owner in owners))
         assert workspaces[-1] == workspaces[0], "a workspace of a result that is gone"
         change_contents(example, device)
-        example = example.with_tree(mapped(example.tree, lambda a: cp.ndarray(a.shape, a.dtype, a.data)))
+        example = example.with_tree(map_arrays(example.tree, lambda a: cp.ndarray(a.shape, a.dtype, a.data)))
         example.poison()
 
 
@@ -239,7 +239,7 @@ def test_memory_by_turns(example, device):
         return place
 
     for turn in range(12):
-        moved = example.with_tree(mapped(example.tree, move))
+        moved = example.with_tree(map_arrays(example.tree, move))
         args, kwargs = on_host(moved)
         moved.poison()
         if turn % 3 == 2 and not example.updates:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from declared import Example, leaves, mapped
+from declared import Example, leaves, map_arrays
 from perturbed import bytes_of
 from places import Place
 
@@ -56,4 +56,4 @@ def apart(example: Example, place: Place, lead: int = 0) -> tuple[Example, Arena
     arrays = {id(a): a for a in leaves(example.tree)}
     arena = Arena(place, sum(a.nbytes + 3 * ROOM for a in arrays.values()))
     moved = {i: arena.append_at(lead, a) for i, a in arrays.items()}
-    return example.with_tree(mapped(example.tree, lambda a: moved[id(a)])), arena
+    return example.with_tree(map_arrays(example.tree, lambda a: moved[id(a)])), arena

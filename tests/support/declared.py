@@ -46,7 +46,7 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(part)
 
 
-def mapped(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
+def map_arrays(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
     """The same tree of other arrays. What was one array, or one result, stays one. Results are not
     validated."""
     made = {} if made is None else made
@@ -56,12 +56,12 @@ def mapped(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None 
         found = change(tree)
     elif isinstance(tree, Result):
         found = object.__new__(type(tree))
-        found.__dict__.update({name: mapped(part, change, made)
+        found.__dict__.update({name: map_arrays(part, change, made)
                                for name, part in tree.__getstate__().items()})
     elif isinstance(tree, dict):
-        found = {name: mapped(part, change, made) for name, part in tree.items()}
+        found = {name: map_arrays(part, change, made) for name, part in tree.items()}
     elif isinstance(tree, (list, tuple)):
-        found = type(tree)([mapped(part, change, made) for part in tree])
+        found = type(tree)([map_arrays(part, change, made) for part in tree])
     else:
         return tree
     made[id(tree)] = found
@@ -70,7 +70,7 @@ def mapped(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None 
 
 def swapped(tree: Any, old: Any, new: Any) -> Any:
     """The tree with another object in the place of an array."""
-    return mapped(tree, lambda a: new if a is old else a)
+    return map_arrays(tree, lambda a: new if a is old else a)
 
 
 def snapshot(*trees: Any) -> list[bytes]:
@@ -138,13 +138,13 @@ class Example:
 
     def fresh(self) -> Example:
         """The same call of arrays of its own, with poison where the result goes."""
-        found = self.with_tree(mapped(self.tree, lambda a: _copy(a)))
+        found = self.with_tree(map_arrays(self.tree, lambda a: _copy(a)))
         found.poison()
         return found.declare()
 
     def on(self, run: testing.Executor) -> Example:
         """The same call of arrays on an executor."""
-        return self.with_tree(mapped(self.fresh().tree, run.array)).declare()
+        return self.with_tree(map_arrays(self.fresh().tree, run.array)).declare()
 
     def declare(self) -> Example:
         return replace(self, declared=tuple(_valid(self.call)[0]))

@@ -18,7 +18,7 @@ LAUNCHES = {DelayedScaling: ["multi_cast_transpose"],
             BlockScaling: ["group_quantize_block"], MXScaling: ["group_quantize_mx"]}
 
 
-def one(value: float) -> np.ndarray:
+def one_element(value: float) -> np.ndarray:
     return np.array([value], np.float32)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from declared import Example, leaves, mapped, snapshot, swapped
+from declared import Example, leaves, map_arrays, snapshot, swapped
 from places import Place
 
 import cupy_fp8 as fp8
@@ -82,7 +82,7 @@ def right_or_refused(example: Example, pattern: str, how: str = "") -> bool:
 
 def on_host(example: Example) -> tuple[Any, Any]:
     """The arguments of a call, as copies in NumPy arrays."""
-    return mapped((example.args, example.kwargs), lambda a: fp8.asnumpy(a).copy(order="K"))
+    return map_arrays((example.args, example.kwargs), lambda a: fp8.asnumpy(a).copy(order="K"))
 
 
 def compare(example: Example, args: Any, kwargs: Any) -> None:

@@ -30,15 +30,15 @@ class Machine:
     def array(self, a: np.ndarray) -> Any:
         return self.place.array(a)
 
-    def there(self, s: Scaled) -> Scaled:
+    def on_gpu(self, s: Scaled) -> Scaled:
         return Scaled._of(self.array(s.data), self.array(s.scale_inv), s.shape, s.transposed, s.block,
                           s.scale_layout)
 
     def both(self, pair: tuple[str, str], *, types: Any = (float8_e4m3fn, float8_e4m3fn), m: int = M,
              n: int = N, k: int = K, batch: tuple[int, ...] = (), layout: str = "gemm_ready",
              scale: Any = float32) -> tuple[Scaled, Scaled]:
-        return (self.there(operand((*batch, m, k), types[0], pair[0], layout, scale, "normal", 1)),
-                self.there(operand((*batch, n, k), types[1], pair[1], layout, scale, "normal", 2)))
+        return (self.on_gpu(operand((*batch, m, k), types[0], pair[0], layout, scale, "normal", 1)),
+                self.on_gpu(operand((*batch, n, k), types[1], pair[1], layout, scale, "normal", 2)))
 
     def checked(self, a: Scaled, b: Scaled, **options: Any) -> Any:
         """The result, once it has been compared with the reference."""

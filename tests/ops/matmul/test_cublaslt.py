@@ -26,7 +26,7 @@ TYPES: dict[Any, int] = {float32: 0, float16: 2, bfloat16: 14, float8_e4m3fn: 28
 
 
 @pytest.fixture
-def there() -> Iterator[Machine]:
+def gpu_stand_in() -> Iterator[Machine]:
     with machine() as found:
         yield found
 
@@ -34,12 +34,12 @@ def there() -> Iterator[Machine]:
 # ---- what the library is told ----
 @pytest.mark.parametrize("to", [bfloat16, float16, float32], ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_every_attribute(pair, to, there):
+def test_every_attribute(pair, to, gpu_stand_in):
     """D [M, N] = a · bᵀ is the library's D [N, M] = Aᵀ · B with A = b and B = a."""
-    a, b = there.both(pair, types=(float8_e4m3fn, float8_e5m2))
-    out = there.array(np.zeros((M, N), to))
-    assert there.checked(a, b, dtype=to, out=out) is out
-    trial, product = there.fake.products
+    a, b = gpu_stand_in.both(pair, types=(float8_e4m3fn, float8_e5m2))
+    out = gpu_stand_in.array(np.zeros((M, N), to))
+    assert gpu_stand_in.checked(a, b, dtype=to, out=out) is out
+    trial, product = gpu_stand_in.fake.products
     assert product._replace(stream=0) == trial._replace(stream=0)
     modes = {} if pair[0] == "tensor" else {31: MODES[pair[1]], 32: MODES[pair[0]]}
     assert product.description == {
@@ -50,7 +50,7 @@ def test_every_attribute(pair, to, there):
     assert product.pointers == {"A": b.data.data.ptr, "B": a.data.data.ptr, "C": out.data.ptr,
                                 "D": out.data.ptr, "workspace": 0}
     assert (product.alpha, product.beta, product.algorithm, product.workspace_bytes) == (1, 0, 1, 0)
-    assert there.fake.preferences == [{1: 8 << 20, 5: 256, 6: 256, 7: 256, 8: 256}]
+    assert gpu_stand_in.fake.preferences == [{1: 8 << 20, 5: 256, 6: 256, 7: 256, 8: 256}]
 
 
 def test_descriptions_are_those_of_the_header():
@@ -67,30 +67,30 @@ def test_descriptions_are_those_of_the_header():
 
 @pytest.mark.parametrize(("to", "bias"), [(bfloat16, bfloat16), (float16, float16), (float32, bfloat16)],
                          ids=str)
-def test_bias(to, bias, there):
-    a, b = there.both(("tensor", "tensor"))
-    given = there.array(np.arange(N, dtype=np.float32).astype(bias))
-    there.checked(a, b, dtype=to, bias=given)
-    description = there.fake.products[-1].description
+def test_bias(to, bias, gpu_stand_in):
+    a, b = gpu_stand_in.both(("tensor", "tensor"))
+    given = gpu_stand_in.array(np.arange(N, dtype=np.float32).astype(bias))
+    gpu_stand_in.checked(a, b, dtype=to, bias=given)
+    description = gpu_stand_in.fake.products[-1].description
     assert (description[7], description[8], description[26]) == (4, given.data.ptr, TYPES[bias])
-    there.checked(a, b, dtype=to)                                       # the same call without a bias
-    assert not {7, 8, 26} & there.fake.products[-1].description.keys()
+    gpu_stand_in.checked(a, b, dtype=to)                                # the same call without a bias
+    assert not {7, 8, 26} & gpu_stand_in.fake.products[-1].description.keys()
 
 
-def test_fast_accumulation(there):
-    a, b = there.both(("row", "row"))
+def test_fast_accumulation(gpu_stand_in):
+    a, b = gpu_stand_in.both(("row", "row"))
     for fast in (True, False):
-        there.checked(a, b, fast_accum=fast)
-        assert there.fake.products[-1].description.get(25, 0) == fast
+        gpu_stand_in.checked(a, b, fast_accum=fast)
+        assert gpu_stand_in.fake.products[-1].description.get(25, 0) == fast
 
 
-def test_accumulate(there):
+def test_accumulate(gpu_stand_in):
     """The trial of a new plan leaves what the product is added to as it is."""
-    a, b = there.both(("vector", "vector"))
-    into = there.array(np.arange(M * N, dtype=np.float32).reshape(M, N))
+    a, b = gpu_stand_in.both(("vector", "vector"))
+    into = gpu_stand_in.array(np.arange(M * N, dtype=np.float32).reshape(M, N))
     for _ in range(3):
-        assert there.checked(a, b, accumulate=into) is into
-    trial, *calls = there.fake.products
+        assert gpu_stand_in.checked(a, b, accumulate=into) is into
+    trial, *calls = gpu_stand_in.fake.products
     assert trial.pointers["C"] == into.data.ptr
     assert trial.pointers["D"] != into.data.ptr
     assert [(p.beta, p.pointers["C"], p.pointers["D"]) for p in calls] == [
@@ -98,22 +98,22 @@ def test_accumulate(there):
     assert fp8.matmul_nt(a, b, accumulate=into, out=into) is into
 
 
-def test_a_batch_with_one_scale_is_one_call(there):
-    a, b = there.both(("tensor", "tensor"), batch=(3,))
-    there.checked(a, b)
-    product = there.fake.products[-1]
+def test_a_batch_with_one_scale_is_one_call(gpu_stand_in):
+    a, b = gpu_stand_in.both(("tensor", "tensor"), batch=(3,))
+    gpu_stand_in.checked(a, b)
+    product = gpu_stand_in.fake.products[-1]
     assert (product.a.batch, product.b.batch, product.d.batch) == (3, 3, 3)
     assert (product.a.stride, product.b.stride, product.d.stride) == (N * K, M * K, M * N)
-    assert len(there.fake.products) == 2
+    assert len(gpu_stand_in.fake.products) == 2
 
 
 @pytest.mark.parametrize("pair", PAIRS[1:], ids="-".join)
-def test_a_batch_of_scales_is_a_call_for_each_matrix(pair, there):
-    a, b = there.both(pair, batch=(3,))
+def test_a_batch_of_scales_is_a_call_for_each_matrix(pair, gpu_stand_in):
+    a, b = gpu_stand_in.both(pair, batch=(3,))
     for _ in range(3):                                                  # also as remembered calls
-        there.fake.products.clear()
-        out = there.checked(a, b)
-        products = there.fake.products[-3:]
+        gpu_stand_in.fake.products.clear()
+        out = gpu_stand_in.checked(a, b)
+        products = gpu_stand_in.fake.products[-3:]
         assert [p.pointers["A"] - b.data.data.ptr for p in products] == [0, N * K, 2 * N * K]
         assert [p.pointers["B"] - a.data.data.ptr for p in products] == [0, M * K, 2 * M * K]
         assert [p.pointers["D"] - out.data.ptr for p in products] == [0, 2 * M * N, 4 * M * N]
@@ -126,17 +126,17 @@ def test_a_batch_of_scales_is_a_call_for_each_matrix(pair, there):
 @pytest.mark.parametrize(("layout", "scale"), [
     ("compact", float32), ("deepgemm_sm90", float32), ("gemm_ready", float32), ("compact", float8_e8m0fnu)])
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
-def test_scales_of_other_layouts(layout, scale, batch, there):
+def test_scales_of_other_layouts(layout, scale, batch, gpu_stand_in):
     """They are converted by a launch of the call, also when it is captured."""
-    a, b = there.both(("vector", "vector"), layout=layout, scale=scale, batch=batch)
-    out = there.array(np.zeros((*batch, M, N), bfloat16))
+    a, b = gpu_stand_in.both(("vector", "vector"), layout=layout, scale=scale, batch=batch)
+    out = gpu_stand_in.array(np.zeros((*batch, M, N), bfloat16))
     for _ in range(3):
-        there.checked(a, b)
+        gpu_stand_in.checked(a, b)
     for _ in range(3):
-        there.checked(a, b, out=out)
-    there.checked(a.T.T, b)
-    here = [there.place.run.numpy(s) for s in (a, b)]
-    with there.place.cupy.cuda.Stream() as stream:
+        gpu_stand_in.checked(a, b, out=out)
+    gpu_stand_in.checked(a.T.T, b)
+    here = [gpu_stand_in.place.run.numpy(s) for s in (a, b)]
+    with gpu_stand_in.place.cupy.cuda.Stream() as stream:
         stream.begin_capture()
         fp8.matmul_nt(a, b, out=out)
         graph = stream.end_capture()
@@ -147,31 +147,31 @@ def test_scales_of_other_layouts(layout, scale, batch, there):
     assert_within(out, reference.matmul_nt(*here), magnitudes(*here))
 
 
-def test_scales_of_columns_are_read_through_their_strides(there):
+def test_scales_of_columns_are_read_through_their_strides(gpu_stand_in):
     """The gradient of the weights, from compact scales, which .T only turns round."""
     rng = np.random.default_rng(0)
     grad, x = (fp8.quantize_block(rng.standard_normal((144, columns)).astype(np.float32), columnwise=True,
                                   rowwise=False, scale_layout="compact").T for columns in (64, 80))
     assert not grad.scale_inv.flags.c_contiguous
-    there.checked(there.there(grad._any), there.there(x._any), dtype=float32)
+    gpu_stand_in.checked(gpu_stand_in.on_gpu(grad._any), gpu_stand_in.on_gpu(x._any), dtype=float32)
 
 
-def test_scales_at_any_address(there):
-    a, b = there.both(("row", "row"))
-    shifted = there.array(np.zeros(a.scale_inv.size + 1, np.float32))[1:].reshape(*a.scale_inv.shape)
+def test_scales_at_any_address(gpu_stand_in):
+    a, b = gpu_stand_in.both(("row", "row"))
+    shifted = gpu_stand_in.array(np.zeros(a.scale_inv.size + 1, np.float32))[1:].reshape(*a.scale_inv.shape)
     shifted[...] = a.scale_inv
-    there.checked(Scaled(a.data, shifted, a.shape, False, a.block, a.scale_layout), b)
+    gpu_stand_in.checked(Scaled(a.data, shifted, a.shape, False, a.block, a.scale_layout), b)
 
 
 def test_mx_on_later_gpus():
     for layout in ("compact", "swizzled"):
         for batch in ((), (2,)):
-            with machine(100) as there:
+            with machine(100) as gpu_stand_in:
                 x, w = (fp8.quantize_mx(np.random.default_rng(i).standard_normal((*batch, n, K)).astype(
                     np.float32), scale_layout=layout)._any for i, n in enumerate((M, N)))
                 for _ in range(2):
-                    there.checked(there.there(x), there.there(w))
-                description = there.fake.products[-1].description
+                    gpu_stand_in.checked(gpu_stand_in.on_gpu(x), gpu_stand_in.on_gpu(w))
+                description = gpu_stand_in.fake.products[-1].description
                 assert (description[31], description[32]) == (2, 2)
 
 
@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mixed": (("tensor", "vector"), {}, "no product of scales per tensor and per vector")}
 
 
-def refusal(there: Machine, a: Scaled, b: Scaled, **options: Any) -> str | None:
+def refusal(gpu_stand_in: Machine, a: Scaled, b: Scaled, **options: Any) -> str | None:
     """Why the library is not asked."""
     seen: list[str | None] = []
     refuses = cublaslt.refusal
@@ -198,28 +198,28 @@ def refusal(there: Machine, a: Scaled, b: Scaled, **options: Any) -> str | None:
         patch.setattr(cublaslt, "refusal", noted)
         patch.setattr("cupy_fp8.ops.matmul.tiles.own_kernel_launches", lambda *call: [])
         fp8.matmul_nt(a, b, **options)
-    assert (there.fake.products == []) == (seen[0] is not None)
+    assert (gpu_stand_in.fake.products == []) == (seen[0] is not None)
     return seen[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, there):
+def test_refused(name, gpu_stand_in):
     pair, options, message = REFUSED[name]
-    assert message in str(refusal(there, *there.both(pair, **options)))
+    assert message in str(refusal(gpu_stand_in, *gpu_stand_in.both(pair, **options)))
 
 
-def test_refused_bias_and_addresses(there):
-    a, b = there.both(("tensor", "tensor"))
+def test_refused_bias_and_addresses(gpu_stand_in):
+    a, b = gpu_stand_in.both(("tensor", "tensor"))
     for to, bias in ((bfloat16, float32), (float16, bfloat16), (float32, float32)):
-        found = refusal(there, a, b, dtype=to, bias=there.array(np.zeros(N, bias)))
+        found = refusal(gpu_stand_in, a, b, dtype=to, bias=gpu_stand_in.array(np.zeros(N, bias)))
         assert f"bias for a {to} result, got {bias}" in str(found)
-    memory = there.array(np.zeros(M * K + 1, np.uint8)).view(float8_e4m3fn)
+    memory = gpu_stand_in.array(np.zeros(M * K + 1, np.uint8)).view(float8_e4m3fn)
     shifted = Scaled(memory[1:].reshape(M, K), a.scale_inv, a.shape)
-    assert "addresses in multiples of 16, a.data is at" in str(refusal(there, shifted, b))
-    out = there.array(np.zeros(M * N + 1, bfloat16))[1:].reshape(M, N)
-    assert "the result is at" in str(refusal(there, a, b, out=out))
-    scale = there.array(np.ones(2, np.float32))[1:]
-    assert "b.scale_inv is at" in str(refusal(there, a, Scaled(b.data, scale, b.shape)))
+    assert "addresses in multiples of 16, a.data is at" in str(refusal(gpu_stand_in, shifted, b))
+    out = gpu_stand_in.array(np.zeros(M * N + 1, bfloat16))[1:].reshape(M, N)
+    assert "the result is at" in str(refusal(gpu_stand_in, a, b, out=out))
+    scale = gpu_stand_in.array(np.ones(2, np.float32))[1:]
+    assert "b.scale_inv is at" in str(refusal(gpu_stand_in, a, Scaled(b.data, scale, b.shape)))
 
 
 @pytest.mark.parametrize(("capability", "version", "pair", "message"), [
@@ -228,45 +228,45 @@ def test_refused_bias_and_addresses(there):
     (89, 130101, PAIRS[1], "compute capability 9.0, the GPU has 8.9"), (90, 120901, PAIRS[1], None),
     (90, 120804, PAIRS[1], "needs cuBLASLt 12.9, a fake is 12.8"), (90, 120804, PAIRS[0], None)])
 def test_refused_by_gpu_and_version(capability, version, pair, message):
-    with machine(capability, version=version) as there:
-        found = refusal(there, *there.both(pair))
+    with machine(capability, version=version) as gpu_stand_in:
+        found = refusal(gpu_stand_in, *gpu_stand_in.both(pair))
         assert found is message is None or message in str(found)
 
 
-def test_without_the_library(there, monkeypatch):
+def test_without_the_library(gpu_stand_in, monkeypatch):
     monkeypatch.setattr(library, "found", lambda: "cuBLASLt is not installed: …")
-    assert refusal(there, *there.both(PAIRS[0])) == "cuBLASLt is not installed: …"
+    assert refusal(gpu_stand_in, *gpu_stand_in.both(PAIRS[0])) == "cuBLASLt is not installed: …"
 
 
-def test_without_an_algorithm(there):
+def test_without_an_algorithm(gpu_stand_in):
     """The other back end is asked, also in a capture, and the library only once."""
-    there.fake.refuses = {1, 2, 3}
-    a, b = there.both(PAIRS[0])
-    out = there.array(np.zeros((M, N), bfloat16))
+    gpu_stand_in.fake.refuses = {1, 2, 3}
+    a, b = gpu_stand_in.both(PAIRS[0])
+    out = gpu_stand_in.array(np.zeros((M, N), bfloat16))
     own = mock.Mock(return_value=[])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cupy_fp8.ops.matmul.tiles.own_kernel_launches", own)
         fp8.matmul_nt(a, b)
         fp8.matmul_nt(a, b)
-        with there.place.cupy.cuda.Stream() as stream:
+        with gpu_stand_in.place.cupy.cuda.Stream() as stream:
             stream.begin_capture()
             fp8.matmul_nt(a, b, out=out)
             stream.end_capture()
-    assert [p.algorithm for p in there.fake.products] == [1, 2, 3]
+    assert [p.algorithm for p in gpu_stand_in.fake.products] == [1, 2, 3]
     assert own.call_count >= 2
 
 
-def test_mx_below_blackwell(there):
-    x = there.there(fp8.quantize_mx(np.ones((16, 64), np.float32))._any)
+def test_mx_below_blackwell(gpu_stand_in):
+    x = gpu_stand_in.on_gpu(fp8.quantize_mx(np.ones((16, 64), np.float32))._any)
     with pytest.raises(DeviceError, match=r"compute capability 10\.0 or later.*to_block\(\(1, 128\)"):
         fp8.matmul_nt(x, x)
-    assert there.fake.products == []
+    assert gpu_stand_in.fake.products == []
 
 
-def test_a_failure_names_the_product(there):
-    a, b = there.both(PAIRS[0])
-    out = there.array(np.zeros((M, N), bfloat16))
+def test_a_failure_names_the_product(gpu_stand_in):
+    a, b = gpu_stand_in.both(PAIRS[0])
+    out = gpu_stand_in.array(np.zeros((M, N), bfloat16))
     fp8.matmul_nt(a, b, out=out)
-    there.fake.refuses = {1}
+    gpu_stand_in.fake.refuses = {1}
     with pytest.raises(DeviceError, match=r"cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED for .*m=68, n=72"):
         fp8.matmul_nt(a, b, out=out)

@@ -203,15 +203,17 @@ def several_tiles(monkeypatch):
 
 
 OF_COLUMNS = fp8.BlockScaling((1, 64), scale_layout="compact")
-PLAIN = product((BLOCKS, fp8.BlockScaling((1, 32), profile="vllm"), OF_COLUMNS, MX, TORCHAO), [False],
-                [128, 129, 385, 900, 1024], [(True, False), (True, True), (False, True)], [None])
+WITHOUT_OPTIONS = product((BLOCKS, fp8.BlockScaling((1, 32), profile="vllm"), OF_COLUMNS, MX, TORCHAO),
+                          [False], [128, 129, 385, 900, 1024],
+                          [(True, False), (True, True), (False, True)], [None])
 WITH_OPTIONS = product((DELAYED, BLOCKS, OF_COLUMNS, VLLM, MX, TORCHAO), [True], [129, 900],
                        [(True, False), (True, True)], [None, 6])
 
 
 @pytest.mark.full
 @where_kernels_run
-@pytest.mark.parametrize(("recipe", "with_options", "rows", "directions", "experts"), [*PLAIN, *WITH_OPTIONS])
+@pytest.mark.parametrize(("recipe", "with_options", "rows", "directions", "experts"),
+                         [*WITHOUT_OPTIONS, *WITH_OPTIONS])
 def test_tiles_one_below_the_other(run, several_tiles, recipe, with_options, rows, directions, experts):
     """Rows of the next tile are in flight while this one is stored; the last tile, and the last block, may
     be short."""

@@ -23,13 +23,13 @@ direction_parameter = pytest.mark.parametrize(
     "directions", DIRECTIONS, ids=lambda d: "-".join(k for k, on in d.items() if on))
 
 
-def one(value: float) -> np.ndarray:
+def one_element(value: float) -> np.ndarray:
     return np.array([value], np.float32)
 
 
 @direction_parameter
 def test_amax_accumulates(directions, run):
-    amax, seen = run.array(one(0.0)), 0.0
+    amax, seen = run.array(one_element(0.0)), 0.0
     for seed in range(4):
         host = cases.values("normal", (40, 70), bfloat16, seed)
         fp8.quantize_tensor(run.array(host), 2.0, amax=amax, **directions)
@@ -41,7 +41,7 @@ def test_amax_accumulates(directions, run):
 
 
 def test_compute_amax_does_not_accumulate(run):
-    out = run.array(one(1e30))
+    out = run.array(one_element(1e30))
     for value in (5.0, 2.0, 0.0):
         fp8.compute_amax(run.array(np.full((300, 70), -value, np.float32)), out=out)
         assert float(out[0]) == value

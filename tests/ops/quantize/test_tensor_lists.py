@@ -21,7 +21,7 @@ from list_results import (
     kind,
     matrices,
     multi,
-    one,
+    one_element,
     outputs_for,
     poison,
     scales_of,
@@ -69,7 +69,7 @@ def test_every_form_of_scales_and_amaxes(group, run):
     host = np.linspace(0.1, 9, n).astype(np.float32)
     spread = run.array(np.repeat(host, 2))
     forms = (run.array(host), spread[::2], run.array(host[::-1].copy())[::-1],
-             [run.array(one(s)) for s in host], tuple(map(float, host)), list(host))
+             [run.array(one_element(s)) for s in host], tuple(map(float, host)), list(host))
     desired = [fp8.cast_transpose(x, float(s)) for x, s in zip(xs, host, strict=True)]
     for scales in forms:
         amaxes = run.array(np.full(2 * n, 0.25, np.float32))
@@ -127,7 +127,7 @@ def test_no_arrays_and_no_elements(recipe, run, launched):
         given = scales_of(recipe, list(xs))
         results = multi(xs, recipe, **given)
         assert [q.shape for q in results] == [x.shape for x in xs]
-        assert multi(xs, recipe, outputs=results, noop=run.array(one(0)), **given) is results
+        assert multi(xs, recipe, outputs=results, noop=run.array(one_element(0)), **given) is results
     assert run.name == "reference" or bool(launched) == (recipe in KINDS[:2])   # there are scales to write
 
 
@@ -223,7 +223,7 @@ def test_lists_of_many_megabytes(launched):
 
 def test_arrays_may_share_an_amax(run):
     x, y = (run.array(cases.values("normal", (16, 8), float32, seed)) for seed in (0, 1))
-    shared = run.array(one(0))
+    shared = run.array(one_element(0))
     fp8.multi_quantize([x, y], DELAYED, scales=[1.0, 1.0], amaxes=[shared, shared])
     assert float(shared[0]) == max(float(abs(x).max()), float(abs(y).max()))
 
