@@ -209,19 +209,11 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
      "b.to_block((1, 128), scale_layout='gemm_ready') converts", (A, MX), {}),
     (TypeError, "dtype: expected one of bfloat16, float16, float32, got float8_e4m3fn", (A, B),
      {"dtype": float8_e4m3fn}),
-    (TypeError, "bias: expected dtype bfloat16, float16, float32, got float64", (A, B), {"bias": np.ones(8)}),
     (ValueError, "bias: expected shape (8,), a value for each row of b, got (12,)", (A, B),
      {"bias": np.ones(12, np.float32)}),
     (ValueError, "fast_accum: expected False for operands in blocks", (A, B), {"fast_accum": True}),
-    (TypeError, "fast_accum: expected True or False, got 'no'", (A, B), {"fast_accum": "no"}),
-    (TypeError, "autotune: expected True or False, got 1.5", (A, B), {"autotune": 1.5}),
-    (TypeError, "accumulate: expected dtype float32, got bfloat16", (A, B),
-     {"accumulate": np.ones((12, 8), bfloat16)}),
-    (ValueError, "accumulate: expected shape (12, 8), got (8, 12)", (A, B),
-     {"accumulate": np.ones((8, 12), np.float32)}),
     (ValueError, "out: expected None beside accumulate, which is the result", (A, B),
      {"accumulate": np.ones((12, 8), np.float32), "out": np.ones((12, 8), np.float32)}),
-    (TypeError, "out: expected dtype bfloat16, got float32", (A, B), {"out": np.ones((12, 8), np.float32)}),
 ]
 
 

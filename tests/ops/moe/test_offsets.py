@@ -276,7 +276,8 @@ def test_numpy_sizes_are_never_noted(run):
 
 
 def test_any_dtype_holds_zeros():
-    fp8.splits_to_offsets([MAX64, 1, 0], strides=(0,), dtypes="int32")
+    got = fp8.splits_to_offsets([MAX64, 1, 0], strides=(0,), dtypes="int32")
+    assert_equal(got, [np.zeros(4, INT32)])
 
 
 @pytest.mark.skipif(backend.gpu_problem() is None, reason="there is a GPU")
