@@ -371,9 +371,14 @@ def facts_table(*rows: dict[str, str]) -> str:
     return html_table(rows[0], [row.values() for row in rows])
 
 
-def row_wise(q: Scaled | Quantized) -> Scaled:
-    """A Scaled, or the row-wise part of a Quantized, which has to be there."""
-    return q if isinstance(q, Scaled) else q.rowwise
+def row_wise(q: Any, name: str = "q", advice: str = "") -> Scaled:
+    """A Scaled, or the row-wise part of a Quantized. TypeError or ValueError if there is none. advice: the
+    end of the ValueError's message."""
+    if isinstance(q, Quantized):
+        if q._row is None:
+            raise ValueError(f"{name}: expected a row-wise part, got a Quantized without one{advice}")
+        return q._row
+    return as_scaled(q, name)
 
 
 def as_scaled(q: Any, name: str = "q") -> Scaled:

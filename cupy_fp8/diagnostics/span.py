@@ -13,7 +13,7 @@ from ..arrays import asnumpy
 from ..formats import integer
 from ..layouts import cdiv
 from ..reference.numerics import widen
-from ..results import Quantized, Scaled, facts_table
+from ..results import Quantized, Scaled, facts_table, row_wise
 from . import pieces
 from .losses import spans_of_tiles
 from .scale_report import warn_of_unusable
@@ -99,12 +99,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     >>> report.spans.tolist(), report.elements, report.by_column
     ([[20.0, 20.0]], 768, Vanished(row_blocks=2, elements=256))
     """
-    if not isinstance(q, (Scaled, Quantized)):
-        raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
-    part = q if isinstance(q, Scaled) else q._row
-    if part is None:
-        raise ValueError("q: expected a row-wise part, got a Quantized without one; q.columnwise.T has its "
-                         "columns as rows")
+    part = row_wise(q, advice="; q.columnwise.T has its columns as rows")
     if part.block is None or part.block[0] != 1:
         had = part.block or "one scale for the tensor"
         raise ValueError(f"q: expected row-wise blocks (1, B), got {had}; those of column-wise data are in "

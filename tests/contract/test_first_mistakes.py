@@ -190,7 +190,7 @@ MISTAKES: dict[str, Mistake] = {
     "b as [K, N]": (lambda: F8.matmul_nt(TENSOR, F8.quantize_tensor(X.T)), ValueError, "b [N, K] transposed"),
     "b stored transposed": (lambda: F8.matmul_nt(TENSOR, F8.cast_transpose(X, 1.0).columnwise), ValueError,
                             "b.T of it is an operand"),
-    "b.T": (lambda: F8.matmul_nt(TENSOR, TENSOR.T), ValueError, "b: this Quantized has no row-wise part"),
+    "b.T": (lambda: F8.matmul_nt(TENSOR, TENSOR.T), ValueError, "b: expected a row-wise part"),
     "blocks of two kinds": (lambda: F8.matmul_nt(MX, BLOCKS),
         ValueError, "to_block((1, 128), scale_layout='gemm_ready')"),
     # ---- options ----

@@ -43,7 +43,7 @@ MOVES: list[Line] = [
           (T, "X: expected a dtype of 1, 2, 4 or 8 bytes, got complex128", ones(9, 2, dtype=np.complex128)),
           (V, "X: expected an array of one or more dimensions, got shape ()", np.array(1, np.float32)),
           (V, "X: expected row-wise data stored as is", Q.columnwise),
-          (V, "X: expected a row-wise part, whose scales move with their rows", COLUMN),
+          (V, "X: expected a row-wise part, got a Quantized without one", COLUMN),
           (V, "X.scale_inv: expected shape (9, 8) (compact scales of blocks (1, 32) of shape (9, 256))",
            OTHER_SCALES),
           (V, "X.data: expected shape (10, 256) for the logical shape (10, 256), got (9, 256)", OTHER_ROWS))],

@@ -210,6 +210,23 @@ static int refuse(const std::string& reason) {
     return 1;
 }
 
+// Lets so many workers run the blocks of a launch, and waits for them. Returns 1 if one of them failed.
+static int run_workers(Launch& launch, uint64_t workers) {
+    tsan_release(&launch_clock);
+    pool->busy = (int)workers;
+    for (uint64_t i = 0; i < workers; i++) pool->workers[i]->launch = &launch;
+    if (launch.exclusive)
+        launch.unfinished.assign(pool->workers.begin(), pool->workers.begin() + (long)workers);
+    for (uint64_t i = 0; i < workers; i++) raise(pool->workers[i]->wake);
+    if (launch.exclusive) raise(pool->workers[0]->turn);
+    for (int busy; (busy = pool->busy) != 0;) sleep_while(pool->busy, busy);
+    tsan_acquire(&done_clock);
+
+    for (uint64_t i = 0; i < workers; i++)
+        if (pool->workers[i]->failed) return refuse(pool->workers[i]->error);
+    return 0;
+}
+
 // Runs the blocks of the ranges: those chosen of the grid, or a cluster's.
 static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, const HostBlocks* blocks,
                          unsigned ranges) {
@@ -242,20 +259,7 @@ static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, co
         if (!add_worker())
             return refuse("the system refuses to start thread number " +
                           std::to_string(pool->workers.size()));
-
-    tsan_release(&launch_clock);
-    pool->busy = (int)workers;
-    for (uint64_t i = 0; i < workers; i++) pool->workers[i]->launch = &launch;
-    if (launch.exclusive)
-        launch.unfinished.assign(pool->workers.begin(), pool->workers.begin() + (long)workers);
-    for (uint64_t i = 0; i < workers; i++) raise(pool->workers[i]->wake);
-    if (launch.exclusive) raise(pool->workers[0]->turn);
-    for (int busy; (busy = pool->busy) != 0;) sleep_while(pool->busy, busy);
-    tsan_acquire(&done_clock);
-
-    for (uint64_t i = 0; i < workers; i++)
-        if (pool->workers[i]->failed) return refuse(pool->workers[i]->error);
-    return 0;
+    return run_workers(launch, workers);
 }
 
 extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) {

@@ -29,10 +29,10 @@ from ...layouts import (
 )
 from ...methods import for_methods
 from ...reference.convert.dequantize import block_scales
-from ...results import Quantized, Scaled
+from ...results import Quantized, Scaled, row_wise
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .dequantize import block_shift
-from .scaling_aware import check_powers_of_two, rowwise_of
+from .scaling_aware import check_powers_of_two
 
 _KERNEL = Kernel("convert/rebase", "rebase_scales", block=256)
 _TILE_LOG2 = 10                             # log2 of the 16-byte chunks in a tile
@@ -100,7 +100,7 @@ def rebase_scales(q: Scaled | Quantized, *, block: Sequence[int | None], scale_d
     >>> r.scale_inv.tolist(), r.data[0, ::32].astype(np.float32).tolist(), count.tolist()
     ([[1.0]], [448.0, 1.0], [0])
     """
-    given = rowwise_of(q), block, scale_dtype, scale_layout, changed, check
+    given = row_wise(q), block, scale_dtype, scale_layout, changed, check
     result: Scaled = run(_REBASE, given, out)
     return result
 

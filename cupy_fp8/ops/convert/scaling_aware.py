@@ -18,7 +18,7 @@ from ...formats import flag, float8_e8m0fnu, float32
 from ...kernels import Launch
 from ...layouts import cdiv, round_up, row_scale_rows, scale_shape, swap_last, target_rows
 from ...reference.convert.scaling_aware import exponents
-from ...results import Quantized, Scaled
+from ...results import Quantized, Scaled, row_wise
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .astype import transposed_launches
 from .scaling_aware_tiles import TARGETS, TILE_ROWS, launch, tiles_of, variants
@@ -95,7 +95,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     >>> c.data.astype(np.float32).tolist(), c.scale_inv.tolist()
     ([[448.0, 4.0], [256.0, 256.0]], [[1.0, 0.0078125, 0.0, 0.0]])
     """
-    given = rowwise_of(q)
+    given = row_wise(q)
     op: Op[Any] = _SQUARES if given.block == _SQUARE else _ROW_BLOCKS
     made = run(op, (given, splits, target, scale_layout, check), out)
     if out is not None:
@@ -104,17 +104,6 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     if row_scales:
         given = Scaled._of(given.data, row_scales[0], given.shape, False, given.block, "gemm_ready")
     return Quantized._of(given, column)
-
-
-def rowwise_of(q: Scaled | Quantized) -> Scaled:
-    """The Scaled itself, or the row-wise part of a Quantized. TypeError or ValueError if there is none."""
-    if isinstance(q, Quantized):
-        if q._row is None:
-            raise ValueError("q: expected a row-wise part, got a Quantized without one")
-        return q._row
-    if not isinstance(q, Scaled):
-        raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
-    return q
 
 
 # ---- the result ----

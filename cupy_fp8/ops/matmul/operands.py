@@ -17,7 +17,7 @@ from ...calls.call import Call, Input
 from ...formats import float8_e8m0fnu, float32
 from ...kernels import Launch
 from ...layouts import round_up
-from ...results import Quantized, Scaled, block_text
+from ...results import Quantized, Scaled, block_text, row_wise
 from ..scales.convert import conversion, conversion_launches
 from ..scales.swizzle import check_aligned
 
@@ -166,15 +166,10 @@ def scales_for(call: Call, operand: Operand, layout: str | None = None,
 
 # ---- parts of read ----
 def _row_wise(name: str, given: Any) -> Scaled:
-    if isinstance(given, Quantized):
-        if given._row is None:
-            raise ValueError(f"{name}: this Quantized has no row-wise part; {name}.T has one, an operand of "
-                             "a product over its rows")
-        return given._row
-    if not isinstance(given, Scaled):
+    if not isinstance(given, (Scaled, Quantized)):
         raise TypeError(f"{name}: expected a Scaled or Quantized, got {type(given).__name__}; "
                         "quantize_tensor, quantize_block and quantize_mx make one")
-    return given
+    return row_wise(given, name, f"; {name}.T has one, an operand of a product over its rows")
 
 
 def _scaling(name: str, s: Scaled) -> str:

@@ -9,7 +9,7 @@ from ... import backend
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input
 from ...calls.descriptions import Description, Written, one_array
-from ...results import Quantized, Scaled
+from ...results import Quantized, Scaled, row_wise
 from ..scales.convert import with_compact_scales
 
 
@@ -60,12 +60,7 @@ class _ScaledRows(Description):
 
 def rowwise(x: Any, name: str) -> Any:
     """The row-wise part of a Quantized, whose scales move with the rows. Anything else as it is."""
-    if not isinstance(x, Quantized):
-        return x
-    if x._row is None:
-        raise ValueError(f"{name}: expected a row-wise part, whose scales move with their rows, got a "
-                         "Quantized without one")
-    return x._row
+    return row_wise(x, name, "; only its scales move with rows") if isinstance(x, Quantized) else x
 
 
 def read_rows(call: Call, name: str, x: Any) -> Rows:

@@ -188,7 +188,7 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (TypeError, "a: expected a Scaled or Quantized, got ndarray; quantize_tensor, ", (np.ones((2, 2)), B),
      {}),
     (TypeError, "b: expected a Scaled or Quantized, got NoneType; ", (A, None), {}),
-    (ValueError, "a: this Quantized has no row-wise part; a.T has one, an operand of a product over its rows",
+    (ValueError, "a: expected a row-wise part, got a Quantized without one; a.T has one, an operand",
      (COLUMNS, B), {}),
     (ValueError, "a: expected data stored as is (values along K adjacent), got data stored transposed; a.T "
      "of it is an operand of a product over its rows", (COLUMNS.columnwise, B), {}),
