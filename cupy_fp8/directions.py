@@ -117,10 +117,11 @@ def tensor_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: boo
                       transposed: bool = True) -> Directions:
     """The directions of a result with one scale, which they share. transposed: how column-wise data are
     stored; if they are not, both directions have the same data."""
-    return Directions({name: Direction(dtype, shape, swapped, None, None, float32, (1,))
-                       for name, wanted, swapped in (("rowwise", rowwise, False),
-                                                     ("columnwise", columnwise, transposed)) if wanted},
-                      ("scale_inv",) if transposed else ("data", "scale_inv"))
+    found = {name: Direction(dtype=dtype, shape=shape, transposed=swapped, block=None, scale_layout=None,
+                             scale_dtype=float32, scale_shape=(1,))
+             for name, wanted, swapped in (("rowwise", rowwise, False),
+                                           ("columnwise", columnwise, transposed)) if wanted}
+    return Directions(found, ("scale_inv",) if transposed else ("data", "scale_inv"))
 
 
 def block_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
@@ -132,8 +133,9 @@ def block_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool
     check_directions(shape, rowwise, columnwise)
     check_dimensions(shape, "x", 2, 3)
     across = block[1], block[0]
-    found = {name: Direction(dtype, shape, swapped, along, scale_layout, scale_dtype,
-                             scale_shape(shape, along, scale_layout, swapped))
+    found = {name: Direction(dtype=dtype, shape=shape, transposed=swapped, block=along,
+                             scale_layout=scale_layout, scale_dtype=scale_dtype,
+                             scale_shape=scale_shape(shape, along, scale_layout, swapped))
              for name, wanted, along, swapped in (("rowwise", rowwise, block, False),
                                                   ("columnwise", columnwise, across, transposed)) if wanted}
     return Directions(found, ("data", "scale_inv") * (found.get("rowwise") == found.get("columnwise")))

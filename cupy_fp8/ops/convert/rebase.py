@@ -172,7 +172,8 @@ class _Rebase(Op[_Inputs]):
             validate.may_wait(s.scale_inv)
             host = Scaled._of(s.data, asnumpy(s.scale_inv), s.shape, s.transposed, s.block, s.scale_layout)
             check_powers_of_two(host.scale_inv if s.block is None else block_scales(host))
-        return _Inputs(s, data, scales, block, layout, held, raised, before, after)
+        return _Inputs(s=s, data=data, scales=scales, block=block, layout=layout, dtype=held, changed=raised,
+                       before=before, after=after)
 
     def result(self, inputs: _Inputs) -> Description:
         return _Result(inputs.s, inputs.block, inputs.layout, inputs.dtype)

@@ -175,8 +175,9 @@ class _GroupedMatmulNT(Op[_Inputs]):
         yield from (*conversions, *more)
         m, k = (0, inputs.a.k) if of_rows else (inputs.a.rows, 0)
         yield from tiles.own_kernel_launches(call, Problem(
-            row_starts(inputs.a, left) if of_rows else left, right, not of_rows, inputs.number,
-            inputs.groups.members(call.error_word()), inputs.total, m, n, k, written[0], inputs.to,
+            a=row_starts(inputs.a, left) if of_rows else left, b=right, sizes_of_k=not of_rows,
+            groups=inputs.number, splits=inputs.groups.members(call.error_word()), total=inputs.total,
+            m=m, n=n, k=k, out=written[0], to=inputs.to,
             out_group=0 if of_rows else m * n, out_start=n if of_rows else 0,
             accumulate=inputs.accumulate is not None,
             whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks))

@@ -65,11 +65,11 @@ def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch
     yield from (*conversions, *more)
     bias = product.bias
     yield from own_kernel_launches(call, Problem(
-        view_of(a)._replace(group_bytes=a.rows * a.k).with_scales(a_scales),
-        view_of(b)._replace(group_bytes=b.rows * b.k).with_scales(b_scales),
-        False, a.batch, {}, a.batch * product.m, 0, product.n, product.k, out_at, product.to,
-        out_start=product.n, bias=bias.at if bias else 0, bias_dtype=bias.dtype if bias else product.to,
-        accumulate=product.accumulate is not None))
+        a=view_of(a)._replace(group_bytes=a.rows * a.k).with_scales(a_scales),
+        b=view_of(b)._replace(group_bytes=b.rows * b.k).with_scales(b_scales),
+        sizes_of_k=False, groups=a.batch, splits={}, total=a.batch * product.m, m=0, n=product.n, k=product.k,
+        out=out_at, to=product.to, out_start=product.n, bias=bias.at if bias else 0,
+        bias_dtype=bias.dtype if bias else product.to, accumulate=product.accumulate is not None))
 
 
 def view_of(operand: Operand) -> OperandView:

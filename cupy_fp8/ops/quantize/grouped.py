@@ -149,8 +149,9 @@ class _GroupQuantize(Op[Inputs]):
         else:
             quantization, directions = None, tensor_directions(shape, recipe.dtype, *wanted)
         result = GroupedResult(directions, not isinstance(recipe, MXScaling), groups, offsets, align > 1)
-        return Inputs(read_x, groups, recipe, *wanted, read_scales, updated_amaxes, read_offsets, align,
-                      quantization, result)
+        return Inputs(x=read_x, groups=groups, recipe=recipe, rowwise=wanted[0], columnwise=wanted[1],
+                      scales=read_scales, amaxes=updated_amaxes, offsets=read_offsets, align=align,
+                      quantization=quantization, result=result)
 
     def reference(self, inputs: Inputs) -> Grouped:
         scales, amaxes, offsets = (a and a.array for a in (inputs.scales, inputs.amaxes, inputs.offsets))

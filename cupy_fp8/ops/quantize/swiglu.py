@@ -164,8 +164,9 @@ class _Forward(Op[Inputs]):
         options = {"scale": scale, "amax": amax, "probs": weights and weights.array,
                    "bias": biases and biases.array, "splits": groups and groups.host, "rowwise": rowwise,
                    "columnwise": columnwise, "clamp": clamp, "form": form, "interleaved": interleaved}
-        return Inputs(found, found_grad, weights, biases, groups, given_scale, amax_at, limit,
-                      form == "gpt_oss", bool(interleaved), output, options)
+        return Inputs(x=found, grad=found_grad, probs=weights, bias=biases, groups=groups, scale=given_scale,
+                      amax_at=amax_at, limit=limit, gpt_oss=form == "gpt_oss", interleaved=bool(interleaved),
+                      output=output, options=options)
 
     def result_shape(self, rows: int, width: int) -> tuple[int, int]:
         return rows, width // 2

@@ -146,8 +146,8 @@ class _QuantizeTensor(Op[_Inputs]):
         directions = {"rowwise": bool(rowwise), "columnwise": bool(columnwise),
                       "transposed": bool(transposed)}
         result = per_tensor_result(found.shape, fmt.dtype, **directions, dbias=bool(dbias))
-        return _Inputs(found, scale, scale_at, scale_value, rule, amax, amax_at, directions, result,
-                       fmt.dtype)
+        return _Inputs(x=found, scale=scale, scale_at=scale_at, scale_value=scale_value, rule=rule, amax=amax,
+                       amax_at=amax_at, directions=directions, result=result, dtype=fmt.dtype)
 
     def reference(self, inputs: _Inputs) -> Quantized:
         _, eps, pow2_scale = inputs.rule or (0.0, 0.0, False)

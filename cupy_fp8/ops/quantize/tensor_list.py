@@ -178,7 +178,8 @@ class _PerTensorList(Op[_Inputs]):
         call.noop(noop)
         result = ListResult([_result_of(x.shape, recipe.dtype, rowwise, columnwise) for x in arrays])
         given = {"scales": scales, "amaxes": amaxes, "rowwise": rowwise, "columnwise": columnwise}
-        return _Inputs(arrays, scales_at, amaxes_at, given, recipe, rule, result)
+        return _Inputs(xs=arrays, scales=scales_at, amaxes=amaxes_at, given=given, recipe=recipe, rule=rule,
+                       result=result)
 
     def reference(self, inputs: _Inputs) -> list[Quantized]:
         return reference.multi_quantize([x.array for x in inputs.xs], inputs.recipe, **inputs.given)
