@@ -212,7 +212,8 @@ class _TransposeRowBlocks(Op[_Inputs]):
         if groups.host is not None:
             group_sizes.check_at_most(groups.host, s.shape[0])
         layout = scale_layout if dtype == float32 else "compact"
-        inputs = _Inputs(s, data, scales, found, groups, target, layout)
+        inputs = _Inputs(s=s, data=data, scales=scales, conversion=found, groups=groups, target=target,
+                         layout=layout)
         if (flag(check, "check") or call.xp is np) and dtype == float32:
             call.repeatable = False
             _check_scales(inputs)

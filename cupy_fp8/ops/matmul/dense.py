@@ -101,7 +101,8 @@ class _MatmulNT(Op[Product]):
             if added.shape != (right.rows,):
                 raise ValueError(f"bias: expected shape {(right.rows,)}, a value for each row of b, got "
                                  f"{added.shape}")
-        return Product(left, right, to if accumulate is None else float32, added, fast, tuned, accumulate)
+        return Product(a=left, b=right, to=to if accumulate is None else float32, bias=added, fast_accum=fast,
+                       autotune=tuned, accumulate=accumulate)
 
     def result(self, inputs: Product) -> Description:
         return one_array(inputs.shape, inputs.to, "out" if inputs.accumulate is None else "accumulate")
