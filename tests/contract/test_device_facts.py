@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from arena import apart
-from declared import EXAMPLES, Example, example_of, in_contract
+from declared import ALIGNED, EXAMPLES, Example, example_of, in_contract
 from perturbed import compare, given, on_host, outcome, parameters
 from places import Place
 from tiers import quick_if
@@ -99,7 +99,7 @@ def check_sizes(example: Example, device: Place, how: str) -> None:
         assert bool(found) == (how != "nothing" and not how.startswith("one ")), found
 
 
-WITH_SIZES = [example for example in EXAMPLES if has_sizes(example)]
+WITH_SIZES = [example for example in (*EXAMPLES, *ALIGNED) if has_sizes(example)]
 #: A product of groups of columns, which the quick tier has besides its usual calls.
 OF_COLUMNS = next(example for example in WITH_SIZES if example.kwargs.get("group") == "k")
 

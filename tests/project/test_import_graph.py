@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -48,6 +49,7 @@ class Import(NamedTuple):
         return self.where.split(".")[0], self.target.split(".")[0]
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Dotted name inside the package -> file."""
     found = {}
@@ -88,6 +90,7 @@ def imports_of(module: str, path: Path, source: str) -> Iterator[Import]:
     yield from visit(ast.parse(source), (), False)
 
 
+@functools.cache
 def all_imports() -> list[Import]:
     return [i for module, path in modules().items() for i in imports_of(module, path, path.read_text())]
 

@@ -25,7 +25,7 @@ from cupy_fp8.calls import call as calls
 from cupy_fp8.calls import keys
 from cupy_fp8.calls.descriptions import Written
 from cupy_fp8.calls.memory import Range
-from cupy_fp8.cases import Case, Registration
+from cupy_fp8.cases import Case, Registration, base
 from cupy_fp8.formats import INPUT_DTYPES
 
 _SMALLEST, _LARGEST = 64, 60_000    # elements of an example's arrays
@@ -208,10 +208,10 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
     return found
 
 
-def examples_of(op: Registration) -> Iterator[Example]:
-    """Few contiguous cases that together declare every pair of names; then those that declare another set of
-    names, or have another option that is no number, or another axis; then those that align groups with other
-    blocks of scales in one direction or both."""
+def examples_of(op: Registration) -> Iterator[tuple[str, Example]]:
+    """Few contiguous cases, with what they were chosen for: together they declare every pair of names; then
+    come those that declare another set of names, or have another option that is no number, or another axis;
+    then those that align groups with other blocks of scales in one direction or both."""
     found = list(_described(op))
     chosen: list[_Described] = []
     for kind in ("pairs", "facts", "aligned"):
@@ -222,7 +222,7 @@ def examples_of(op: Registration) -> Iterator[Example]:
             best, shown = max(facts, key=lambda one: (len(one[1] & missing), -one[0].size))
             missing -= shown
             chosen.append(best)
-            yield example_of(op, best.case, quick=kind == "pairs")
+            yield kind, example_of(op, best.case, quick=kind == "pairs")
 
 
 class _Described(NamedTuple):
@@ -239,7 +239,8 @@ def _described(op: Registration) -> Iterator[_Described]:
     for case in op.cases():
         if case.layout != "contiguous" or 0 in case.shape or _is_special(case.options):
             continue
-        args, kwargs = op.inputs(case)
+        with base.values_made_by(base.zeros):
+            args, kwargs = op.inputs(case)
         sizes = [a.size for a in leaves((args, kwargs))]
         size = sum(sizes)
         if not _SMALLEST <= size <= _LARGEST:
@@ -295,7 +296,9 @@ def takes_the_one_path(op: Registration) -> bool:
 
 #: By the names of an op and of an argument, of lists without the number.
 DTYPES_OF_CASES: dict[tuple[str, str], set[np.dtype[Any]]] = {}
-#: Few calls of each op.
-EXAMPLES = [example for op in map(in_contract, cases.OPS.values()) if takes_the_one_path(op)
-            for example in examples_of(op)]
+_CHOSEN = [chosen for op in map(in_contract, cases.OPS.values()) if takes_the_one_path(op)
+           for chosen in examples_of(op)]
+#: Few calls of each op, and those whose groups are aligned in other ways, for tests of sizes.
+EXAMPLES = [example for kind, example in _CHOSEN if kind != "aligned"]
+ALIGNED = [example for kind, example in _CHOSEN if kind == "aligned"]
 DTYPES_OF_CASES["multi_cast_transpose", "xs"].update(INPUT_DTYPES)       # no case has float16
