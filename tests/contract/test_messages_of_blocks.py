@@ -39,6 +39,7 @@ LAYOUTS: list[Line] = [
     line(V, "s: expected shape [R, C] or [E, R, C], got (4,)", SWIZZLE, e8m0(4)),
     line(V, "shape: expected (R, C) or (E, R, C), got (4,)", UNSWIZZLE, e8m0(128, 4), shape=(4,)),
     line(V, "shape: expected extents of zero or more, got (-1, 4)", UNSWIZZLE, e8m0(128, 4), shape=(-1, 4)),
+    line(T, "shape: expected integers, (R, C) or (E, R, C), got b'xy'", UNSWIZZLE, e8m0(128, 4), shape=b"xy"),
     line(T, "shape: expected integers, (R, C) or (E, R, C), got (1.0, 4)", UNSWIZZLE, e8m0(128, 4),
          shape=(1.0, 4)),
     line(V, "s: expected shape (256, 4) for compact scales of shape (129, 4), got (128, 4)", UNSWIZZLE,

@@ -13,7 +13,7 @@ import numpy as np
 
 from ... import backend, reference
 from ...advice import shown
-from ...arrays import Array, is_contiguous
+from ...arrays import Array, is_contiguous, is_sequence
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
 from ...calls.group_sizes import NO_GROUPS, Groups, none_negative
@@ -221,10 +221,11 @@ def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
 
 def _as_shape(shape: Any) -> tuple[int, ...]:
     try:
-        extents = tuple(map(operator.index, shape))
-    except TypeError as error:
-        raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shown(shape)} "
-                        f"({error})") from None
+        extents = tuple(map(operator.index, shape)) if is_sequence(shape) else None
+    except TypeError:
+        extents = None
+    if extents is None:
+        raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shown(shape)}")
     if len(extents) not in (2, 3):
         raise ValueError(f"shape: expected (R, C) or (E, R, C), got {shown(extents)}")
     if min(extents) < 0:
