@@ -30,12 +30,17 @@ _TEXT: Any = {"text": True, **_ENCODING}
 
 _COMMON = ["-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 # No contraction: a * b + c keeps its two roundings. No sibling calls: the runtime reads the caller's address
-# for its messages. Analyses of pointers and of dominators are left out: with AddressSanitizer kernels then
-# compile a sixth faster, and they run as fast.
+# for its messages. From -fno-tree-pta on, passes of the optimiser are left out that cost time and gain none:
+# without the first two kernels compile a sixth faster with AddressSanitizer, without the others another fifth
+# faster, and they run as fast.
 _KERNEL_FLAGS = [
     "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-exceptions",
     "-fno-rtti", "-fno-threadsafe-statics", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas",
     "-Wno-attributes", "-fno-tree-pta", "-fno-tree-dominator-opts",
+    "-fno-if-conversion", "-fno-if-conversion2", "-fno-guess-branch-probability", "-fno-reorder-blocks",
+    "-fno-shrink-wrap", "-fno-cprop-registers", "-fno-dse", "-fno-tree-dse", "-fno-tree-sink",
+    "-fno-branch-count-reg", "-fno-caller-saves", "-fno-combine-stack-adjustments", "-fno-compare-elim",
+    "-fno-split-wide-types",
 ]  # fmt: skip
 _UNDEFINED = ["-fsanitize=undefined,float-cast-overflow,bounds-strict,alignment", "-fno-sanitize-recover=all"]
 # -O1 compiles a quarter faster than -O2, and small tests run as fast. (With -Og, accesses beyond shared

@@ -33,17 +33,25 @@ _MOST_ARRAYS = 20                   # of an example: calls with lists of tensors
 
 
 # ---- arguments as trees ----
+#: What leads to no array. Arguments can be lists of thousands of numbers.
+_PLAIN = (bool, int, float, str, type(None))
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Every array that arguments or results lead to."""
-    if is_array(tree):
-        yield tree
-    elif isinstance(tree, Result):
-        yield from leaves(list(tree.__getstate__().values()))
-    elif isinstance(tree, dict):
-        yield from leaves(list(tree.values()))
-    elif isinstance(tree, (list, tuple)):
-        for part in tree:
-            yield from leaves(part)
+    waiting = [tree]
+    while waiting:
+        tree = waiting.pop()
+        if isinstance(tree, _PLAIN):
+            continue
+        if is_array(tree):
+            yield tree
+        elif isinstance(tree, Result):
+            waiting.extend(reversed(tree.__getstate__().values()))
+        elif isinstance(tree, dict):
+            waiting.extend(reversed(tree.values()))
+        elif isinstance(tree, (list, tuple)):
+            waiting.extend(reversed(tree))
 
 
 def map_arrays(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
@@ -61,7 +69,8 @@ def map_arrays(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | N
     elif isinstance(tree, dict):
         found = {name: map_arrays(part, change, made) for name, part in tree.items()}
     elif isinstance(tree, (list, tuple)):
-        found = type(tree)([map_arrays(part, change, made) for part in tree])
+        found = type(tree)([part if isinstance(part, _PLAIN) else map_arrays(part, change, made)
+                            for part in tree])
     else:
         return tree
     made[id(tree)] = found
