@@ -34,7 +34,7 @@ _MOST_ARRAYS = 20                   # of an example: calls with lists of tensors
 
 # ---- arguments as trees ----
 #: What leads to no array. Arguments can be lists of thousands of numbers.
-_PLAIN = (bool, int, float, str, type(None))
+_SCALARS = (bool, int, float, str, type(None))
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -42,7 +42,7 @@ def leaves(tree: Any) -> Iterator[Any]:
     waiting = [tree]
     while waiting:
         tree = waiting.pop()
-        if isinstance(tree, _PLAIN):
+        if isinstance(tree, _SCALARS):
             continue
         if is_array(tree):
             yield tree
@@ -69,7 +69,7 @@ def map_arrays(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | N
     elif isinstance(tree, dict):
         found = {name: map_arrays(part, change, made) for name, part in tree.items()}
     elif isinstance(tree, (list, tuple)):
-        found = type(tree)([part if isinstance(part, _PLAIN) else map_arrays(part, change, made)
+        found = type(tree)([part if isinstance(part, _SCALARS) else map_arrays(part, change, made)
                             for part in tree])
     else:
         return tree
