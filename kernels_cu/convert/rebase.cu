@@ -22,9 +22,8 @@
 // transforms them, beginning with the last one, which is still in registers. The others are read again,
 // mostly from the L2.
 //
-// Arithmetic is in f16: v * 2^k, k = e - t, is exact for kExact <= k <= 15. Chunks with another k, which are
-// rare, take several steps, whose roundings lose only what becomes 0 anyway. Chunks that hold nothing but
-// zeros and NaN have any k.
+// Products v * 2^k, k = e - t, are exact in f16 for all but a few k (rebase_chunk.cuh). If all chunks of a
+// thread have such a k, it goes through no branch. Chunks that hold nothing but zeros and NaN have any k.
 //
 // Defines:
 //   IN       the format of the data
@@ -33,27 +32,20 @@
 // The types of scales and the shapes of blocks cost branches that all threads take alike. It moves 2 bytes
 // per element, and the scales.
 #include "memory/errors.cuh"
-#include "memory/chunks.cuh"
-#include "scale/power_of_two.cuh"
+#include "convert/rebase_chunk.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kEach = 4;                                             // chunks of a thread in a tile
 constexpr int kTileLog2 = 10;                                        // chunks in a tile
 static_assert(kThreads * kEach == 1 << kTileLog2, "every chunk of a tile has a thread");
 constexpr int kMostTargets = (1 << kTileLog2) / 2;                   // A new block has two chunks or more.
-// All values are multiples of the smallest one, which f16 has down to this power of two.
-constexpr int kExact = Pairs<IN>::kEmax == 8 ? -15 : -8;
-constexpr u32 kFourNan = kNanFp8 * 0x1010101u;
 
 // A multiprocessor keeps so many blocks of threads: as many as have registers for everything.
 #ifdef CUPY_FP8_HOST
 constexpr int kBlocks = 1;
 #else
-constexpr int kBlocks = ALIGNED && __CUDACC_VER_MAJOR__ >= 13 ? 4 : 3;
+constexpr int kBlocks = ALIGNED ? 4 : 3;
 #endif
-
-using Pack = Pairs<IN>;
-using Chunk16 = Chunk<IN, 16>;
 
 struct RebaseParams {
     const IN::storage* data;
@@ -93,44 +85,49 @@ struct Region {
 
     __device__ __forceinline__ explicit Region(const RebaseParams& p) {
         const u32 row_of_regions = blockIdx.x / p.across;
-        matrix = row_of_regions / p.down;
+        matrix = row_of_regions < p.down ? 0 : row_of_regions / p.down;
         row = (i64)(row_of_regions - matrix * p.down) * p.steps_down << tile_rows_log2(p);
         column = (i64)(blockIdx.x - row_of_regions * p.across) * p.steps_across << (p.chunks_log2 + 4);
     }
 };
 
-// Where a thread's chunks of a tile are. Chunk u is down(p, u) rows below the tile's first one.
+// Where a thread's chunks of a tile are. Chunk u is u * step() rows below the first one.
 struct ThreadChunks {
     i64 first, below;            // chunk 0, counted in elements of all matrices, and the step to the next one
     i64 block_row, block_column; // the old block of the tile's first row and of this thread's columns
-    i64 rows_left;               // rows that exist from the tile's first one on
+    u32 row, across;             // of chunk 0 in the tile
+    u32 rows_left;               // rows of the tile that exist where this thread's columns do
     int columns_left;            // elements of a chunk that exist
 
-    __device__ __forceinline__ ThreadChunks(const RebaseParams& p, const Region& region, u32 step) {
-        const u32 step_down = p.steps_across == 1 ? step : step / p.steps_across;
-        const u32 step_across = step - step_down * p.steps_across;
-        const i64 row = region.row + ((i64)step_down << tile_rows_log2(p));
-        const i64 column = region.column + (((i64)step_across << p.chunks_log2) + across(p)) * 16;
-        first = (region.matrix * p.rows + row + down(p, 0)) * p.columns + column;
-        below = (kThreads >> p.chunks_log2) * p.columns;
-        block_row = row >> p.row_shift, block_column = column >> p.column_shift;
-        rows_left = p.rows - row;
+    ThreadChunks() = default;
+    __device__ __forceinline__ ThreadChunks(const RebaseParams& p, const Region& region, u32 tile) {
+        const u32 tile_down = p.steps_across == 1 ? tile : tile / p.steps_across;
+        const u32 tile_across = tile - tile_down * p.steps_across;
+        row = threadIdx.x >> p.chunks_log2, across = threadIdx.x & ((1u << p.chunks_log2) - 1);
+        const i64 first_row = region.row + ((i64)tile_down << tile_rows_log2(p));
+        const i64 column = region.column + (((i64)tile_across << p.chunks_log2) + across) * 16;
+        first = (region.matrix * p.rows + first_row + row) * p.columns + column;
+        below = step(p) * p.columns;
+        block_row = first_row >> p.row_shift, block_column = column >> p.column_shift;
         columns_left = left_of(p.columns - column, 16);
+        rows_left = columns_left ? left_of(p.rows - first_row, 1 << kTileLog2) : 0;
     }
-    static __device__ __forceinline__ u32 down(const RebaseParams& p, int u) {
-        return (u * kThreads + threadIdx.x) >> p.chunks_log2;
-    }
-    static __device__ __forceinline__ u32 across(const RebaseParams& p) {
-        return threadIdx.x & ((1u << p.chunks_log2) - 1);
-    }
-    // Returns which target of the tile chunk u has.
-    static __device__ __forceinline__ u32 target(const RebaseParams& p, int u) {
-        const u32 row = down(p, u) >> (tile_rows_log2(p) - p.targets_down_log2);
-        return row << p.targets_across_log2 | across(p) >> (p.chunks_log2 - p.targets_across_log2);
+    static __device__ __forceinline__ u32 step(const RebaseParams& p) { return kThreads >> p.chunks_log2; }
+    __device__ __forceinline__ bool exists(const RebaseParams& p, int u) const {
+        return row + u * step(p) < rows_left;
     }
     // Returns how many elements of chunk u exist.
     __device__ __forceinline__ int left(const RebaseParams& p, int u) const {
-        return down(p, u) < rows_left ? columns_left : 0;
+        return exists(p, u) ? columns_left : 0;
+    }
+    // Returns which target of the tile chunk u has.
+    __device__ __forceinline__ u32 target(const RebaseParams& p, int u) const {
+        const u32 down = (row + u * step(p)) >> (tile_rows_log2(p) - p.targets_down_log2);
+        return down << p.targets_across_log2 | across >> (p.chunks_log2 - p.targets_across_log2);
+    }
+    // Returns the exponent of chunk u's target.
+    __device__ __forceinline__ int target(const RebaseParams& p, const Shared& shared, int u) const {
+        return target_of(shared.found[target(p, u)]);
     }
 };
 
@@ -140,20 +137,6 @@ struct LoadedChunks {
     // log2 of each chunk's scale, kNoScale, or kNothing where no value depends on it.
     int exponent[kEach];
 
-    // The tile's rows are whole old blocks, or in one, so a chunk's block is found from the tile's.
-    template <class Scale>
-    static __device__ __forceinline__ void load_scales(const RebaseParams& p, const Region& region,
-                                                       const ThreadChunks& chunks, u32 (&bits)[kEach]) {
-        const auto* const scales = static_cast<const typename Scale::storage*>(p.scales)
-            + (region.matrix * p.matrix_stride + chunks.block_row * p.row_stride
-               + chunks.block_column * p.column_stride);
-#pragma unroll
-        for (int u = 0; u < kEach; u++) {
-            const u32 block = ThreadChunks::down(p, u) >> (p.row_shift < kTileLog2 ? p.row_shift : kTileLog2);
-            bits[u] = chunks.left(p, u) ? load_read_only(scales + block * p.row_stride) : 0;
-        }
-    }
-
     // Loads the chunks and finds their exponents. All loads are in flight before the first scale is used.
     __device__ __forceinline__ void load(const RebaseParams& p, const Region& region,
                                          const ThreadChunks& chunks) {
@@ -161,70 +144,78 @@ struct LoadedChunks {
 #pragma unroll
         for (int u = 0; u < kEach; u++, from += chunks.below) {
             if constexpr (!ALIGNED) chunk[u] = Chunk16::load_partial(from, chunks.left(p, u));
-            else if (chunks.left(p, u)) chunk[u] = Chunk16::load(from);
+            else if (chunks.exists(p, u)) chunk[u] = Chunk16::load(from);
             else chunk[u] = {};
         }
-        u32 bits[kEach];
-        if (p.f32_scales) load_scales<f32>(p, region, chunks, bits);
-        else load_scales<e8m0fnu>(p, region, chunks, bits);
-#pragma unroll
-        for (int u = 0; u < kEach; u++) exponent[u] = exponent_of(bits[u], !p.f32_scales);
+        if (p.f32_scales) load_scales<f32>(p, region, chunks);
+        else load_scales<e8m0fnu>(p, region, chunks);
     }
 
     // Raises the targets of the chunks in shared memory. Exponents that no value depends on become kNothing.
-    __device__ __forceinline__ void find(const RebaseParams& p, Shared& shared) {
+    __device__ __forceinline__ void find(const RebaseParams& p, const ThreadChunks& chunks, Shared& shared) {
         int found[kEach];
+        bool wrong = false;
 #pragma unroll
         for (int u = 0; u < kEach; u++) {
-            u32 largest = 0;
-#pragma unroll
-            for (int w = 0; w < 4; w++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    largest = Halves::raised(largest, Pack::widen(chunk[u].word[w], half));
-            const u32 low = largest & 0xffffu, high = largest >> 16;
-            const u32 bits = as_bits(f16::widen(low > high ? low : high));
-            found[u] = 0;
-            if (exponent[u] == kNoScale) {
-                if (p.f32_scales) atomicOr(&shared.wrong[ThreadChunks::target(p, u)], 1u);
-            } else if (bits == 0) exponent[u] = kNothing;
-            else if (exponent[u] != kNothing) found[u] = product_target<IN>(bits, exponent[u]);
+            const u32 bits = largest_magnitude(chunk[u]);
+            const bool scaled = exponent[u] != kNoScale;
+            wrong |= !scaled;
+            if (scaled && bits == 0) exponent[u] = kNothing;
+            found[u] = scaled && exponent[u] != kNothing ? product_target<IN>(bits, exponent[u]) : 0;
         }
+        if (wrong && p.f32_scales)
+#pragma unroll
+            for (int u = 0; u < kEach; u++)
+                if (exponent[u] == kNoScale) atomicOr(&shared.wrong[chunks.target(p, u)], 1u);
         if (p.targets_down_log2 == 0) {                                 // A thread's chunks share a target.
 #pragma unroll
             for (int u = 1; u < kEach; u++) found[0] = larger(found[0], found[u]);
-            raise<1>(p, shared, found);
-        } else raise<kEach>(p, shared, found);
+            raise<1>(p, chunks, shared, found);
+        } else raise<kEach>(p, chunks, shared, found);
     }
 
-    // Transforms the chunks and stores them. Returns how many values of this thread changed.
+    // Transforms the chunks and stores them. Returns how many values of this thread changed if p.changed asks
+    // for it.
     __device__ __forceinline__ u32 transform(const RebaseParams& p, const ThreadChunks& chunks,
-                                             const Shared& shared) const {
-        u32 changed = 0;                                             // two counts
-        auto* to = p.out + chunks.first;
+                                             const Shared& shared) {
+        int k[kEach];
+        bool exact = true;
 #pragma unroll
-        for (int u = 0; u < kEach; u++, to += chunks.below) {
-            const int k = exponent[u] - target_of(shared.found[ThreadChunks::target(p, u)]);
-            Chunk16 made;
-            if (exponent[u] == kNoScale) {
-#pragma unroll
-                for (int w = 0; w < 4; w++) made.word[w] = kFourNan;
-            } else if (exponent[u] == kNothing || (k >= kExact && k <= 15)) {
-                const u32 power = exponent[u] == kNothing ? 0 : Halves::power(k) * 0x10001u;
-                changed += p.changed ? scaled<true>(chunk[u], power, made)
-                                     : scaled<false>(chunk[u], power, made);
-            } else changed += scaled_in_steps(chunk[u], k, made);
-            if constexpr (!ALIGNED) made.store_partial(to, chunks.left(p, u));
-            else if (chunks.left(p, u)) made.store_whole(to);
+        for (int u = 0; u < kEach; u++) {
+            k[u] = exponent[u] - chunks.target(p, shared, u);
+            exact &= exponent[u] == kNothing || (k[u] >= kExact && k[u] <= kMostExact);
         }
-        return (changed & 0xffffu) + (changed >> 16);
+        u32 changed = kNoneChanged;
+        if (!exact) transform_any(p, chunks, shared, changed);
+        else if (p.changed) transform_exact<true>(p, chunks, k, changed);
+        else transform_exact<false>(p, chunks, k, changed);
+        return sum_of(changed);
     }
 
 private:
+    // The tile's rows are whole old blocks, or in one, so a chunk's block is found from the tile's.
+    template <class Scale>
+    __device__ __forceinline__ void load_scales(const RebaseParams& p, const Region& region,
+                                                const ThreadChunks& chunks) {
+        const auto* const scales = static_cast<const typename Scale::storage*>(p.scales)
+            + (region.matrix * p.matrix_stride + chunks.block_row * p.row_stride
+               + chunks.block_column * p.column_stride);
+        const u32 shift = p.row_shift < kTileLog2 ? p.row_shift : kTileLog2;
+        u32 bits[kEach];
+#pragma unroll
+        for (int u = 0; u < kEach; u++) {
+            const u32 block = (chunks.row + u * chunks.step(p)) >> shift;
+            bits[u] = chunks.exists(p, u) ? load_read_only(scales + block * p.row_stride) : 0;
+        }
+#pragma unroll
+        for (int u = 0; u < kEach; u++) exponent[u] = exponent_of(bits[u], sizeof(*scales) == 1);
+    }
+
     // Raises the targets of the first kCount chunks to the largest that this thread and the lanes beside it
     // have found.
     template <int kCount>
-    static __device__ __forceinline__ void raise(const RebaseParams& p, Shared& shared, int (&found)[kEach]) {
+    static __device__ __forceinline__ void raise(const RebaseParams& p, const ThreadChunks& chunks,
+                                                 Shared& shared, int (&found)[kEach]) {
 #pragma unroll 1
         for (u32 distance = 1; distance < 1u << p.lanes_log2; distance *= 2)
 #pragma unroll
@@ -232,52 +223,37 @@ private:
                 found[u] = larger(found[u], __shfl_xor_sync(~0u, found[u], distance));
         if (threadIdx.x & ((1u << p.lanes_log2) - 1)) return;
 #pragma unroll
-        for (int u = 0; u < kCount; u++)
-            if (found[u]) atomicMax(&shared.found[ThreadChunks::target(p, u)], found[u]);
+        for (int u = 0; u < kCount; u++) atomicMax(&shared.found[chunks.target(p, u)], found[u]);
     }
 
-    // Multiplies a chunk by a power of two, two of which are in `power`, or by 0. Every product is exact.
-    // Returns how many values changed, as two counts.
+    // Transforms chunks whose products are exact.
     template <bool kCounts>
-    static __device__ __forceinline__ u32 scaled(const Chunk16& from, u32 power, Chunk16& made) {
-        u32 changed = 0;
+    __device__ __forceinline__ void transform_exact(const RebaseParams& p, const ThreadChunks& chunks,
+                                                    const int (&k)[kEach], u32& changed) const {
+        auto* to = p.out + chunks.first;
 #pragma unroll
-        for (int w = 0; w < 4; w++) {
-            const u32 first = Halves::times(Pack::widen(from.word[w], 0), power);
-            const u32 second = Halves::times(Pack::widen(from.word[w], 1), power);
-            made.word[w] = Pack::narrow(first, second);
-            if (kCounts) changed += Halves::different(first, Pack::widen(made.word[w], 0))
-                                    + Halves::different(second, Pack::widen(made.word[w], 1));
-        }
-        return changed;
+        for (int u = 0; u < kEach; u++, to += chunks.below)
+            store(p, chunks, u, to, times_power<kCounts>(chunk[u], Halves::powers(k[u]), changed));
     }
-
-    // Multiplies a chunk by any 2^k in three steps. A product that is not exact is far below half the
-    // smallest code, so it becomes 0, and its value changed. Some such products are 0 themselves.
-    static __device__ __forceinline__ u32 scaled_in_steps(const Chunk16& from, int k, Chunk16& made) {
-        u32 power[3], changed = 0;
+    // Transforms any chunks, one after the other, since that is rare. It moves them through chunk 0.
+    __device__ __forceinline__ void transform_any(const RebaseParams& p, const ThreadChunks& chunks,
+                                                  const Shared& shared, u32& changed) {
+        auto* to = p.out + chunks.first;
+#pragma unroll 1
+        for (int u = 0; u < kEach; u++, to += chunks.below) {
+            Chunk16 made;
+            if (exponent[0] == kNoScale) made = {{kFourNan, kFourNan, kFourNan, kFourNan}};
+            else if (exponent[0] == kNothing) made = times_power<true>(chunk[0], 0, changed);
+            else made = times_power_in_steps(chunk[0], exponent[0] - chunks.target(p, shared, u), changed);
+            store(p, chunks, u, to, made);
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            const int step = clamp(k, -15, 15);
-            power[i] = Halves::power(step) * 0x10001u, k -= step;
+            for (int i = 1; i < kEach; i++) chunk[i - 1] = chunk[i], exponent[i - 1] = exponent[i];
         }
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-            u32 product[2];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 value = Pack::widen(from.word[w], half);
-                product[half] = value;
-#pragma unroll
-                for (int i = 0; i < 3; i++) product[half] = Halves::times(product[half], power[i]);
-                changed += Halves::different(value, 0) - Halves::different(product[half], 0);
-            }
-            made.word[w] = Pack::narrow(product[0], product[1]);
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                changed += Halves::different(product[half], Pack::widen(made.word[w], half));
-        }
-        return changed;
+    }
+    static __device__ __forceinline__ void store(const RebaseParams& p, const ThreadChunks& chunks, int u,
+                                                 IN::storage* to, const Chunk16& made) {
+        if constexpr (!ALIGNED) made.store_partial(to, chunks.left(p, u));
+        else if (chunks.exists(p, u)) made.store_whole(to);
     }
 };
 
@@ -321,27 +297,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 rebase_scales(const __grid_constant__ RebaseParams p) {
     __shared__ Shared shared;
     const Region region(p);
-    const u32 steps = p.steps_down * p.steps_across;
+    const u32 tiles = p.steps_down * p.steps_across;
+    ThreadChunks chunks;
     LoadedChunks loaded;
     u32 changed = 0;
 #pragma unroll 1
-    for (u32 step = 0; step < steps; step++) {
-        loaded.load(p, region, ThreadChunks(p, region, step));
-        if (step == 0) {                                             // while the first loads are in flight
-            for (u32 i = threadIdx.x; i < kMostTargets; i += kThreads)
-                shared.found[i] = 0, shared.wrong[i] = 0;
+    for (u32 tile = 0; tile < tiles; tile++) {
+        chunks = ThreadChunks(p, region, tile);
+        loaded.load(p, region, chunks);
+        if (tile == 0) {                                             // while the first loads are in flight
+#pragma unroll
+            for (u32 i = 0; i < kMostTargets; i += kThreads)
+                shared.found[threadIdx.x + i] = 0, shared.wrong[threadIdx.x + i] = 0;
             __syncthreads();
         }
-        loaded.find(p, shared);
+        loaded.find(p, chunks, shared);
     }
     __syncthreads();
-    store_scales(p, region, shared);
 #pragma unroll 1
-    for (u32 step = steps; step-- > 0;) {
-        const ThreadChunks chunks(p, region, step);
-        if (step != steps - 1) loaded.load(p, region, chunks);
+    for (u32 tile = tiles; tile-- > 0;) {
+        if (tile != tiles - 1) {
+            chunks = ThreadChunks(p, region, tile);
+            loaded.load(p, region, chunks);
+        }
         changed += loaded.transform(p, chunks, shared);
     }
+    store_scales(p, region, shared);
     if (!p.changed) return;
     changed = __reduce_add_sync(~0u, changed);
     if (threadIdx.x % 32 == 0) shared.changed[threadIdx.x / 32] = changed;

@@ -26,27 +26,45 @@ struct Halves {
 #endif
         return f16::max_magnitudes<false>(largest, next);
     }
-    // Returns 1 in each half where the numbers differ, and 0 where they are equal or one of them is NaN.
+    static __device__ __forceinline__ u32 plus(u32 a, u32 b) {
+#ifdef CUPY_FP8_HOST
+        float a_lo, a_hi, b_lo, b_hi;
+        f16::widen2(a, a_lo, a_hi);
+        f16::widen2(b, b_lo, b_hi);
+        return f16::narrow2(a_lo + b_lo, a_hi + b_hi);
+#else
+        u32 r;
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+#endif
+    }
+    static __device__ __forceinline__ u32 minus(u32 a, u32 b) { return plus(a, b ^ 0x80008000u); }
+    // Returns 1.0 in each half where the numbers differ, and 0 where they are equal or one of them is NaN.
     static __device__ __forceinline__ u32 different(u32 a, u32 b) {
 #ifdef CUPY_FP8_HOST
         float a_lo, a_hi, b_lo, b_hi;
         f16::widen2(a, a_lo, a_hi);
         f16::widen2(b, b_lo, b_hi);
-        return (u32)(a_lo < b_lo || a_lo > b_lo) | (u32)(a_hi < b_hi || a_hi > b_hi) << 16;
+        return f16::narrow2(a_lo < b_lo || a_lo > b_lo, a_hi < b_hi || a_hi > b_hi);
 #else
-        u32 mask;
-        asm("set.ne.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
-        return mask & 0x10001u;
+        u32 r;
+        asm("set.ne.f16x2.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
 #endif
     }
     // Returns 2^k for -24 <= k <= 15.
     static __device__ __forceinline__ u32 power(int k) {
         return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24);
     }
+    // Returns 2^k in both halves for k <= 15. It is 0 for k < -24.
+    static __device__ __forceinline__ u32 powers(int k) {
+        const float power = as_float((u32)larger(k + 127, 0) << 23);
+        return f16::narrow2_any_nan(power, power);
+    }
 };
 
 // widen(word, half) widens two of the four codes in a word, and narrow() turns four f16 into a word of codes.
-// It saturates. The largest value is 1.75 * 2^kEmax.
+// It saturates. The largest finite value is 1.75 * 2^kEmax. kInf: there are infinities too.
 template <class F> struct Pairs;
 template <class F>
 __device__ __forceinline__ u32 narrow_halves(u32 pair) {
@@ -57,6 +75,7 @@ __device__ __forceinline__ u32 narrow_halves(u32 pair) {
 
 template <> struct Pairs<e4m3fn> {
     static constexpr int kEmax = 8;
+    static constexpr bool kInf = false;
     static __device__ __forceinline__ u32 widen(u32 word, int half) {
 #ifdef CUPY_FP8_HARDWARE_CVT
         u32 halves;
@@ -89,6 +108,7 @@ template <> struct Pairs<e4m3fn> {
 // e5m2 is the upper byte of f16.
 template <> struct Pairs<e5m2> {
     static constexpr int kEmax = 15;
+    static constexpr bool kInf = true;
     static __device__ __forceinline__ u32 widen(u32 word, int half) {
         return __byte_perm(word, 0, half ? 0x3424 : 0x1404);
     }

@@ -36,8 +36,9 @@ constexpr int kTargetBias = 1024;
 template <class F>
 __device__ __forceinline__ int product_target(u32 bits, int e) {
     constexpr int kFirst = (kLowest + kTargetBias) << 20;
-    if (bits >= 0x7f800000u) return (kHighest + kTargetBias) << 20;
-    return larger((int)(bits >> 3) + (e - 127 - Pairs<F>::kEmax + kTargetBias) * (1 << 20) + 0x3ffff, kFirst);
+    const int found = (int)(bits >> 3) + (e - 127 - Pairs<F>::kEmax + kTargetBias) * (1 << 20) + 0x3ffff;
+    if (Pairs<F>::kInf && bits >= 0x7f800000u) return (kHighest + kTargetBias) << 20;
+    return larger(found, kFirst);
 }
 __device__ __forceinline__ int target_of(int found) { return found ? (found >> 20) - kTargetBias : 0; }
 
