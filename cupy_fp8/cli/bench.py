@@ -9,10 +9,13 @@ import argparse
 import datetime
 import json
 import subprocess
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from .. import backend, kernels
+from ..io.replace import replacing
 from . import info, names
 
 _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
@@ -21,28 +24,31 @@ _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 bench", description=__doc__)
     names.add_ops(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, row by row")
     options = parser.parse_intermixed_args(argv)
     ops = names.chosen_ops(parser, options.ops)
     problem = backend.gpu_problem()
     if problem:
         print(f"bench needs a GPU: {problem}")
         return 1
+    results: list[dict[str, Any]] = []
     report = {"machine": info.facts(), "commit": _commit(), "date": datetime.date.today().isoformat(),
-              "results": [*device_rows(ops), *host_rows(ops)]}
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+              "results": results}
+    for row in chain(device_rows(ops), host_rows(ops)):
+        results.append(row)
+        if options.json:                        # What has been measured stays, whatever happens next.
+            with replacing(options.json) as file:
+                file.write(json.dumps(report, indent=1).encode() + b"\n")
     return 0
 
 
-def device_rows(ops: list[str]) -> list[dict[str, Any]]:
+def device_rows(ops: list[str]) -> Iterator[dict[str, Any]]:
     from ..bench import measure, specs
     from ..bench.measure import graph_us
 
     kernels.announce(print)
     print(f"{'op':24} {'variant':28} {'shape':>12} {'µs':>9} {'GB/s':>6} {'share':>6} {'spread':>7} "
           f"{'graph µs':>9}", flush=True)
-    rows = []
     for spec in specs():
         if spec.op not in ops:
             continue
@@ -52,27 +58,24 @@ def device_rows(ops: list[str]) -> list[dict[str, Any]]:
         print(f"{spec.op:24} {spec.label:28} {shape:>12} {m.us:9.2f} {m.gb_per_s:6.0f} {m.share:6.3f} "
               f"{m.spread:6.1f}% " + (f"{replay:9.2f}" if replay else "")
               + (f" {spec.flops / m.us / 1e6:.0f} TFLOP/s" if spec.flops else ""), flush=True)
-        rows.append({"op": spec.op, "variant": spec.label, "shape": list(spec.shape), "bytes": spec.traffic,
-                     "us": round(m.us, 3), "gb_per_s": round(m.gb_per_s), "share": round(m.share, 4),
-                     "spread_percent": round(m.spread, 2), "copy_us": round(m.copy_us, 3),
-                     "graph_us": replay and round(replay, 3),
-                     **({"tflops": round(spec.flops / m.us / 1e6)} if spec.flops else {})})
-    return rows
+        yield {"op": spec.op, "variant": spec.label, "shape": list(spec.shape), "bytes": spec.traffic,
+               "us": round(m.us, 3), "gb_per_s": round(m.gb_per_s), "share": round(m.share, 4),
+               "spread_percent": round(m.spread, 2), "copy_us": round(m.copy_us, 3),
+               "graph_us": replay and round(replay, 3),
+               **({"tflops": round(spec.flops / m.us / 1e6)} if spec.flops else {})}
 
 
-def host_rows(ops: list[str]) -> list[dict[str, Any]]:
+def host_rows(ops: list[str]) -> Iterator[dict[str, Any]]:
     """Host time per call on a tiny array and its ratio to a bare launch, in place and allocating."""
     from ..bench import host
 
     print(f"{'host µs per call (× a bare launch)':48} {'out=':>15} {'allocating':>15}")
-    rows = []
     for time in host.measured(ops):
         shown = [f"{us:8.2f} ({ratio:4.1f})" for us, ratio in (time[1:3], time[3:5]) if us and ratio]
         print(f"{time.name:48} {' '.join(shown)}", flush=True)
-        rows.append({"op": time.name, **{name: value and round(value, 2) for name, value in (
+        yield {"op": time.name, **{name: value and round(value, 2) for name, value in (
             ("host_us_out", time.out), ("host_us_allocating", time.allocating),
-            ("host_ratio_out", time.out_ratio), ("host_ratio_allocating", time.allocating_ratio))}})
-    return rows
+            ("host_ratio_out", time.out_ratio), ("host_ratio_allocating", time.allocating_ratio))}}
 
 
 def _commit() -> str:

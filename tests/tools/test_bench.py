@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 from cupy_fp8 import backend, bench, cases, testing
 from cupy_fp8.__main__ import main
 from cupy_fp8.bench import generic, host
-from cupy_fp8.cli.bench import host_rows
+from cupy_fp8.cli import bench as command
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = json.loads((ROOT / "benchmarks" / "nvidia_h200.json").read_text())["results"]
@@ -28,6 +29,19 @@ def test_without_a_gpu(arguments, capsys, tmp_path, monkeypatch):
     assert main(["bench", *arguments]) == 1
     assert capsys.readouterr().out == f"bench needs a GPU: {backend.gpu_problem()}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_results_of_a_run_that_is_stopped_stay(tmp_path, monkeypatch):
+    def rows(ops: list[str]) -> Iterator[dict[str, Any]]:
+        yield {"op": "astype", "us": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "gpu_problem", lambda: None)
+    monkeypatch.setattr(command.info, "facts", dict)
+    monkeypatch.setattr(command, "device_rows", rows)
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["astype", "--json", str(tmp_path / "results.json")])
+    assert json.loads((tmp_path / "results.json").read_text())["results"] == [{"op": "astype", "us": 1.0}]
 
 
 def test_every_op_has_rows_and_no_row_twice():
@@ -76,7 +90,7 @@ def test_host_times_are_shown_with_their_ratio_to_a_bare_launch(numpy_for_cupy, 
     times: dict[Any, float] = {None: 4.0}
     monkeypatch.setattr(host, "bare_launch", lambda: None)
     monkeypatch.setattr(host, "host_us", lambda call: times.get(call, 6.0))
-    _, *rows = host_rows(["compute_amax"])
+    _, *rows = command.host_rows(["compute_amax"])
     assert rows == [{"op": "compute_amax", "host_us_out": 6.0, "host_us_allocating": 6.0,
                      "host_ratio_out": 1.5, "host_ratio_allocating": 1.5}]
     assert capsys.readouterr().out.splitlines()[1:] == [
