@@ -81,7 +81,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     beside = None
     if isinstance(splits, (list, tuple)) and isinstance(outputs, (list, tuple)) and outputs:
         beside = outputs[0]
-    options = _options(_integers(strides), _leads(include_leading_zero), _unchanging(dtypes))
+    options = _options(strides, include_leading_zero, dtypes)
     result: list[Array] = run(_OFFSETS, (splits, beside, options, bulk_allocate, check), outputs)
     return result
 
@@ -139,13 +139,18 @@ class _Options:
 
 
 _cached_options = functools.lru_cache(maxsize=1024)(_Options)
+_INTEGERS = frozenset((int,))
 
 
-def _options(strides: tuple[int, ...], leads: Any, dtypes: Any) -> _Options:
+def _options(strides: Any, leads: Any, dtypes: Any) -> _Options:
+    # What most calls give is looked up as it is. Other kinds of numbers can equal these and be wrong.
+    usual = type(strides) is tuple and type(leads) is bool and _INTEGERS.issuperset(map(type, strides))
+    if not usual:
+        strides, leads, dtypes = _integers(strides), _leads(leads), _unchanging(dtypes)
     try:
         return _cached_options(strides, leads, dtypes)
     except (TypeError, ValueError):                 # a dtype cannot be hashed: _Options says which one
-        return _Options(strides, leads, dtypes)
+        return _Options(strides, leads, _unchanging(dtypes))
 
 
 def _integers(strides: Any) -> tuple[int, ...]:
