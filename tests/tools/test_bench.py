@@ -17,6 +17,7 @@ from cupy_fp8 import backend, bench, cases, testing
 from cupy_fp8.__main__ import main
 from cupy_fp8.bench import generic, host
 from cupy_fp8.cli import bench as command
+from cupy_fp8.cli import info
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = json.loads((ROOT / "benchmarks" / "nvidia_h200.json").read_text())["results"]
@@ -37,7 +38,7 @@ def test_results_of_a_run_that_is_stopped_stay(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(backend, "gpu_problem", lambda: None)
-    monkeypatch.setattr(command.info, "facts", dict)
+    monkeypatch.setattr(info, "facts", dict)
     monkeypatch.setattr(command, "device_rows", rows)
     with pytest.raises(KeyboardInterrupt):
         command.main(["astype", "--json", str(tmp_path / "results.json")])
