@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = 110
-#: ruff checks Python alone.
+#: ruff checks Python and notebooks alone.
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
 FOLDERS = ("cupy_fp8", "kernels_cu", "tests", "docs", "benchmarks")
 #: Files beside these folders, as patterns.
@@ -19,7 +19,8 @@ OTHERS = ("*.md", "*.toml", ".*.yaml", ".ci/*", ".github/**/*.yml")
 
 
 @pytest.mark.parametrize("command", [
-    ["ruff", "check", "cupy_fp8", "tests"], pytest.param(["mypy"], marks=pytest.mark.full)], ids=" ".join)
+    ["ruff", "check", "cupy_fp8", "tests", "notebooks"],
+    pytest.param(["mypy"], marks=pytest.mark.full)], ids=" ".join)
 def test_clean(command):
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
