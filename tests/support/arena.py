@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from declared import Example, leaves, map_arrays
+from declared import Example
 from perturbed import bytes_of
 from places import Place
+from trees import leaves, map_arrays
 
 from cupy_fp8.arrays import address, bits
 

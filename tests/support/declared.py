@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+from trees import leaves, map_arrays, snapshot
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
-from cupy_fp8.arrays import Result, address, is_array
+from cupy_fp8.arrays import address
 from cupy_fp8.calls import call as calls
 from cupy_fp8.calls import keys
 from cupy_fp8.calls.descriptions import Written
@@ -28,75 +29,12 @@ from cupy_fp8.calls.memory import Range
 from cupy_fp8.cases import Case, Registration, base
 from cupy_fp8.formats import INPUT_DTYPES
 
+__all__ = ["ALIGNED", "DTYPES_OF_CASES", "EXAMPLES", "Example", "example_of", "in_contract", "leaves",
+           "map_arrays", "snapshot"]
 _SMALLEST, _LARGEST = 64, 60_000    # elements of an example's arrays
 _MOST_ARRAYS = 20                   # of an example: calls with lists of tensors can have many
 
 
-# ---- arguments as trees ----
-#: What leads to no array. Arguments can be lists of thousands of numbers.
-_SCALARS = (bool, int, float, str, type(None))
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Every array that arguments or results lead to."""
-    waiting = [tree]
-    while waiting:
-        tree = waiting.pop()
-        if isinstance(tree, _SCALARS):
-            continue
-        if is_array(tree):
-            yield tree
-        elif isinstance(tree, Result):
-            waiting.extend(reversed(tree.__getstate__().values()))
-        elif isinstance(tree, dict):
-            waiting.extend(reversed(tree.values()))
-        elif isinstance(tree, (list, tuple)):
-            waiting.extend(reversed(tree))
-
-
-def map_arrays(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
-    """The same tree of other arrays. What was one array, or one result, stays one. Results are not
-    validated."""
-    made = {} if made is None else made
-    if id(tree) in made:
-        return made[id(tree)]
-    if is_array(tree):
-        found = change(tree)
-    elif isinstance(tree, Result):
-        found = object.__new__(type(tree))
-        found.__dict__.update({name: map_arrays(part, change, made)
-                               for name, part in tree.__getstate__().items()})
-    elif isinstance(tree, dict):
-        found = {name: map_arrays(part, change, made) for name, part in tree.items()}
-    elif isinstance(tree, (list, tuple)):
-        found = type(tree)([part if isinstance(part, _SCALARS) else map_arrays(part, change, made)
-                            for part in tree])
-    else:
-        return tree
-    made[id(tree)] = found
-    return found
-
-
-def swapped(tree: Any, old: Any, new: Any) -> Any:
-    """The tree with another object in the place of an array."""
-    return map_arrays(tree, lambda a: new if a is old else a)
-
-
-def snapshot(*trees: Any) -> list[bytes]:
-    """The bytes of all memory that arguments lead to."""
-    return [_owner(a).tobytes() for a in leaves(trees)]
-
-
-def _owner(a: Any) -> np.ndarray:
-    on_host = getattr(a, "on_host", a)
-    if not isinstance(on_host, np.ndarray):
-        on_host = fp8.asnumpy(a)
-    while isinstance(on_host.base, np.ndarray):
-        on_host = on_host.base
-    return on_host
-
-
-# ---- examples ----
 @dataclass(frozen=True, eq=False)
 class Example:
     """A call with a result to write into, unless the op updates its arguments.

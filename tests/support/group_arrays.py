@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scale_arrays import guarded, raw
+from scale_arrays import raw
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, MXScaling, cases, reference, testing
@@ -44,17 +44,6 @@ def scales_for(recipe: Any, number: int, run: testing.Executor | None = None) ->
 def parts_of(g: Grouped, names: Iterable[str] = PARTS) -> dict[str, Any]:
     """Those of its arrays that there are, by name."""
     return {name: a for name in names if (a := getattr(g, name)) is not None}
-
-
-def guarded_like(run: testing.Executor, g: Grouped, names: Iterable[str] = PARTS,
-                 **own: Any) -> tuple[Grouped, Callable[[], bool]]:
-    """(the same in poisoned memory, but for the fields given, whether the memory on either side of it is as
-    it was)."""
-    made = {name: guarded(run, a.shape, a.dtype) for name, a in parts_of(g, names).items() if name not in own}
-    fields = {**g.__getstate__(), **{name: a for name, (a, _) in made.items()}, **own}
-    if g.columnwise is g.rowwise:
-        fields["columnwise"] = fields["rowwise"]
-    return Grouped(**fields), lambda: all(intact() for _, intact in made.values())
 
 
 def poison(arrays: Iterable[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from declared import leaves, snapshot
+from trees import leaves, snapshot
 
 from cupy_fp8 import cases, testing
 from cupy_fp8.kernels import Launch

@@ -1,17 +1,16 @@
-"""What tests of expert layers share: arrays, results with guards around them, and calls that are refused."""
+"""What tests of expert layers share: arrays, what results must be, and what the device has noted."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from scale_arrays import guarded, raw
+from scale_arrays import guarded_like, raw
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Routing, Scaled, cases, testing
+from cupy_fp8 import cases, testing
 
 #: For what concerns NumPy arrays only: the fixture `run` of these executors.
 on_the_cpu = pytest.mark.parametrize("run", ["reference", "host"], indirect=True)
@@ -30,43 +29,8 @@ def normal(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np
     return cases.values("normal", shape, np.dtype(dtype), seed)
 
 
-def arrays_of(result: Any) -> Iterator[Any]:
-    """The arrays of a result, in their order."""
-    if isinstance(result, Routing):
-        yield from result._arrays().values()
-    elif isinstance(result, (list, tuple, Scaled)):
-        for part in result:
-            yield from arrays_of(part)
-    elif result is not None:
-        yield result
-
-
-def assert_equal(actual: Any, wanted: Any) -> None:
-    """Results have the same arrays, byte for byte."""
-    for mine, theirs in zip(arrays_of(actual), arrays_of(wanted), strict=True):
-        testing.assert_bytes_equal(mine, theirs)
-
-
-def guarded_like(run: testing.Executor, wanted: Any, lead: int = 0) -> tuple[Any, Callable[[], bool]]:
-    """(a poisoned result of the same form, whether the memory around its arrays is as it was)."""
-    checks = []
-
-    def make(part: Any) -> Any:
-        if part is None:
-            return None
-        if isinstance(part, Scaled):
-            return Scaled._of(make(part.data), make(part.scale_inv), part.shape, False, part.block,
-                              part.scale_layout)
-        if isinstance(part, Routing):
-            return dataclasses.replace(part, **{name: make(a) for name, a in part._arrays().items()})
-        if isinstance(part, (list, tuple)):
-            return type(part)(map(make, part))
-        itemsize = part.dtype.itemsize
-        a, intact = guarded(run, part.shape, part.dtype, lead // itemsize * itemsize)
-        checks.append(intact)
-        return a
-
-    return make(wanted), lambda: all(intact() for intact in checks)
+#: Results have the same arrays, byte for byte, and the same metadata.
+assert_equal = testing.assert_bytes_equal
 
 
 def expect(run: testing.Executor, wanted: Any, function: Callable[..., Any], *args: Any,

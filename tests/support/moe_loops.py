@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moe_arrays import arrays_of
 from scale_arrays import raw
 
 from cupy_fp8 import Routing, Scaled
@@ -33,7 +32,7 @@ def moved(x: Any, r: Routing, probs: np.ndarray | None = None) -> Any:
     if probs is not None:
         return moved(x, r), moved_probs(probs, r)
     if isinstance(x, Scaled):
-        data, scale_inv = (moved(a, r) for a in arrays_of(x))
+        data, scale_inv = (moved(a, r) for a in x)
         return Scaled._of(data, scale_inv, data.shape, False, x.block, "compact")
     out = np.zeros((r.rows, *x.shape[1:]), raw(x).dtype)
     for token, rows in enumerate(r.row_map):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from declared import Example, leaves, map_arrays, snapshot, swapped
+from declared import Example
 from places import Place
+from trees import leaves, map_arrays, snapshot, swapped
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, cases

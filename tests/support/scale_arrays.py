@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from trees import map_arrays
 
 import cupy_fp8 as fp8
 from cupy_fp8 import testing
@@ -58,6 +59,22 @@ def guarded(run: testing.Executor, shape: tuple[int, ...], dtype: np.dtype[Any] 
         return bool((outside == 0xAA).all())
 
     return out, intact
+
+
+def guarded_like(run: testing.Executor, tree: Any, lead: int = 0,
+                 kept: tuple[Any, ...] = ()) -> tuple[Any, Callable[[], bool]]:
+    """(the same tree of poisoned arrays, but for those that are kept, whether the memory around them is as it
+    was). They start `lead` bytes past a multiple of 16, or as many of them as their element size allows."""
+    checks = []
+
+    def make(a: Any) -> Any:
+        if any(a is one for one in kept):
+            return a
+        made, intact = guarded(run, a.shape, a.dtype, lead // a.itemsize * a.itemsize)
+        checks.append(intact)
+        return made
+
+    return map_arrays(tree, make), lambda: all(intact() for intact in checks)
 
 
 def addresses(layout: str, shape: tuple[int, int], block: tuple[int | None, int | None]) -> dict[tuple[int,

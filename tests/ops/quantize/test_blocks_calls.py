@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from block_data import arrays_of, guarded_like
+from scale_arrays import guarded_like
+from trees import leaves
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, MXScaling, Quantized, cases, reference, testing
@@ -163,7 +164,7 @@ def test_recipe(op, recipe, run):
         testing.assert_bytes_equal(empty, want)
         pairs = {name: tuple(part) for name, part in empty.parts.items()}
         wrapped = recipe.empty(x.shape, buffers=pairs, **directions)
-        assert list(map(id, arrays_of(wrapped))) == list(map(id, arrays_of(empty)))
+        assert list(map(id, leaves(wrapped))) == list(map(id, leaves(empty)))
         assert recipe.quantize(x, out=wrapped, **directions) is wrapped
 
 

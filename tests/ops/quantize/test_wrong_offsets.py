@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
-from group_arrays import ALL, BLOCKS, PARTS, guarded_like, matrix, scales_for
+from group_arrays import ALL, BLOCKS, PARTS, matrix, scales_for
+from scale_arrays import guarded_like
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
@@ -35,7 +38,8 @@ def test_wrong_offsets_stay_within_the_arrays(recipe, offsets, columns, large, u
     for rowwise in (True, False) if recipe in BLOCKS.values() else (True,):
         right = fp8.group_quantize(run.array(x), run.array(splits), recipe, rowwise=rowwise, columnwise=True,
                                    scales=scales)
-        out, intact = guarded_like(run, right, splits=right.splits, offsets=given_offsets)
+        out, intact = guarded_like(run, dataclasses.replace(right, offsets=given_offsets),
+                                   kept=(right.splits, given_offsets))
         fp8.group_quantize(run.array(x), out.splits, recipe, rowwise=rowwise, columnwise=True, scales=scales,
                            offsets=given_offsets, out=out)
         assert intact()
