@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-from collections import Counter
 from functools import partial
 
 import covering
 import pytest
 from large_tiles import check_those_that_ask
+from launches import note_launches
 from programs import WITHOUT_OP
 from tiers import quick_if
 
@@ -15,7 +15,7 @@ from cupy_fp8 import cases, testing
 from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e4m3fn, float32
-from cupy_fp8.kernels import Kernel, Launch, sources
+from cupy_fp8.kernels import Kernel, sources
 
 CASES = [one.case for one in covering.observed()]
 QUICK = {id(one.case) for one in covering.quick_cases()}
@@ -53,18 +53,12 @@ def entry_points():
 def test_quick_cases_launch_every_entry_point(monkeypatch):
     """Launches are counted where they happen. (On a GPU small arrays do not launch every kernel, since some
     pay only for large ones.)"""
-    launches: Counter[tuple[str, str]] = Counter()
-    start = Launch.start
-
-    def counted(launch, *values):
-        launches[launch.variant.kernel.source, launch.variant.kernel.entry] += 1
-        return start(launch, *values)
-
-    monkeypatch.setattr(Launch, "start", counted)
+    launched = note_launches(monkeypatch)
     with testing.executor("host") as run:
         for one in covering.cover(covering.quick_cases(), covering.launched_entries):
             check(OPS[one.case.op], one.case, run)
-    assert launches.keys() == {found for found in entry_points() if found[0] not in WITHOUT_OP}
+    entries = {(one.variant.kernel.source, one.variant.kernel.entry) for one in launched}
+    assert entries == {found for found in entry_points() if found[0] not in WITHOUT_OP}
 
 
 @pytest.mark.full

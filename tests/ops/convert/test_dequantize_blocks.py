@@ -189,7 +189,7 @@ def test_the_transposed_view(shape, block, layout, transposed, run, monkeypatch)
                                    np.ascontiguousarray(reference.dequantize(host, dtype=to).swapaxes(-1,
                                                                                                       -2)))
     scale_at = s.scale_inv.ctypes.data if run.name != "cuda" else s.scale_inv.data.ptr
-    assert {values[2] for _, values in launched} == (set() if run.name == "reference" else {scale_at})
+    assert {one.values[2] for one in launched} == (set() if run.name == "reference" else {scale_at})
     testing.assert_bytes_equal(run.numpy(turned.T.dequantize()), reference.dequantize(host))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launches import note_launches
 from moe_arrays import assert_equal, expect, noted
 from tiers import needs_host
 
@@ -16,7 +17,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, reference, testing
 from cupy_fp8.arrays import address
 from cupy_fp8.cases.moe.offsets import TYPICAL, sizes
-from cupy_fp8.kernels import Launch, errors
+from cupy_fp8.kernels import errors
 from cupy_fp8.ops.moe import offsets
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -39,20 +40,6 @@ def by_loop(splits: Any, stride: int = 1, lead: bool = True, dtype: Any = INT64)
 def expect_offsets(run: testing.Executor, host: Any, wanted: list[np.ndarray], **options: Any) -> None:
     splits = run.array(np.asarray(host))
     expect(run, wanted, fp8.splits_to_offsets, splits, out_name="outputs", **options)
-
-
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The blocks of every launch, which still happens."""
-    seen: list[int] = []
-    start = Launch.start
-
-    def noted(launch: Launch, *values: Any) -> None:
-        seen.append(launch.grid)
-        start(launch, *values)
-
-    monkeypatch.setattr(Launch, "start", noted)
-    return seen
 
 
 # ---- values ----
@@ -146,10 +133,11 @@ def test_no_outputs(run, launched):
 @pytest.mark.parametrize(("number", "outputs", "grids"), [
     (0, 1, [1]), (1, 5, [5]), (1024, 5, [5]), (1025, 5, [10]), (8192, 2, [16]), (8193, 5, [9, 9]),
     (64, 16, [16]), (64, 17, [16, 1]), (9000, 40, [9, 9, 9, 9])])
-def test_as_few_launches_as_needed(number, outputs, grids, blocks):
+def test_as_few_launches_as_needed(number, outputs, grids, monkeypatch):
+    launched = note_launches(monkeypatch)
     with testing.executor("host"):
         got = fp8.splits_to_offsets(np.ones(number, np.int64), strides=range(outputs))
-    assert blocks == grids
+    assert [one.grid for one in launched] == grids
     assert_equal(got, [np.arange(number + 1) * stride for stride in range(outputs)])
 
 

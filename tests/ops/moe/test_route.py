@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launches import note_launches
 from moe_arrays import assert_equal, expect, noted
 from tiers import needs_host, quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Routing, backend, reference, testing
 from cupy_fp8.cases.moe.route import KINDS, indices, mask
-from cupy_fp8.kernels import Launch, errors
+from cupy_fp8.kernels import errors
 from cupy_fp8.ops.moe import route
 
 EXPERT, BOUND = (errors.MESSAGES[fact] for fact in (errors.Fact.ROUTE_EXPERT, errors.Fact.ROUTE_BOUND))
@@ -115,14 +116,7 @@ def test_any_call(tokens, topk, number, align, seed):
 
 def test_launches(run, monkeypatch):
     """Few tokens' indices need one, everything else two; at most 128 blocks of threads each."""
-    launches: list[tuple[str, int]] = []
-    start = Launch.start
-
-    def noted(launch: Launch, *values: Any) -> None:
-        launches.append((launch.variant.kernel.entry, launch.grid))
-        start(launch, *values)
-
-    monkeypatch.setattr(Launch, "start", noted)
+    launched = note_launches(monkeypatch)
     calls: list[tuple[np.ndarray, dict[str, Any], list[tuple[str, int]]]] = [
         (indices(64, 8, 64), {"num_experts": 64}, [("route_rank", 1)]),
         (indices(65, 8, 64), {"num_experts": 64}, [("route_count", 2), ("route_rank", 2)]),
@@ -130,9 +124,10 @@ def test_launches(run, monkeypatch):
         (indices(8193, 8, 64), {"num_experts": 64}, [("route_count", 114), ("route_rank", 114)]),
         (mask(3, 4, 2), {"topk": 2}, [("route_count", 1), ("route_rank", 1)])]
     for host, options, want in calls:
-        launches.clear()
+        launched.clear()
         fp8.route(run.array(host), **options)
-        assert launches == ([] if run.name == "reference" else want)
+        found = [(one.variant.kernel.entry, one.grid) for one in launched]
+        assert found == ([] if run.name == "reference" else want)
 
 
 # ---- facts on the device that are wrong ----

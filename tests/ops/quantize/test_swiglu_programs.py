@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launches import Noted, note_launches
 from test_swiglu import BLOCKS, CURRENT, DELAYED, MX, RECIPES, normal
 from tiers import where_kernels_run
 
@@ -34,6 +35,11 @@ def path_of(variant: Variant) -> str | None:
     return dict(variant.defines).get("PATH")
 
 
+def paths_of(launched: list[Noted]) -> list[str]:
+    """Those of launches that have one, each where it comes first."""
+    return list(dict.fromkeys(filter(None, (path_of(one.variant) for one in launched))))
+
+
 def check_both(run: Any, recipe: Any, x: np.ndarray, grad: np.ndarray | None, how: dict[str, Any]) -> None:
     """y and, with grad, the gradients equal the reference."""
     given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how.items()}
@@ -59,19 +65,13 @@ def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, 
     those with options, and rows that allow no wide accesses ask for it of the fallback. Gradients of no whole
     tiles are an option. Other types than bf16 to e4m3 have one program for all of these but the fallback."""
     how, options = recipe
-    launched, start = [], Launch.start
-
-    def noted(launch: Launch, *values: Any) -> None:
-        launched.append(path_of(launch.variant))
-        start(launch, *values)
-
-    monkeypatch.setattr(Launch, "start", noted)
+    launched = note_launches(monkeypatch)
     x, grad = normal(shape, dtype), normal((shape[0], shape[1] // 2), dtype, seed=1)
     probs = run.array(normal(shape[:1], seed=2))
     calls = [(run.array(x), None), (run.array(x), 1e30), (misaligned(run, x), None)]
     how_else = {"columnwise": True, "probs": probs, **options}
     forward = [fp8.swiglu_quantize(x, how, clamp=c, **how_else) for x, c in calls]
-    forward_paths = list(dict.fromkeys(filter(None, launched)))
+    forward_paths = paths_of(launched)
     launched.clear()
     backward = [fp8.swiglu_backward_quantize(run.array(grad), x, how, clamp=c, **how_else) for x, c in calls]
     if run.name != "reference":
@@ -83,7 +83,7 @@ def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, 
             want, want_backward = (["any" if path == "any" else "wide" for path in w]
                                    for w in (want, want_backward))
         assert forward_paths == list(dict.fromkeys(want))
-        assert list(dict.fromkeys(filter(None, launched))) == list(dict.fromkeys(want_backward))
+        assert paths_of(launched) == list(dict.fromkeys(want_backward))
     assert_bytes_equal([forward[0], backward[0]] * 2, [forward[1], backward[1], forward[2], backward[2]])
 
 

@@ -52,7 +52,7 @@ def test_compact_views_are_read_where_they_are(view, columnwise, monkeypatch):
         with testing.executor("host"):
             got = fp8.convert_scales(s, **options)
         testing.assert_bytes_equal(got, reference.convert_scales(np.ascontiguousarray(s), **options))
-    assert ({values[0] for _, values in launched} == {s.__array_interface__["data"][0]}) == (view in VIEWS)
+    assert ({one.values[0] for one in launched} == {s.__array_interface__["data"][0]}) == (view in VIEWS)
 
 
 @pytest.mark.parametrize("view", [*VIEWS, *COPIED])
