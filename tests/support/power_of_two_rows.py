@@ -1,14 +1,16 @@
-"""Row-wise data with power-of-two scales, as `scaling_aware_transpose` takes it, and what comes of it."""
+"""Row-wise data with power-of-two scales, as `scaling_aware_transpose` takes it, what comes of it, and
+the same in exact arithmetic."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 import cupy_fp8 as fp8
 from cupy_fp8 import testing
-from cupy_fp8.formats import float8_e8m0fnu
+from cupy_fp8.formats import FORMATS, float8_e4m3fn, float8_e8m0fnu
 from cupy_fp8.results import Quantized, Scaled
 
 NAN = 0x7F
@@ -47,3 +49,23 @@ def part(s: Scaled, **changes: Any) -> Scaled:
 def transposed(q: Scaled, run: testing.Executor, **options: Any) -> Scaled:
     """The column-wise part."""
     return parts(run.numpy(fp8.scaling_aware_transpose(run.array(q), **options)))[1]
+
+
+# ---- another way: fractions, and the nearest code by a search ----
+def value_of(code: int, dtype: np.dtype[Any]) -> Fraction:
+    return Fraction(float(np.array([code], np.uint8).view(dtype).astype(np.float32)[0]))
+
+
+def nearest_code(v: Fraction, dtype: np.dtype[Any]) -> int:
+    codes = range(0x7F if dtype == float8_e4m3fn else 0x7C)
+    return min(codes, key=lambda c: (abs(value_of(c, dtype) - abs(v)), c & 1))
+
+
+def exponent_of(products: list[Fraction], dtype: np.dtype[Any]) -> int:
+    """That of the scale of a block whose values have these magnitudes."""
+    if not any(products):
+        return 0
+    e = -127
+    while Fraction(2)**e * Fraction(FORMATS[dtype].max) < max(products) and e < 127:
+        e += 1
+    return e

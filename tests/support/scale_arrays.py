@@ -15,6 +15,20 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.formats import float8_e8m0fnu, float32, int32
 from cupy_fp8.layouts import cdiv, round_up, scale_shape
 
+#: Of a matrix [60, 200].
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda a: a[:50:2, :],
+    "columns": lambda a: a[:, 3:160],
+    "stepped": lambda a: a[:, ::3],
+    "backwards": lambda a: a[::-1, ::-1],
+    "transposed and cut": lambda a: a.T[5:180],
+    "one column": lambda a: a[:, 7:8],
+    "one column, transposed": lambda a: a[:, 7:8].T,
+    "a batch, cut": lambda a: a.reshape(3, 20, 200)[:, 2:, 4:],
+    "a batch, transposed and cut": lambda a: a.reshape(3, 20, 200).swapaxes(1, 2)[:, 7:, :],
+    "a batch, its axes rolled": lambda a: a.reshape(3, 20, 200).transpose(2, 0, 1),
+}
+
 
 def scales(*shape: int, seed: int = 0) -> np.ndarray:
     """No byte is 0, so that padding shows."""
@@ -24,14 +38,11 @@ def scales(*shape: int, seed: int = 0) -> np.ndarray:
 def by_formula(s: np.ndarray) -> np.ndarray:
     """docs/layouts.md, byte by byte: a matrix of scales -> swizzled bytes."""
     lines, blocks = s.shape
-    out = np.zeros(cdiv(lines, 128) * cdiv(blocks, 4) * 512, np.uint8)
-    written = set()
-    for i in range(lines):
-        for j in range(blocks):
-            at = (i // 128 * cdiv(blocks, 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
-            out[at] = bits(s)[i, j]
-            written.add(at)
-    assert len(written) == s.size
+    out = np.zeros(round_up(lines, 128) * round_up(blocks, 4), np.uint8)
+    found = addresses("swizzled", (lines, 32 * blocks), (1, 32))
+    assert len({at for (at,) in found.values()}) == s.size
+    for place, at in found.items():
+        out[at] = bits(s)[place]
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from power_of_two_rows import NAN, scaled
+from power_of_two_rows import NAN, exponent_of, nearest_code, scaled, value_of
 
 import cupy_fp8 as fp8
 from cupy_fp8 import reference, testing
@@ -46,25 +46,7 @@ def differing(before: np.ndarray, after: np.ndarray) -> int:
     return int(np.count_nonzero((before != after) & ~np.isnan(before)))
 
 
-# ---- another way: fractions, and the nearest code by a search ----
-def value_of(code: int, dtype: np.dtype[Any]) -> Fraction:
-    return Fraction(float(np.array([code], np.uint8).view(dtype).astype(np.float32)[0]))
-
-
-def nearest_code(v: Fraction, dtype: np.dtype[Any]) -> int:
-    codes = range(0x7F if dtype == float8_e4m3fn else 0x7C)
-    return min(codes, key=lambda c: (abs(value_of(c, dtype) - abs(v)), c & 1))
-
-
-def exponent_of(products: list[Fraction], dtype: np.dtype[Any]) -> int:
-    if not any(products):
-        return 0
-    e = -127
-    while Fraction(2)**e * Fraction(FORMATS[dtype].max) < max(products) and e < 127:
-        e += 1
-    return e
-
-
+# ---- another way: in exact arithmetic ----
 @dtypes
 @pytest.mark.parametrize("spread", [3, 20, 127])
 def test_in_exact_arithmetic(dtype, spread):

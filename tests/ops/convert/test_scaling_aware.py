@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from power_of_two_rows import NAN, parts, scaled, transposed
+from power_of_two_rows import NAN, exponent_of, nearest_code, parts, scaled, transposed, value_of
 
 import cupy_fp8 as fp8
 from cupy_fp8 import reference, testing
@@ -17,25 +17,6 @@ from cupy_fp8.formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e5m2
 from cupy_fp8.kernels import errors
 from cupy_fp8.ops.convert import scaling_aware
 from cupy_fp8.results import Quantized
-
-
-# ---- another way: fractions, and the nearest code by a search ----
-def value_of(code: int, dtype: np.dtype) -> float:
-    return float(np.array([code], np.uint8).view(dtype).astype(np.float32)[0])
-
-
-def nearest_code(v: Fraction, dtype: np.dtype) -> int:
-    codes = range(0x7F if dtype == float8_e4m3fn else 0x7C)
-    return min(codes, key=lambda c: (abs(Fraction(value_of(c, dtype)) - abs(v)), c & 1))
-
-
-def column_exponent(values: list[Fraction], dtype: np.dtype) -> int:
-    if not values:
-        return 0
-    e = -400
-    while Fraction(2)**e * Fraction(FORMATS[dtype].max) < max(values):
-        e += 1
-    return min(max(e, -127), 127)
 
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda d: d.name)
@@ -50,9 +31,9 @@ def test_columns_in_exact_arithmetic(dtype, spread):
     exponents = rng.integers(-spread, spread, (9, 1), endpoint=True)
     got = transposed(scaled(codes, exponents, dtype), testing.Executor("reference"), scale_layout="compact")
     for c in range(codes.shape[1]):
-        v = [Fraction(value_of(int(code), dtype)) if int(code) != NAN else None for code in codes[:, c]]
+        v = [value_of(int(code), dtype) if int(code) != NAN else None for code in codes[:, c]]
         products = [abs(x) * Fraction(2)**int(e) for x, e in zip(v, exponents[:, 0], strict=True) if x]
-        t = column_exponent(products, dtype)
+        t = exponent_of(products, dtype)
         assert got.scale_inv[0, c] == np.ldexp(1.0, t)
         for r, x in enumerate(v):
             k = int(exponents[r, 0]) - t

@@ -19,15 +19,11 @@ from cupy_fp8.testing import assert_bytes_equal
 DELAYED, CURRENT, BLOCKS, MX = fp8.DelayedScaling(), fp8.CurrentScaling(), fp8.BlockScaling(), fp8.MXScaling()
 RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "delayed": (DELAYED, {"scale": 0.5}), "current": (CURRENT, {}), "blocks": (BLOCKS, {}), "mx": (MX, {})}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 def normal(shape: tuple[int, ...], dtype: Any = float32, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(float32).astype(dtype)
-
-
-@pytest.fixture(params=RECIPES)
-def recipe(request):
-    return RECIPES[request.param]
 
 
 # ---- y ----
@@ -99,6 +95,7 @@ def test_the_largest_scale_is_that_of_the_dtype(run):
 
 
 # ---- recipes and results ----
+@every_recipe
 def test_results_are_those_that_recipes_make(run, recipe):
     how, options = recipe
     x, grad, p = (run.array(a) for a in (normal((70, 96), bfloat16), normal((70, 48), bfloat16, 1),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launches import Noted, note_launches
-from test_swiglu import BLOCKS, CURRENT, DELAYED, MX, RECIPES, normal
+from test_swiglu import BLOCKS, CURRENT, DELAYED, MX, RECIPES, every_recipe, normal
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
@@ -24,11 +24,6 @@ from cupy_fp8.testing import assert_bytes_equal
 GPT_OSS: dict[str, Any] = {"form": "gpt_oss", "clamp": 1.5, "interleaved": True}
 TORCHAO = fp8.MXScaling(profile="torchao", scale_layout="swizzled")
 VLLM = fp8.BlockScaling(profile="vllm")
-
-
-@pytest.fixture(params=RECIPES)
-def recipe(request):
-    return RECIPES[request.param]
 
 
 def path_of(variant: Variant) -> str | None:
@@ -60,6 +55,7 @@ def misaligned(run: Any, a: np.ndarray) -> Any:
 @pytest.mark.parametrize(("shape", "plain", "plain_backward"), [
     ((21, 512), "tiles", "tiles"), ((130, 64), "tiles", "options"), ((9, 36), "any", "any")])
 @pytest.mark.parametrize("dtype", [bfloat16, float16], ids=str)
+@every_recipe
 def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, dtype):
     """Calls without options have programs of their own; a clamp beyond all values asks for the same result of
     those with options, and rows that allow no wide accesses ask for it of the fallback. Gradients of no whole

@@ -4,7 +4,7 @@ however the arrays lie."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launches import note_launches
-from scale_arrays import by_formula, raw, scales, stored_by_blocks
+from scale_arrays import VIEWS, by_formula, raw, scales, stored_by_blocks
 from tiers import needs_host
 
 import cupy_fp8 as fp8
@@ -91,20 +91,6 @@ def test_column_wise_scales_are_not_copied(shape, monkeypatch):
     assert ("ADJACENT", "1") in out_of.defines
     assert (compact_at, back_at) == (compact.ctypes.data, back.ctypes.data)
     assert swizzled_at == w.ctypes.data
-
-
-VIEWS: dict[str, Callable[[Any], Any]] = {                                  # of bytes [60, 200]
-    "rows": lambda a: a[:50:2, :],
-    "columns": lambda a: a[:, 3:160],
-    "stepped": lambda a: a[:, ::3],
-    "backwards": lambda a: a[::-1, ::-1],
-    "transposed and cut": lambda a: a.T[5:180],
-    "one column": lambda a: a[:, 7:8],
-    "one column, transposed": lambda a: a[:, 7:8].T,
-    "a batch, cut": lambda a: a.reshape(3, 20, 200)[:, 2:, 4:],
-    "a batch, transposed and cut": lambda a: a.reshape(3, 20, 200).swapaxes(1, 2)[:, 7:, :],
-    "a batch, its axes rolled": lambda a: a.reshape(3, 20, 200).transpose(2, 0, 1),
-}
 
 
 @pytest.mark.parametrize("view", VIEWS)
