@@ -3,7 +3,6 @@ histories."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases import OPS, Case, values
-from cupy_fp8.cli.selftest import check
+from cupy_fp8.cases import values
 from cupy_fp8.formats import FORMATS, float8_e4m3fn, float8_e5m2, float32
 from cupy_fp8.ops.scales import scale as scale_ops
 from cupy_fp8.testing import assert_bytes_equal
@@ -162,20 +160,6 @@ def test_columns_of_a_block():
             log2 = scale_ops._columns_log2(length, n, 132)
             assert 0 <= log2 <= 5
             assert 1 << log2 < 2 * n
-
-
-@pytest.mark.parametrize(("broken", "message"), [
-    (lambda history, scale, **_: (history, scale), "^history: .* elements of float32"),
-    (lambda *args, **options: reference.update_delayed_scaling(*args, **options), "^history was not "
-     "returned"),
-    (lambda history, scale, **options: (fp8.update_delayed_scaling(history, scale, **options)[0],
-                                        scale.copy()), "^scale was not returned"),
-], ids=["does nothing", "not in place", "returns a copy"])
-def test_a_broken_update_is_caught(broken, message):
-    """By the check that tests and selftest use for every op."""
-    case = Case("update_delayed_scaling", float32, (5, 7), "normal", options={"dtype": float8_e4m3fn})
-    with testing.executor("reference") as run, pytest.raises(AssertionError, match=message):
-        check(dataclasses.replace(OPS["update_delayed_scaling"], function=broken), case, run)
 
 
 # ---- on a GPU ----
