@@ -16,7 +16,6 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases.scales.swizzle import sizes_along
 from cupy_fp8.formats import float8_e8m0fnu
 from cupy_fp8.layouts import cdiv, grouped_columns, grouped_rows, round_up
 
@@ -118,15 +117,6 @@ def test_compact_scales_at_any_address(lead, run):
             assert (np.delete(raw(back), np.s_[lead : lead + n]) == 0xAA).all()
 
 
-def test_padding_is_not_read(run):
-    """Whatever it holds, the compact scales are the same."""
-    s = scales(150, 37)
-    w = reference.swizzle_scales(s)
-    used = reference.swizzle_scales(np.ones(s.shape, np.uint8).view(float8_e8m0fnu))
-    bits(w)[bits(used) == 0] = 0xAA
-    testing.assert_bytes_equal(fp8.unswizzle_scales(run.array(w), shape=s.shape), s)
-
-
 # ---- groups ----
 def grouped_by_formula(s: np.ndarray, splits: list[int], axis: int) -> np.ndarray:
     """Bytes of the groups, one after the other, up to the bound."""
@@ -172,37 +162,6 @@ def test_groups_by_formula(name, axis, run):
                                                                 check=True), s)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("groups", [1, 31, 32, 127, 128, 129, 300, 1025])
-def test_many_groups(groups, axis, run):
-    """More than one round of the search, groups in every part of it; and one block of threads over many
-    groups."""
-    for total in (groups // 2, 700):
-        splits = sizes_along(total, groups, axis, groups)
-        s = scales(total, 5) if axis == 0 else scales(40, total)
-        w = fp8.swizzle_scales(run.array(s), splits=run.array(splits), axis=axis)
-        testing.assert_bytes_equal(w, reference.swizzle_scales(s, splits=splits, axis=axis))
-        testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=s.shape, splits=run.array(splits),
-                                                        axis=axis), s)
-
-
-def test_a_group_is_a_slice_of_the_result():
-    """As docs/layouts.md says: rows of it for axis 0, bytes of it for axis 1."""
-    splits = [130, 0, 40]
-    s = scales(170, 6)
-    w = fp8.swizzle_scales(s, splits=splits)
-    assert w.shape == (512, 8)
-    testing.assert_bytes_equal(w[:256], fp8.swizzle_scales(s[:130]))
-    testing.assert_bytes_equal(w[256:384], fp8.swizzle_scales(s[130:]))
-    assert not bits(w)[384:].any()
-    s, splits = scales(100, 10), [96, 200]
-    w = fp8.swizzle_scales(s, splits=splits, axis=1)
-    assert w.shape == (2048,)
-    testing.assert_bytes_equal(w[:512].reshape(128, 4), fp8.swizzle_scales(s[:, :3]))
-    testing.assert_bytes_equal(w[512:1536].reshape(128, 8), fp8.swizzle_scales(s[:, 3:]))
-    assert not bits(w)[1536:].any()
-
-
 @pytest.mark.parametrize("lines", range(12))
 def test_the_bound_is_reached_and_never_passed(lines):
     for groups in range(8):
@@ -212,6 +171,7 @@ def test_the_bound_is_reached_and_never_passed(lines):
         if groups:
             assert grouped_columns(lines, groups) - most < 4
         assert grouped_rows(lines, 1) == round_up(lines, 128)
+    assert grouped_rows(170, 3) == 512
 
 
 def partitions(total: int, groups: int) -> Iterator[tuple[int, ...]]:
