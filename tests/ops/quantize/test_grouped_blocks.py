@@ -137,15 +137,3 @@ def test_the_order_of_groups_does_not_matter(run):
     other = fp8.group_quantize(run.array(moved), [129, 0, 100, 31], recipe, columnwise=True)
     for i, j in ((0, 2), (1, 3), (2, 0)):
         testing.assert_bytes_equal(g[i], other[j])
-
-
-def test_members_without_rows_have_no_scales():
-    """Whatever line of scales the result has for them."""
-    recipe = BlockScaling(COLUMNS, scale_layout="compact", profile="torchao")
-    g = fp8.group_quantize(np.ones((9, 6), np.float32), [4, 0, 5], recipe)
-    shapes = [member.rowwise.scale_inv.shape for member in g]
-    assert shapes == [(1, 6), scale_shape((0, 6), COLUMNS, "compact"), (1, 6)]
-    want = np.float32(1) / (np.float32(448) / np.array([1, 1e-12, 1], np.float32))
-    np.testing.assert_array_equal(fp8.asnumpy(g.scale_inv), np.repeat(want[:, None], 6, axis=1))
-    shown = "Grouped(float8_e4m3fn[9, 6] in 3 groups, block column×1, compact scales, rowwise, numpy)"
-    assert repr(g) == shown

@@ -22,7 +22,6 @@ from cupy_fp8.cases.quantize.mx import MX_DIRECTIONS
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float32
 from cupy_fp8.options import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from cupy_fp8.reference.quantize.mx import scale_byte
-from cupy_fp8.reference.scales.swizzle import swizzle
 
 FORMAT = {float8_e4m3fn: oracle.E4M3FN, float8_e5m2: oracle.E5M2}
 EMAX = {float8_e4m3fn: 8, float8_e5m2: 15}
@@ -294,27 +293,6 @@ def test_every_amax(dtype, mode):
 
 
 # ---- layouts, blocks of 32 x 32, memory orders ----
-@pytest.mark.parametrize("shape", [(1, 1), (127, 96), (128, 128), (129, 100), (257, 33), (3, 70, 200),
-                                   (2, 256, 160)], ids=str)
-@pytest.mark.parametrize("block", [(1, 32), SQUARE], ids=str)
-@pytest.mark.parametrize("swapped", [False, True])
-def test_swizzled_is_compact_swizzled(shape, block, swapped, run):
-    """Every byte of the padding included."""
-    x = cases.values("normal", shape, bfloat16)
-    if swapped:
-        x = np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
-    for transposed in (False, True):
-        compact, swizzled = (fp8.quantize_mx(run.array(x), columnwise=True, transposed=transposed,
-                                             block=block, scale_layout=layout)
-                             for layout in MX_SCALE_LAYOUTS)
-        for a, b in zip(parts(compact), parts(swizzled), strict=True):
-            lines = fp8.asnumpy(a.scale_inv)
-            testing.assert_bytes_equal(b.scale_inv,
-                                       swizzle(lines if a.block == (1, 32) else lines.swapaxes(-1, -2)))
-            testing.assert_bytes_equal(b.data, a.data)
-            assert (a.scale_layout, b.scale_layout) == MX_SCALE_LAYOUTS
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (64, 96), (70, 101), (2, 33, 65)], ids=str)
 @pytest.mark.parametrize("mode", MX_MODES)
 def test_square_blocks(shape, mode, run):

@@ -53,17 +53,23 @@ def test_every_scale_is_where_it_belongs(block, run):
                     want[at] = as_held(values[place], to)
                 np.testing.assert_array_equal(flat(got), want, f"{source} {held} -> {target} {to} of {shape}")
 
-
-def test_the_addresses_are_those_of_other_ops():
-    """What quantisers write is what this file calls a layout."""
-    x = cases.values("normal", (140, 700), float32)
-    for layout in ("compact", "gemm_ready", "deepgemm_sm90"):
-        for name, s in fp8.quantize_block(x, columnwise=True, scale_layout=layout).parts.items():
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (1, None), SQUARE], ids=str)
+def test_the_addresses_are_those_of_other_ops(block, transposed, run):
+    """What quantisers write is what this file calls a layout, with zeros as padding. Values stay."""
+    x = run.array(cases.values("normal", (141, 700), float32))
+    layouts = [name for name in ("compact", "gemm_ready", "deepgemm_sm90") if name in layouts_of(block)]
+    made = [fp8.quantize_block(x, block=block, columnwise=True, transposed=transposed, scale_layout=layout)
+            for layout in layouts]
+    for layout, q in zip(layouts, made, strict=True):
+        for s, compact in zip(q.parts.values(), made[0].parts.values(), strict=True):
             assert s.block is not None
-            compact = s.to_layout("compact").scale_inv
-            lines = compact if name == "rowwise" else compact.T
-            for (i, j), (at,) in addresses(layout, (140, 700), s.block).items():
-                assert s.scale_inv.reshape(-1)[at] == lines[i, j]
+            want, lines = np.zeros_like(flat(s.scale_inv)), raw(compact.scale_inv)
+            for place, at in addresses(layout, s.data.shape if block == SQUARE else s.shape, s.block).items():
+                want[at] = (lines.T if s.block[1] == 1 else lines)[place]
+            np.testing.assert_array_equal(flat(s.scale_inv), want)
+            for mine, plain in ((s, compact), (s.T, compact.T)):
+                testing.assert_bytes_equal(mine.dequantize(), plain.dequantize())
 
 
 @pytest.mark.parametrize("block", [ROW, COLUMN, SQUARE], ids=str)
