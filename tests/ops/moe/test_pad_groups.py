@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from moe_arrays import array, assert_equal, expect, noted, on_the_cpu, zero_rows
+from moe_arrays import array, assert_equal, expect, noted, on_the_cpu
 from scale_arrays import guarded, raw
 from tiers import needs_host
+from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, kernels, reference, testing
@@ -163,21 +164,6 @@ def test_float32_of_one_column_is_moved_in_words(run):
         assert_equal(fp8.unpad_groups(y, splits, 16, rows=3000), x)
 
 
-@needs_host
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.integers(0, 40), max_size=40), st.sampled_from([1, 2, 8, 16, 64]), st.integers(0, 70),
-       st.integers(0, 15), st.integers(0, 15), st.sampled_from([np.uint8, bfloat16, np.float32]),
-       st.integers(0, 2**32 - 1))
-@example([5], 1, 0, 0, 1, np.uint8, 0)              # rows of no columns that go to an odd address
-def test_any_call(splits, align, columns, lead, lead_out, dtype, seed):
-    """Any sizes, row lengths and addresses."""
-    dtype = np.dtype(dtype)
-    with testing.executor("host") as run:
-        x, _ = guarded(run, (sum(splits), columns), dtype, lead // dtype.itemsize * dtype.itemsize)
-        bits(x)[...] = bits(array(x.shape, dtype, seed))
-        expect_all(run, x, splits, align, np.random.default_rng(seed).permutation(len(splits)), lead_out)
-
-
 def test_one_launch_each(run, launched):
     x, splits = run.array(fp8_array((5000, 64))), run.array(sizes(5000, 900))
     y = fp8.pad_groups(x, splits, 128)
@@ -241,36 +227,23 @@ def test_scales_in_any_layout(layout, run):
         assert_equal(call(q), call(q.to_layout("compact")))
 
 
-def test_padded_quantised_rows_are_padded_rows_quantised(run):
-    """But for the scales of padding, which are 0: nothing is where a row's data are zeros."""
-    x, splits = reference.astype(np.random.default_rng(0).standard_normal((300, 256), np.float32),
-                                 bfloat16), [100, 0, 77, 123]
-    used = ~zero_rows(padded_by_slices(np.ones((300, 1), np.uint8), splits, 32))
-    for quantize in (fp8.quantize_mx, lambda a: fp8.quantize_block(a, scale_layout="compact")):
-        y = fp8.pad_groups(quantize(run.array(x)).rowwise, splits, 32)
-        direct = quantize(fp8.pad_groups(run.array(x), splits, 32))
-        assert_equal(y.data, direct.data)
-        np.testing.assert_array_equal(raw(y.scale_inv)[used], raw(direct.scale_inv)[used])
-        assert not raw(y.scale_inv)[~used].any()
-        assert not fp8.asnumpy(y.dequantize())[~used].any()
-
-
 @needs_host
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.integers(0, 40), max_size=40), st.sampled_from([1, 2, 16, 64]), st.integers(1, 200),
-       st.sampled_from(BLOCKS), st.integers(0, 15), st.integers(0, 15), st.integers(0, 2**32 - 1))
-def test_any_scaled_call(splits, align, columns, form, lead, lead_scales, seed):
+@settings(max_examples=180, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(0, 40), max_size=40), st.sampled_from([1, 2, 8, 16, 64]), st.integers(0, 200),
+       st.lists(st.integers(0, 15), min_size=2, max_size=2), st.integers(0, 15),
+       st.sampled_from([np.uint8, bfloat16, np.float32, *BLOCKS]), st.integers(0, 2**32 - 1))
+@example([5], 1, 0, [0, 0], 1, np.uint8, 0)         # rows of no columns that go to an odd address
+def test_any_call(splits, align, columns, leads, lead_out, form, seed):
     """Any sizes, row lengths and addresses."""
-    block, dtype, _ = form
-    q = quantised(sum(splits), columns, block, dtype, seed % 99)
-    itemsize = q.scale_inv.dtype.itemsize
-    leads = lead, lead_scales // itemsize * itemsize
+    host = (quantised(sum(splits), max(columns, 1), *form[:2], seed % 99) if isinstance(form, tuple)
+            else array((sum(splits), columns), form, seed))
+    leads_left = iter(leads)
     with testing.executor("host") as run:
-        data, scale_inv = (guarded(run, a.shape, a.dtype, skipped)[0] for a,
-                           skipped in zip(q, leads, strict=True))
-        bits(data)[...], bits(scale_inv)[...] = bits(q.data), bits(q.scale_inv)
-        moved = Scaled._of(data, scale_inv, q.shape, False, block, q.scale_layout)
-        expect_all(run, moved, splits, align, np.random.default_rng(seed).permutation(len(splits)))
+        x = map_arrays(host, lambda a: guarded(run, a.shape, a.dtype,
+                                               next(leads_left) // a.itemsize * a.itemsize)[0])
+        for mine, a in zip(leaves(x), leaves(host), strict=True):
+            bits(mine)[...] = bits(a)
+        expect_all(run, x, splits, align, np.random.default_rng(seed).permutation(len(splits)), lead_out)
 
 
 # ---- facts on the device that are wrong ----
