@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scale_arrays import guarded_like, raw
+from scale_arrays import guarded_like
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
@@ -50,8 +50,3 @@ def expect(run: testing.Executor, wanted: Any, function: Callable[..., Any], *ar
 def noted(run: testing.Executor, found: list[str]) -> None:
     """The device's word says this, and no more; the reference notes nothing."""
     assert list(fp8.device_errors(clear=True)) == (found if run.name != "reference" else [])
-
-
-def zero_rows(a: Any) -> np.ndarray:
-    """Which rows are all zeros."""
-    return np.logical_not(raw(a).reshape(len(a), -1).any(axis=1))

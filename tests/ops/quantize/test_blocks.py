@@ -1,5 +1,5 @@
 """What quantize_block writes: every profile against an oracle of exact fractions on the edges, all bfloat16
-values in a block; layouts, padding, squares, batches, memory orders."""
+values in a block; squares, batches, memory orders."""
 
 from __future__ import annotations
 

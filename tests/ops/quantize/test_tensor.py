@@ -16,11 +16,7 @@ import pytest
 import cupy_fp8 as fp8
 from cupy_fp8 import DelayedScaling, Quantized, Scaled, backend, cases, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases import DIRECTIONS
 from cupy_fp8.formats import FP8_DTYPES, float16, float32
-
-direction_parameter = pytest.mark.parametrize(
-    "directions", DIRECTIONS, ids=lambda d: "-".join(k for k, on in d.items() if on))
 
 
 def one_element(value: float) -> np.ndarray:
