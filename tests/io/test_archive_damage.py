@@ -54,9 +54,7 @@ def damaged(archive, seed):
     data = bytearray(archive)
     if rng.random() < 0.25:
         return bytes(data[:rng.randrange(len(data))])
-    ends = (
-        len(data) - 3000 if rng.random() < 0.5 else 0
-    )  # the directory is at the end, the manifest at the beginning
+    ends = len(data) - 3000 if rng.random() < 0.5 else 0        # where the directory is, or the manifest
     for _ in range(rng.choice((1, 1, 3, 20))):
         place = rng.randrange(max(ends, 0), len(data)) if ends else rng.randrange(min(4000, len(data)))
         data[place] ^= 1 << rng.randrange(8)
@@ -123,17 +121,15 @@ def test_a_header_that_claims_terabytes(tmp_path):
             header = {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
             np.lib.format.write_array_header_1_0(member, header)
             member.write(bytes(400))
-    with pytest.raises(
-        ValueError, match=r"entry 'a': shape \(1000000000000,\) of float32 does not fit its bytes"
-    ):
+    with pytest.raises(ValueError,
+                       match=r"entry 'a': shape \(1000000000000,\) of float32 does not fit its bytes"):
         io.load(path)
 
 
 def test_deep_nesting(archive, tmp_path):
     path = tmp_path / "a.npz"
-    text = (
-        '{"format": "cupy_fp8", "version": 1, "values": {"a": ' + '{"list": [' * 20_000 + "]}" * 20_000 + "}}"
-    )
+    text = ('{"format": "cupy_fp8", "version": 1, "values": {"a": ' + '{"list": [' * 20_000
+            + "]}" * 20_000 + "}}")
     entries: Any = {MANIFEST: np.array(text)}
     np.savez(path, **entries)
     with pytest.raises(ValueError, match=r"a\.npz: damaged file"):
@@ -156,10 +152,8 @@ def test_state_and_containers(tmp_path):
     state = given["state"]
     state.amax_history[0] = 3
     state.update()
-    recipes = {
-        "mx": fp8.MXScaling(),
-        "blocks": [fp8.BlockScaling((1, None)), fp8.CurrentScaling(fp8.float8_e5m2)],
-    }
+    recipes = {"mx": fp8.MXScaling(),
+               "blocks": [fp8.BlockScaling((1, None)), fp8.CurrentScaling(fp8.float8_e5m2)]}
     io.save(path, **given, recipes=recipes, step=np.int64(7), loss=0.25, nothing=None, empty={})
     loaded = io.load(path)
     assert loaded["recipes"] == recipes

@@ -60,13 +60,11 @@ def write(folder, tensors, number=3):
     for i in range(number):
         shard = f"model-{i + 1:05}-of-{number:05}.safetensors"
         weight_map |= dict.fromkeys(names[i::number], shard)
-        io.save_safetensors(
-            folder / shard, {name: tensors[name] for name in names[i::number]}, metadata={"format": "pt"}
-        )
+        io.save_safetensors(folder / shard, {name: tensors[name] for name in names[i::number]},
+                            metadata={"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "toy", "quantization_config": {"quant_method": "old"}})
-    )
+    (folder / "config.json").write_text(json.dumps(
+        {"model_type": "toy", "quantization_config": {"quant_method": "old"}}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "weights.bin").write_bytes(b"not ours")
     return folder
@@ -102,27 +100,17 @@ def test_from_floats(tmp_path, recipe, dtype):
             continue
         values = a.astype(np.float32) if dtype == np.float64 else a
         if recipe == "bf16":
-            assert (
-                found[name].tobytes()
-                == (a if dtype == fp8.bfloat16 else fp8.astype(values, fp8.bfloat16)).tobytes()
-            )
+            assert found[name].tobytes() == (
+                a if dtype == fp8.bfloat16 else fp8.astype(values, fp8.bfloat16)).tobytes()
         else:
             q = RECIPES[recipe].quantize(values).rowwise
-            assert (found[name].data.tobytes(), found[name].scale_inv.tobytes()) == (
-                q.data.tobytes(),
-                q.scale_inv.tobytes(),
-            )
+            assert (found[name].data.tobytes(),
+                    found[name].scale_inv.tobytes()) == (q.data.tobytes(), q.scale_inv.tobytes())
             assert found[name].block == q.block
 
 
-FORMATS = {
-    "block128": [],
-    "block128 e8m0": ["--scale-format", "e8m0"],
-    "mxfp8": [],
-    "row": [],
-    "tensor": [],
-    "bf16": [],
-}
+FORMATS = {"block128": [], "block128 e8m0": ["--scale-format", "e8m0"], "mxfp8": [], "row": [], "tensor": [],
+           "bf16": []}
 
 
 @pytest.mark.parametrize("after", FORMATS)
@@ -168,15 +156,8 @@ def test_extreme_blocks_are_rebased_exactly(tmp_path):
     codes = np.tile(np.arange(256, dtype=np.uint8), (128, 1)).view(fp8.float8_e4m3fn)
     scales = np.resize(np.array([0, 1, 126, 127, 128, 253, 254], np.uint8), (128, 8))
     io.save_safetensors(tmp_path / "a.safetensors", {"w": codes, "w_scale": scales})
-    run(
-        tmp_path / "a.safetensors",
-        tmp_path / "b.safetensors",
-        "--recipe",
-        "block128",
-        "--scale-format",
-        "e8m0",
-        "--verify",
-    )
+    run(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--recipe", "block128", "--scale-format",
+        "e8m0", "--verify")
     w = io.load_safetensors(tmp_path / "b.safetensors")["w"]
     assert w.scale_inv.view(np.uint8).tolist() == [[254, 254]]
     values = codes.astype(np.float64) * np.repeat(2.0 ** (scales.astype(float) - 127), 32, 1)
@@ -202,9 +183,8 @@ def test_e5m2_is_quantised_from_its_values():
 
 
 def test_what_stays_and_what_does_not(tmp_path, source, capsys):
-    run(
-        source, tmp_path / "out", "--recipe", "row", "--include", "lm_head.weight", "--exclude", "*layers.1.*"
-    )
+    run(source, tmp_path / "out", "--recipe", "row", "--include", "lm_head.weight", "--exclude",
+        "*layers.1.*")
     assert "stay (*norm*), such as model.norm.weight" in capsys.readouterr().out
     found = io.load_safetensors(tmp_path / "out")
     assert {name for name, value in found.items() if isinstance(value, fp8.Scaled)} == {
@@ -248,15 +228,11 @@ def test_another_conversion_is_not_mixed_in(tmp_path, source, capsys):
     assert contents(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--recipe", "row", "--scale-format", "e8m0"], "row has no e8m0 scales"),
-        (["--recipe", "mxfp8", "--part", "4/3"], "part: expected"),
-        (["--recipe", "mxfp8", "same"], "another place than the source"),
-        (["--recipe", "mxfp8", "one.safetensors"], "expected a folder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--recipe", "row", "--scale-format", "e8m0"], "row has no e8m0 scales"),
+    (["--recipe", "mxfp8", "--part", "4/3"], "part: expected"),
+    (["--recipe", "mxfp8", "same"], "another place than the source"),
+    (["--recipe", "mxfp8", "one.safetensors"], "expected a folder")])
 def test_refused(tmp_path, source, capsys, arguments, message):
     out = tmp_path / "out"
     if not arguments[-1].startswith("-") and arguments[-1] in ("same", "one.safetensors"):
@@ -303,10 +279,7 @@ def killed(source, out, seconds):
     """A conversion that is killed after so many seconds: whether it was, before it ended."""
     child = subprocess.Popen(
         [sys.executable, "-m", "cupy_fp8", "convert", source, out, "--recipe", "block128"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=CHILD,
-    )
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=CHILD)
     try:
         child.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -348,20 +321,13 @@ def test_memory_is_bounded(tmp_path):
     """The largest tensor is never in memory as a whole: a few chunks are."""
     rows = 24 * 1024
     io.save_safetensors(tmp_path / "a.safetensors", {"w": np.ones((rows, 4096), fp8.bfloat16)})
-    code = (
-        "import resource, sys; from cupy_fp8.__main__ import main\n"
-        "import cupy_fp8.io.convert, cupy_fp8.cli.convert\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "assert main(['convert', *sys.argv[1:], '--recipe', 'block128', '--workers', '2']) == 0\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "a.safetensors", tmp_path / "b.safetensors"],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=CHILD,
-    ).stdout
+    code = ("import resource, sys; from cupy_fp8.__main__ import main\n"
+            "import cupy_fp8.io.convert, cupy_fp8.cli.convert\n"
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "assert main(['convert', *sys.argv[1:], '--recipe', 'block128', '--workers', '2']) == 0\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)")
+    out = subprocess.run([sys.executable, "-c", code, tmp_path / "a.safetensors", tmp_path / "b.safetensors"],
+                         check=True, capture_output=True, text=True, env=CHILD).stdout
     assert int(out.split()[-1]) * 1024 < 150e6 < rows * 4096 * 2 - 40e6
     assert Path(tmp_path / "b.safetensors").stat().st_size > rows * 4096
 

@@ -33,9 +33,8 @@ def write(path, tensors: dict[str, Any], **metadata):
 def test_every_dtype_there_and_back(tmp_path, name):
     dtype = DTYPES[name]
     a = RNG.integers(0, 2 if name == "BOOL" else 256, (5, 3 * dtype.itemsize), np.uint8).view(dtype)
-    path = write(
-        tmp_path / "a.safetensors", {"a": a, "none": a[:0], "one": a[:1, 0].reshape(()), "columns": a[:, ::2]}
-    )
+    path = write(tmp_path / "a.safetensors",
+                 {"a": a, "none": a[:0], "one": a[:1, 0].reshape(()), "columns": a[:, ::2]})
     loaded = io.load_safetensors(path, raw=True)
     for key, want in (("a", a), ("none", a[:0]), ("one", a[0, 0]), ("columns", a[:, ::2])):
         assert (loaded[key].dtype, loaded[key].shape) == (dtype, want.shape)
@@ -46,12 +45,10 @@ def test_the_package_reads_what_we_write_and_the_other_way_round(tmp_path):
     tensors = {"w": CODES, "s": np.ones((2, 3), np.float32), "b": np.ones(3, fp8.bfloat16), "i": np.arange(4)}
     path = write(tmp_path / "a.safetensors", tensors, format="pt")
     found = dict(safetensors.deserialize(path.read_bytes()))
-    assert {
-        name: (about["dtype"], about["shape"], bytes(about["data"])) for name, about in found.items()
-    } == {
+    assert {name: (about["dtype"], about["shape"], bytes(about["data"]))
+            for name, about in found.items()} == {
         name: (next(key for key, dtype in DTYPES.items() if dtype == a.dtype), list(a.shape), a.tobytes())
-        for name, a in tensors.items()
-    }
+        for name, a in tensors.items()}
     with safetensors.safe_open(path, framework="np") as file:
         assert file.metadata() == {"format": "pt"}
     from safetensors.numpy import save_file
@@ -78,40 +75,26 @@ def raw(path, header, data=b"", length=None):
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        (b"not json", "Expecting value"),
-        (b"[]", "no JSON object"),
-        (b'{"a": 1}', "expected dtype"),
-        (b'{"a": NaN}', "NaN in the header"),
-        (b"[" * 100_000, "recursion"),
-        (b'{"a": ' * 50_000, "recursion"),
-        (b"\xff\xfe", "utf-8"),
-        ({"a": GOOD | {"dtype": "F33"}}, "unknown dtype 'F33'"),
-        ({"a": GOOD | {"dtype": ["F32"]}}, "unknown dtype"),
-        ({"a": GOOD | {"shape": [3]}}, "are not those of"),
-        ({"a": GOOD | {"shape": [-2]}}, "shape is no list"),
-        ({"a": GOOD | {"shape": [True, 2]}}, "shape is no list"),
-        ({"a": GOOD | {"shape": [10**30, 0, 2]}}, "are not those of"),
-        ({"a": GOOD | {"data_offsets": [0, 800]}}, "are not those of"),
-        ({"a": GOOD | {"data_offsets": [8, 16]}}, "begins at byte"),
-        ({"a": GOOD | {"data_offsets": [0]}}, "are not those of"),
-        ({"a": GOOD | {"shape": 2}}, "shape is no list"),
-        ({"a": GOOD, "b": GOOD}, "begins at byte"),
-        ({"a": GOOD | {"more": 1}}, "expected dtype"),
-        ({"a": GOOD, "__metadata__": {"x": 1}}, "no object of strings"),
-        ({}, "the file has"),
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": 1}', "occurs twice"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+@pytest.mark.parametrize(("header", "message"), [
+    (b"not json", "Expecting value"), (b"[]", "no JSON object"), (b'{"a": 1}', "expected dtype"),
+    (b'{"a": NaN}', "NaN in the header"), (b"[" * 100_000, "recursion"), (b'{"a": ' * 50_000, "recursion"),
+    (b"\xff\xfe", "utf-8"), ({"a": GOOD | {"dtype": "F33"}}, "unknown dtype 'F33'"),
+    ({"a": GOOD | {"dtype": ["F32"]}}, "unknown dtype"), ({"a": GOOD | {"shape": [3]}}, "are not those of"),
+    ({"a": GOOD | {"shape": [-2]}}, "shape is no list"),
+    ({"a": GOOD | {"shape": [True, 2]}}, "shape is no list"),
+    ({"a": GOOD | {"shape": [10**30, 0, 2]}}, "are not those of"),
+    ({"a": GOOD | {"data_offsets": [0, 800]}}, "are not those of"),
+    ({"a": GOOD | {"data_offsets": [8, 16]}}, "begins at byte"),
+    ({"a": GOOD | {"data_offsets": [0]}}, "are not those of"),
+    ({"a": GOOD | {"shape": 2}}, "shape is no list"), ({"a": GOOD, "b": GOOD}, "begins at byte"),
+    ({"a": GOOD | {"more": 1}}, "expected dtype"),
+    ({"a": GOOD, "__metadata__": {"x": 1}}, "no object of strings"), ({}, "the file has"),
+    (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": 1}', "occurs twice"),
+    (b'{"a": ' + b"9" * 5000 + b"}", "digits")], ids=lambda value: str(value)[:40])
 def test_hostile_headers(tmp_path, header, message):
     path = raw(tmp_path / "a.safetensors", header, bytes(8))
-    with pytest.raises(
-        ValueError, match=f"a.safetensors: not a .safetensors file, or a damaged one .*{message}"
-    ):
+    with pytest.raises(ValueError,
+                       match=f"a.safetensors: not a .safetensors file, or a damaged one .*{message}"):
         io.load_safetensors(path)
 
 
@@ -130,14 +113,11 @@ def refused_by_name(path):
     return not sum(len(value.tobytes()) for value in found.values())
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(40, 1500), marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1500), marks=pytest.mark.full)], ids=str)
 def test_flips_and_truncations(tmp_path, seeds):
     """One ValueError that names the file, or tensors that lie within it."""
-    path = write(
-        tmp_path / "a.safetensors", {"w": CODES, "w_scale_inv": np.ones((2, 3), np.float32), "b": np.ones(3)}
-    )
+    path = write(tmp_path / "a.safetensors",
+                 {"w": CODES, "w_scale_inv": np.ones((2, 3), np.float32), "b": np.ones(3)})
     good, refused = path.read_bytes(), 0
     for seed in seeds:
         rng, data = random.Random(seed), bytearray(good)
@@ -149,28 +129,21 @@ def test_flips_and_truncations(tmp_path, seeds):
 
 
 # ---- scales ----
-@pytest.mark.parametrize(
-    ("scale", "name", "block"),
-    [
-        (np.full((2, 3), 0.5, np.float32), "weight_scale_inv", (128, 128)),
-        (powers(2, 3), "weight_scale_inv", (128, 128)),
-        (powers(2, 3).view(fp8.float8_e8m0fnu), "scale", (128, 128)),
-        (np.full((256, 3), 0.5, np.float32), "weight_scale_inv", (1, 128)),
-        (powers(256, 10), "weight_scale_inv", (1, 32)),
-        (powers(256, 10).view(fp8.float8_e8m0fnu), "weight_scale", (1, 32)),
-        (np.full((256, 1), 0.5, fp8.bfloat16), "weight_scale", (1, None)),
-        (np.full(256, 0.5, np.float32), "weight_scale", (1, None)),
-        (np.full((), 0.5, np.float32), "weight_scale", None),
-        (np.full(1, 0.5, fp8.bfloat16), "weight_scale_inv", None),
-        (np.full((1, 1), 0.5, np.float16), "weight_scale", None),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("scale", "name", "block"), [
+    (np.full((2, 3), 0.5, np.float32), "weight_scale_inv", (128, 128)),
+    (powers(2, 3), "weight_scale_inv", (128, 128)),
+    (powers(2, 3).view(fp8.float8_e8m0fnu), "scale", (128, 128)),
+    (np.full((256, 3), 0.5, np.float32), "weight_scale_inv", (1, 128)),
+    (powers(256, 10), "weight_scale_inv", (1, 32)),
+    (powers(256, 10).view(fp8.float8_e8m0fnu), "weight_scale", (1, 32)),
+    (np.full((256, 1), 0.5, fp8.bfloat16), "weight_scale", (1, None)),
+    (np.full(256, 0.5, np.float32), "weight_scale", (1, None)),
+    (np.full((), 0.5, np.float32), "weight_scale", None),
+    (np.full(1, 0.5, fp8.bfloat16), "weight_scale_inv", None),
+    (np.full((1, 1), 0.5, np.float16), "weight_scale", None)], ids=str)
 def test_scales_are_found_by_facts(tmp_path, scale, name, block):
-    path = write(
-        tmp_path / "a.safetensors",
-        {"p.weight": CODES, f"p.{name}": scale, "p.input_scale": np.ones(1, np.float32)},
-    )
+    path = write(tmp_path / "a.safetensors",
+                 {"p.weight": CODES, f"p.{name}": scale, "p.input_scale": np.ones(1, np.float32)})
     loaded = io.load_safetensors(path)
     assert loaded.keys() == {"p.weight", "p.input_scale"}
     w = loaded["p.weight"]
@@ -184,31 +157,23 @@ def test_scales_are_found_by_facts(tmp_path, scale, name, block):
 
 def test_blocks_of_another_size_are_told_by_the_config(tmp_path):
     write(tmp_path / "model.safetensors", {"w": CODES, "w_scale_inv": np.ones((4, 5), np.float32)})
-    with pytest.raises(
-        ValueError, match=r"these scales fit no block that is known; pass block=\(rows, columns\)"
-    ):
+    with pytest.raises(ValueError,
+                       match=r"these scales fit no block that is known; pass block=\(rows, columns\)"):
         io.load_safetensors(tmp_path)
     assert io.load_safetensors(tmp_path, block=(64, 64))["w"].block == (64, 64)
     assert io.load_safetensors(tmp_path, block={"w": (64, 64)})["w"].block == (64, 64)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"quantization_config": {"weight_block_size": [64, 64]}})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"quantization_config": {"weight_block_size": [64, 64]}}))
     assert io.load_safetensors(tmp_path)["w"].block == (64, 64)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        (
-            {"w": CODES, "w_scale": np.ones(1, np.float32), "w_scale_inv": np.ones(1, np.float32)},
-            "expected one tensor of scales",
-        ),
-        ({"w": CODES, "w_scale": np.ones((7, 7), np.float32)}, "fit no block that is known"),
-        ({"w": CODES, "w_scale": np.ones(256, np.uint8)}, "fit no block that is known"),
-        ({"w": CODES, "w_scale": np.ones(1, np.float64)}, "expected scales of type F32"),
-        ({"w": CODES[:, :128], "w_scale_inv": np.ones((2, 4), np.float32)}, "fit no block that is known"),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "message"), [
+    ({"w": CODES, "w_scale": np.ones(1, np.float32), "w_scale_inv": np.ones(1, np.float32)},
+     "expected one tensor of scales"),
+    ({"w": CODES, "w_scale": np.ones((7, 7), np.float32)}, "fit no block that is known"),
+    ({"w": CODES, "w_scale": np.ones(256, np.uint8)}, "fit no block that is known"),
+    ({"w": CODES, "w_scale": np.ones(1, np.float64)}, "expected scales of type F32"),
+    ({"w": CODES[:, :128], "w_scale_inv": np.ones((2, 4), np.float32)}, "fit no block that is known")])
 def test_scales_that_are_not_clear(tmp_path, tensors, message):
     path = write(tmp_path / "a.safetensors", tensors)
     with pytest.raises(ValueError, match=message):
@@ -223,18 +188,9 @@ def test_experts_in_one_tensor(tmp_path):
     assert w.dequantize()[1, 200, 310] == codes[1, 200, 310].astype(np.float32) * scale[1, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        fp8.CurrentScaling(),
-        fp8.MXScaling(),
-        fp8.MXScaling(scale_layout="swizzled"),
-        fp8.BlockScaling(),
-        fp8.BlockScaling((128, 128)),
-        fp8.BlockScaling((1, None)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("recipe", [
+    fp8.CurrentScaling(), fp8.MXScaling(), fp8.MXScaling(scale_layout="swizzled"), fp8.BlockScaling(),
+    fp8.BlockScaling((128, 128)), fp8.BlockScaling((1, None))], ids=repr)
 def test_results_there_and_back(tmp_path, recipe):
     q = recipe.quantize(RNG.standard_normal((200, 320), np.float32))
     w = io.load_safetensors(write(tmp_path / "a.safetensors", {"w": q, "n": q.rowwise}))["w"]
@@ -242,31 +198,16 @@ def test_results_there_and_back(tmp_path, recipe):
     np.testing.assert_array_equal(w.dequantize(), q.dequantize())
 
 
-@pytest.mark.parametrize(
-    ("tensors", "error", "message"),
-    [
-        (
-            {"w": fp8.quantize_tensor(np.ones((2, 3), np.float32), 1.0, rowwise=False, columnwise=True)},
-            ValueError,
-            "a row-wise part",
-        ),
-        (
-            {"w": fp8.quantize_tensor(np.ones((2, 3), np.float32), 1.0).T.columnwise},
-            ValueError,
-            "expected row-wise data",
-        ),
-        (
-            {"w": fp8.quantize_tensor(np.ones(3, np.float32), 1.0), "w_scale": np.ones(1)},
-            ValueError,
-            "w_scale is taken",
-        ),
-        ({"w": [1]}, TypeError, "w: expected a numpy"),
-        ({3: np.ones(1)}, TypeError, "expected names as keys"),
-        ({"w": np.ones(1, np.complex128)}, TypeError, "have no dtype complex128"),
-        ({"__metadata__": np.ones(1)}, ValueError, "no name of a tensor"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("tensors", "error", "message"), [
+    ({"w": fp8.quantize_tensor(np.ones((2, 3), np.float32), 1.0, rowwise=False, columnwise=True)}, ValueError,
+     "a row-wise part"),
+    ({"w": fp8.quantize_tensor(np.ones((2, 3), np.float32), 1.0).T.columnwise}, ValueError,
+     "expected row-wise data"),
+    ({"w": fp8.quantize_tensor(np.ones(3, np.float32), 1.0), "w_scale": np.ones(1)}, ValueError,
+     "w_scale is taken"),
+    ({"w": [1]}, TypeError, "w: expected a numpy"), ({3: np.ones(1)}, TypeError, "expected names as keys"),
+    ({"w": np.ones(1, np.complex128)}, TypeError, "have no dtype complex128"),
+    ({"__metadata__": np.ones(1)}, ValueError, "no name of a tensor")], ids=str)
 def test_save_refuses(tmp_path, tensors, error, message):
     with pytest.raises(error, match=message):
         io.save_safetensors(tmp_path / "a.safetensors", tensors)
@@ -276,10 +217,8 @@ def test_save_refuses(tmp_path, tensors, error, message):
 # ---- folders ----
 def shards(folder, index=True):
     write(folder / "model-1.safetensors", {"w": CODES, "b": np.ones(3, np.float32)})
-    write(
-        folder / "model-2.safetensors",
-        {"w_scale_inv": np.ones((2, 3), np.float32), "layers.0.x": np.zeros(2)},
-    )
+    write(folder / "model-2.safetensors",
+          {"w_scale_inv": np.ones((2, 3), np.float32), "layers.0.x": np.zeros(2)})
     if index:
         (folder / INDEX).write_text(json.dumps({"weight_map": {
             "w": "model-1.safetensors", "b": "model-1.safetensors", "w_scale_inv": "model-2.safetensors",
@@ -297,18 +236,11 @@ def test_scales_in_another_shard(tmp_path, index):
         io.load_safetensors(tmp_path, names=["layer.0.x"])
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        ({"w": "../model-1.safetensors"}, "of this folder"),
-        ({"w": 3}, "of this folder"),
-        ({"w": "/etc/passwd"}, "of this folder"),
-        ({"w": "model-2.safetensors"}, "w is not in model-2.safetensors"),
-        ({"gone": "model-1.safetensors"}, "gone is not in"),
-        ("text", "expected a weight_map"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("weight_map", "message"), [
+    ({"w": "../model-1.safetensors"}, "of this folder"), ({"w": 3}, "of this folder"),
+    ({"w": "/etc/passwd"}, "of this folder"),
+    ({"w": "model-2.safetensors"}, "w is not in model-2.safetensors"),
+    ({"gone": "model-1.safetensors"}, "gone is not in"), ("text", "expected a weight_map")], ids=str)
 def test_an_index_that_does_not_fit(tmp_path, weight_map, message):
     shards(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))

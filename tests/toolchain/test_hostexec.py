@@ -29,14 +29,8 @@ pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hos
 MODES = ("fast", "asan", "tsan")
 # bug -> order in which the fast mode computes wrong bytes
 WRONG_BYTES = {
-    "uninitialised_shared": "random",
-    "missing_syncthreads": "random",
-    "missing_second_syncthreads": "random",
-    "missing_syncwarp": "random",
-    "cp_async": "random",
-    "refilled_buffer": "desc",
-    "cluster_store": "asc",
-}
+    "uninitialised_shared": "random", "missing_syncthreads": "random", "missing_second_syncthreads": "random",
+    "missing_syncwarp": "random", "cp_async": "random", "refilled_buffer": "desc", "cluster_store": "asc"}
 # bug -> what the error of the fast mode says, and whether it names the planted line
 ERRORS = {
     "dynamic_shared": ("outside dynamic shared memory", False),
@@ -47,32 +41,22 @@ ERRORS = {
     "named_barrier": ("threads expected here|deadlock", True),
     "mbarrier_wait": ("bulk load into shared memory was never waited for", False),
     "bulk_bytes": ("mbarrier with 16 announced bytes not copied", True),
-    "bulk_store": ("1 bulk store.* not waited for", False),
-    "look_back": ("deadlock.*poll", True),
+    "bulk_store": ("1 bulk store.* not waited for", False), "look_back": ("deadlock.*poll", True),
     "cluster_begin": ("block [01] has not begun", True),
-    "cluster_end": ("block 1 has not begun or has ended", True),
-}
+    "cluster_end": ("block 1 has not begun or has ended", True)}
 # bug -> mode, and what the sanitizer calls it
 REPORTS = {
-    "global_read": ("asan", "heap-buffer-overflow"),
-    "global_write": ("asan", "heap-buffer-overflow"),
+    "global_read": ("asan", "heap-buffer-overflow"), "global_write": ("asan", "heap-buffer-overflow"),
     "static_shared": ("asan", "global-buffer-overflow|insufficient space"),
     "dynamic_shared": ("asan", "heap-buffer-overflow"),
     "local_array": ("asan", "out of bounds|stack-buffer-overflow"),
-    "misaligned": ("asan", "misaligned address"),
-    "int_overflow": ("asan", "signed integer overflow"),
-    "bad_shift": ("asan", "shift exponent 32 is too large"),
-    "stack_overflow": ("asan", "stack-overflow"),
+    "misaligned": ("asan", "misaligned address"), "int_overflow": ("asan", "signed integer overflow"),
+    "bad_shift": ("asan", "shift exponent 32 is too large"), "stack_overflow": ("asan", "stack-overflow"),
     "float_to_int": ("asan", "outside the range of representable values"),
-    "missing_syncthreads": ("tsan", "data race"),
-    "missing_second_syncthreads": ("tsan", "data race"),
-    "missing_syncwarp": ("tsan", "data race"),
-    "shuffle_as_barrier": ("tsan", "data race"),
-    "unordered_blocks": ("tsan", "data race"),
-    "last_block": ("tsan", "data race"),
-    "grid_barrier": ("tsan", "data race"),
-    "cluster_store": ("tsan", "data race"),
-}
+    "missing_syncthreads": ("tsan", "data race"), "missing_second_syncthreads": ("tsan", "data race"),
+    "missing_syncwarp": ("tsan", "data race"), "shuffle_as_barrier": ("tsan", "data race"),
+    "unordered_blocks": ("tsan", "data race"), "last_block": ("tsan", "data race"),
+    "grid_barrier": ("tsan", "data race"), "cluster_store": ("tsan", "data race")}
 
 
 def planted_lines(name):
@@ -227,10 +211,8 @@ def test_parameter_size_is_checked(source):
         kernel((1,), (32,), b"\0" * 12)
 
 
-@pytest.mark.parametrize(
-    ("grid", "block", "shared_mem"),
-    [((0,), (32,), 0), ((1, 65536), (32,), 0), ((1,), (1025,), 0), ((1,), (32,), 232449), ((), (1,), 0)],
-)
+@pytest.mark.parametrize(("grid", "block", "shared_mem"), [
+    ((0,), (32,), 0), ((1, 65536), (32,), 0), ((1,), (1025,), 0), ((1,), (32,), 232449), ((), (1,), 0)])
 def test_impossible_launches_are_refused(source, grid, block, shared_mem):
     with pytest.raises(hostexec.HostError):
         compile_store(source)(grid, block, b"\0" * 16, shared_mem=shared_mem)
