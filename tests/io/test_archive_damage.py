@@ -22,6 +22,7 @@ def content():
     return {
         "q": fp8.cast_transpose(x, 2.0, dbias=True),
         "mx": fp8.quantize_mx(x, columnwise=True),
+        "s": fp8.quantize_mx(x).rowwise,
         "plain": x,
         "g": fp8.group_quantize(x, [10, 54], fp8.CurrentScaling(), columnwise=True),
         "routing": routing,
@@ -67,17 +68,33 @@ def test_flips_and_truncations(archive, tmp_path, seeds):
     assert refused > len(seeds) / 2
 
 
-def rewritten(archive, tmp_path, change):
-    """The archive with its manifest changed."""
-    path = tmp_path / "a.npz"
+def load_changed(archive, path, change):
+    """Loads the archive with its manifest changed by change(dict)."""
     path.write_bytes(archive)
     with np.load(path) as members:
         entries = {name: members[name] for name in members.files}
     manifest = json.loads(str(entries[MANIFEST]))
-    change(manifest["values"])
+    change(manifest)
     entries[MANIFEST] = np.array(json.dumps(manifest))
     np.savez(path, **entries)
-    return path
+    return io.load(path)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda m: m.update(version=2), "format version 2; this version of cupy_fp8 reads version 1"),
+    (lambda m: m.update(format="other"), "format version None"),
+    (lambda m: m.pop("values"), r"damaged file \(KeyError"),
+    (lambda m: m["values"]["q"].update(result="Mystery"), "q: this version knows no value of kind 'Mystery'"),
+    (lambda m: m["values"]["q"]["fields"].update(surprise=1), r"q: Quantized has no fields \['surprise'\]"),
+    (lambda m: m["values"]["plain"].update(array="missing"), r"plain: damaged file \(no entry 'missing'"),
+    (lambda m: m["dtypes"].update(plain="float8_e4m3fn"),
+     r"entry 'plain': damaged file \(expected the storage of float8_e4m3fn"),
+    (lambda m: m["dtypes"].update({"q.rowwise.data": "float7"}),
+     r"entry 'q\.rowwise\.data': damaged file \(expected the storage of float7"),
+])
+def test_damaged_manifest(archive, tmp_path, change, message):
+    with pytest.raises(ValueError, match=rf"a\.npz: {message}"):
+        load_changed(archive, tmp_path / "a.npz", change)
 
 
 @pytest.mark.parametrize(("field", "value", "message"), [
@@ -85,8 +102,20 @@ def rewritten(archive, tmp_path, change):
     ("q.rowwise", {"array": "plain"}, r"q: Quantized: expected a Scaled as rowwise, got ndarray"),
     ("q.rowwise.data", {"array": "plain"}, r"q\.rowwise\.data: expected dtype float8_e4m3fn"),
     ("q.dbias", {"array": "plain"}, r"q\.dbias: expected float32 \(96,\)"),
+    ("q.rowwise.shape", {"tuple": [1, 1]}, r"q\.rowwise\.data: expected shape \(1, 1\)"),
+    ("q.rowwise.scale_inv", {"array": "plain"}, r"q\.rowwise\.scale_inv: expected one scale"),
     ("mx.rowwise.shape", {"tuple": [96, 64]}, r"mx\.rowwise\.data: expected shape \(96, 64\)"),
     ("mx.rowwise.block", {"tuple": [1, 64]}, r"mx\.rowwise\.scale_inv: expected shape \(64, 2\)"),
+    ("s.scale_layout", "swizzled", r"s\.scale_inv: expected shape \(128, 4\) \(swizzled scales"),
+    ("s.scale_layout", "other",
+     r"s\.scale_layout: expected one of \('compact', 'swizzled', .*\), got 'other'"),
+    ("s.scale_layout", None, r"s\.scale_layout: expected one of"),
+    ("s.block", {"tuple": [32, 1]}, r"s\.scale_inv: expected shape \(2, 96\) \(compact scales"),
+    ("s.block", {"tuple": [1, 33]}, r"s\.block: expected \(1, B\)"),
+    ("s.block", 32, r"s\.block: expected \(1, B\)"),
+    ("s.block", None, r"s\.scale_layout: expected None for one scale"),
+    ("s.scale_inv", {"array": "s.data"}, r"s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
+    ("s.scale_inv", 1.0, r"s\.scale_inv: expected a numpy\.ndarray"),
     ("g.offsets", None, r"g\.offsets: expected a numpy.ndarray"),
     ("g.splits", {"array": "plain"}, r"g\.splits: expected one dimension"),
     ("g.rowwise", {"array": "plain"}, r"g\.rowwise: expected "),
@@ -99,16 +128,15 @@ def rewritten(archive, tmp_path, change):
     ("state.amax_history", {"array": "plain"}, r"state\.amax_history: expected float32 \(4, 3\)"),
 ])
 def test_results_are_checked(archive, tmp_path, field, value, message):
-    def change(values):
+    def change(manifest):
         first, *between, last = field.split(".")
-        node = values[first]
+        node = manifest["values"][first]
         for name in between:
             node = node["fields"][name]
         node["fields"][last] = value
 
-    path = rewritten(archive, tmp_path, change)
     with pytest.raises(ValueError, match=rf"a\.npz: {message}"):
-        io.load(path)
+        load_changed(archive, tmp_path / "a.npz", change)
 
 
 def test_a_header_that_claims_terabytes(tmp_path):
@@ -159,7 +187,7 @@ def test_state_and_containers(tmp_path):
     assert loaded["recipes"] == recipes
     assert (int(loaded["step"]), loaded["loss"], loaded["nothing"], loaded["empty"]) == (7, 0.25, None, {})
     assert loaded["list"] == given["list"]
-    for name in ("q", "mx", "g", "routing"):
+    for name in ("q", "mx", "s", "g", "routing"):
         assert loaded[name] == given[name], name
     again = loaded["state"]
     assert again.recipe == state.recipe
