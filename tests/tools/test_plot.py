@@ -2,23 +2,12 @@
 
 import sys
 
-import matplotlib
 import numpy as np
 import pytest
+from figures import close_figures, plt  # noqa: F401
 
 import cupy_fp8 as fp8
 from cupy_fp8 import plot
-
-matplotlib.use("agg")         # before pyplot chooses a backend that needs a display
-from matplotlib import pyplot as plt
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    before = dict(plt.rcParams)
-    yield
-    plt.close("all")
-    assert dict(plt.rcParams) == before
 
 
 def sample():

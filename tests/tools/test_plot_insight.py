@@ -5,29 +5,18 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pytest
 import stand_in_arithmetic
+from figures import close_figures, plt  # noqa: F401
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, diagnostics, plot
 from cupy_fp8.arrays import bits
 from cupy_fp8.plot import block_losses, sample, scale_maps
 
-matplotlib.use("agg")         # before pyplot chooses a backend that needs a display
-from matplotlib import pyplot as plt
-
 quiet = pytest.mark.filterwarnings("ignore::cupy_fp8.diagnostics.ScaleWarning")
 NOT_ONE: Any = np.zeros(3)
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    before = dict(plt.rcParams)
-    yield
-    plt.close("all")
-    assert dict(plt.rcParams) == before
 
 
 def outliers() -> np.ndarray:

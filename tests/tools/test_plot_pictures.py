@@ -2,24 +2,13 @@
 
 from typing import Any, cast
 
-import matplotlib
 import numpy as np
 import pytest
+from figures import close_figures  # noqa: F401
 
 import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics, plot
 from cupy_fp8.plot.style import BLUE, VERMILION
-
-matplotlib.use("agg")         # before pyplot chooses a backend that needs a display
-from matplotlib import pyplot as plt
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    before = dict(plt.rcParams)
-    yield
-    plt.close("all")
-    assert dict(plt.rcParams) == before
 
 
 def texts(ax):

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import math
 
-import matplotlib
 import numpy as np
 import pytest
+from figures import close_figures, plt  # noqa: F401
 
 import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics, plot
-
-matplotlib.use("agg")         # before pyplot chooses a backend that needs a display
-from matplotlib import pyplot as plt
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def found(seed: int = 0) -> diagnostics.Comparison:

@@ -1,0 +1,23 @@
+"""Figures of tests: they need no display, are closed after each test, and leave matplotlib's settings alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import matplotlib
+import pytest
+
+matplotlib.use("agg")         # before pyplot chooses a backend that needs a display
+from matplotlib import pyplot as plt
+
+__all__ = ["close_figures", "plt"]
+
+
+@pytest.fixture(autouse=True)
+def close_figures() -> Iterator[None]:
+    """For every test of a module that imports it."""
+    before = dict(plt.rcParams)
+    yield
+    plt.close("all")
+    assert dict(plt.rcParams) == before
