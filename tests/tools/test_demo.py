@@ -273,14 +273,10 @@ def test_compiling_is_announced_only_while_it_runs(capsys):
 COLUMNS = [Column("recipe", 6, right=False), Column("a", 5), Column("b", 9, rank=1)]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def terminal_as_stdout(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def terminal_as_stdout(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", found := Terminal())
+    monkeypatch.setattr(sys, "stdout", found := io.StringIO())
+    monkeypatch.setattr(found, "isatty", lambda: True)
     return found
 
 

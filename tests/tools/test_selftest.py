@@ -239,15 +239,11 @@ def test_output_on_an_ascii_terminal():
 
 
 # ---- progress ----
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_progress_on_a_terminal(monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     line = progress.Progress()
     line.clear()
     line.show("one")
@@ -261,7 +257,8 @@ def test_progress_on_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize("without", ["a terminal", "rich", "a terminal that moves its cursor"])
 def test_progress_elsewhere_is_a_plain_line_now_and_then(without, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", file := (io.StringIO() if without == "a terminal" else Terminal()))
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    monkeypatch.setattr(file, "isatty", lambda: without != "a terminal")
     monkeypatch.setenv("TERM", "dumb" if "cursor" in without else "xterm")
     if without == "rich":
         monkeypatch.setitem(sys.modules, "rich.console", None)
