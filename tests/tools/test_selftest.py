@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import stat
@@ -166,23 +165,6 @@ def test_kernels_are_compiled_in_several_threads_and_once(checked, monkeypatch):
     assert main(["selftest", "quantize_tensor", "cast_transpose", "--executor", "host"]) == 0
     assert len(compiled) == len(set(compiled)) > 2
     assert {device for _, device in compiled} == {None}
-
-
-@needs_host
-def test_the_quick_pass_finds_a_wrong_byte(monkeypatch, capsys):
-    op = cases.OPS["compute_scale"]
-
-    def function(*args: object, **kwargs: object) -> np.ndarray:
-        result = op.function(*args, **kwargs)
-        if result.size:
-            result.view(np.uint32).reshape(-1)[-1] ^= 1
-        return result
-
-    monkeypatch.setitem(cases.OPS, op.name, dataclasses.replace(op, function=function))
-    assert main(["selftest", "compute_scale", "--executor", "host"]) == 1
-    printed = capsys.readouterr().out
-    assert "FAIL compute_scale" in printed
-    assert "of all cases failed" in printed
 
 
 @needs_host
