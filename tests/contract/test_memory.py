@@ -15,8 +15,12 @@ from declared import Example, leaves, map_arrays
 from perturbed import bytes_of, compare, given, on_host, outcome, refused, with_array
 from places import every_example
 
-from cupy_fp8 import cases
+import cupy_fp8 as fp8
+from cupy_fp8 import Scaled, cases
 from cupy_fp8.arrays import Result
+from cupy_fp8.formats import float8_e4m3fn, float8_e8m0fnu
+
+OVERLAPS = r"^ValueError: [\w.\[\]]+: overlaps [\w.\[\]]+ in memory; results need memory of their own$"
 
 
 def pairs(example: Example) -> Iterator[tuple[str, str]]:
@@ -44,11 +48,19 @@ def test_what_is_written_overlaps_nothing(example, place):
         at = arena.end + -(-a.nbytes // ROOM) * ROOM
         for start in starts(a, at, at + b.nbytes):
             wrong = with_array(example, a, arena.take(a, start))
-            wrong = with_array(wrong, b, arena.take(b, at))
-            refused(
-                wrong,
-                r"^ValueError: [\w.\[\]]+: overlaps [\w.\[\]]+ in memory; results need memory of their own$",
-            )
+            refused(with_array(wrong, b, arena.take(b, at)), OVERLAPS)
+        if (a.shape, a.dtype) == (b.shape, b.dtype):
+            refused(with_array(example, a, b), OVERLAPS)                # the very same array
+
+
+@pytest.mark.parametrize("scales_first", [False, True])
+def test_the_first_argument_that_overlaps_is_named_wherever_it_lies(scales_first):
+    memory, data_at = np.zeros(512 + 16, np.uint8), 16 * scales_first
+    data = memory[data_at:data_at + 512].view(float8_e4m3fn).reshape(4, 128)
+    scales = memory[512 * (not scales_first):][:16].view(float8_e8m0fnu).reshape(4, 4)
+    q = Scaled(data, scales, (4, 128), False, (1, 32), "compact")
+    with pytest.raises(ValueError, match=r"^out\.data: overlaps q\.data in memory"):
+        fp8.rebase_scales(q, block=(1, 32), out=q)
 
 
 @every_example
