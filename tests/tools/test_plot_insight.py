@@ -123,6 +123,15 @@ def test_a_heat_map_of_scales_in_any_layout():
     want = np.log2(q.to_layout("compact").rowwise.scale_inv)
     for part in (q.rowwise, q.columnwise):                          # the matrix is the same, the storage not
         np.testing.assert_array_equal(plot.scale_heat_map(part).images[0].get_array(), want)
+    q = fp8.quantize_mx(x, columnwise=True)
+    for drawn in (q.rowwise, q, q.to_layout("swizzled")):
+        np.testing.assert_array_equal(plot.scale_heat_map(drawn).images[0].get_array(),
+                                      bits(q.rowwise.scale_inv).astype(int) - 127)
+    per_tensor = plot.scale_heat_map(fp8.quantize_tensor(np.ones((2, 2), np.float32), 4.0))
+    assert per_tensor.images[0].get_array().tolist() == [[-2]]
+    for layout in ("compact", "swizzled"):
+        with pytest.raises(ValueError, match="at most two dimensions"):
+            plot.scale_heat_map(fp8.quantize_mx(np.ones((2, 40, 96), np.float32), scale_layout=layout))
     ax = plot.scale_heat_map(np.array([[0, 1, -1, np.nan, np.inf]], np.float32))
     assert ax.images[0].get_array().tolist() == [[None, 0, None, None, None]]
     assert "grey: 0, negative, NaN or Inf" in ax.get_xlabel()
