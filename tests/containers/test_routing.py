@@ -1,4 +1,4 @@
-"""Routing: what its constructor refuses, what it shows, copies and files of it."""
+"""Routing: what its constructor refuses, what it shows, copies of it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,3 @@ def test_what_a_routing_shows():
     for again in (copy.copy(r), copy.deepcopy(r), pickle.loads(pickle.dumps(r))):
         assert_equal(again, r)
         assert repr(again) == repr(r)
-
-
-@pytest.mark.parametrize("mask", [False, True])
-def test_saved_and_loaded(mask, tmp_path):
-    assignment = np.array([[1, 0], [1, -1], [0, 2]])
-    options: dict[str, Any] = {"topk": 2} if mask else {"num_experts": 3, "align": 16}
-    routing = fp8.route(np.arange(3) == assignment[:, :1] if mask else assignment, **options)
-    fp8.save(tmp_path / "routing.npz", routing=routing)
-    loaded = fp8.load(tmp_path / "routing.npz")["routing"]
-    assert (loaded.rows, loaded.align, (loaded.experts is not None)) == (routing.rows, routing.align, mask)
-    assert_equal(loaded, routing)

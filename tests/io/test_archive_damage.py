@@ -18,14 +18,14 @@ full = pytest.mark.full
 
 def content():
     x = np.random.default_rng(0).standard_normal((64, 96), np.float32)
-    routing = fp8.route(np.array([[1, 0], [0, -1]]), num_experts=2, rows=4)
     return {
         "q": fp8.cast_transpose(x, 2.0, dbias=True),
         "mx": fp8.quantize_mx(x, columnwise=True),
         "s": fp8.quantize_mx(x).rowwise,
         "plain": x,
         "g": fp8.group_quantize(x, [10, 54], fp8.CurrentScaling(), columnwise=True),
-        "routing": routing,
+        "routing": fp8.route(np.array([[1, 0], [0, -1]]), num_experts=2, rows=8, align=4),
+        "mask": fp8.route(np.array([[True, False, True], [True, False, False]]), topk=2),
         "state": fp8.DelayedScalingState(3, fp8.DelayedScaling(history_len=4), like=np),
         "list": [1, "a", None, (2.5,)],
     }
@@ -187,7 +187,7 @@ def test_state_and_containers(tmp_path):
     assert loaded["recipes"] == recipes
     assert (int(loaded["step"]), loaded["loss"], loaded["nothing"], loaded["empty"]) == (7, 0.25, None, {})
     assert loaded["list"] == given["list"]
-    for name in ("q", "mx", "s", "g", "routing"):
+    for name in ("q", "mx", "s", "g", "routing", "mask"):
         assert loaded[name] == given[name], name
     again = loaded["state"]
     assert again.recipe == state.recipe
