@@ -27,13 +27,12 @@ from programs import WITHOUT_OP
 from tiers import quick_if
 
 import cupy_fp8 as fp8
-from cupy_fp8 import cases, hostexec, reference, testing
+from cupy_fp8 import cases, hostexec, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import DIRECTIONS, OPS, Case
-from cupy_fp8.cli.selftest import check
+from cupy_fp8.cli.selftest import assert_agrees, check
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.kernels import sources
-from cupy_fp8.layouts import swap_last
 from cupy_fp8.ops.quantize import tensor
 from cupy_fp8.results import Quantized, Scaled
 
@@ -71,53 +70,46 @@ def flush_with_the_end(shape: tuple[int, ...], dtype: np.dtype, lead: int) -> tu
     return buffer[lead:].view(dtype).reshape(shape), buffer
 
 
-def edge_check(op: str, shape: tuple[int, ...], lead: int, run: testing.Executor) -> None:
-    """An op between arrays at odd addresses that end with their memory: right bytes, and none before the
-    result."""
-    source = {"transpose": float8_e5m2, "dequantize": float8_e5m2, "astype": float32}.get(op, bfloat16)
+def edge_check(case: Case, lead: int, run: testing.Executor) -> None:
+    """A case between arrays at odd addresses that end with their memory: right bytes, and none before them.
+    """
+    op, before = OPS[case.op], []
+
+    def moved(a: Any, elements: bool) -> Any:
+        if isinstance(a, Quantized):
+            return Quantized(**{name: moved(part, elements) for name, part in a.parts.items()})
+        if isinstance(a, Scaled):
+            return Scaled._of(moved(a.data, elements), a.scale_inv, a.shape, a.transposed, None, None)
+        there, buffer = flush_with_the_end(a.shape, a.dtype, lead * a.itemsize if elements else lead)
+        bits(there)[...] = bits(a)
+        before.append(buffer[:-a.nbytes])
+        return there
+
+    args, kwargs = op.inputs(case)
     # of two- and four-byte elements, misaligned for an odd lead
-    x, _ = flush_with_the_end(shape, source, lead)
-    bits(x)[...] = bits(cases.values("bits", shape, source))
-    scale = np.array([0.37], np.float32)
-    data, buffer = flush_with_the_end(shape, float8_e4m3fn, lead)
-    data_t, buffer_t = flush_with_the_end(swap_last(shape), float8_e4m3fn, lead)
-    if op == "cast_transpose":
-        inverse = np.empty(1, np.float32)
-        out = Quantized(Scaled(data, inverse, shape), Scaled(data_t, inverse, shape, True))
-        want = reference.cast_transpose(x, scale)
-        assert fp8.cast_transpose(x, scale, out=out) is out
-        written = [(data, want.data), (data_t, want.columnwise.data)]
-    elif op == "quantize_tensor":
-        fp8.quantize_tensor(x, scale, out=Quantized(Scaled(data, np.empty(1, np.float32), shape)))
-        written = [(data, reference.quantize_tensor(x, scale).data)]
-    elif op == "astype":
-        written = [(fp8.astype(x, float8_e4m3fn, out=data), reference.astype(x, float8_e4m3fn))]
-    elif op == "transpose":
-        result, buffer_t = flush_with_the_end(swap_last(shape), source, lead)
-        written = [(fp8.transpose(x, out=result), reference.transpose(x))]
-    elif op == "dequantize":
-        s = Scaled(x, scale, swap_last(shape), True)
-        result, buffer_t = flush_with_the_end(swap_last(shape), bfloat16, 2 * lead)
-        written = [(fp8.dequantize(s, dtype=bfloat16, out=result), reference.dequantize(s, dtype=bfloat16))]
-    else:
-        result, buffer_t = flush_with_the_end((1,), float32, 4 * lead)
-        written = [(fp8.compute_amax(x, out=result), reference.compute_amax(x))]
-    for actual, desired in written:
-        testing.assert_bytes_equal(actual, desired)
-    for memory in (buffer, buffer_t):
-        assert (memory[:lead] == 0xAA).all(), "bytes before the result were written"
+    args = (moved(args[0], elements=False), *args[1:])
+    out = moved(op.function(*args, **kwargs), elements=True)
+    desired = cases.outputs(op.reference(*args, **kwargs), kwargs)
+    for a in cases.outputs(out, kwargs).values():
+        cases.poison(a)
+    assert op.function(*args, **kwargs, out=out) is out
+    assert_agrees(op, cases.outputs(out, kwargs), desired, (args, kwargs))
+    assert all((memory == 0xAA).all() for memory in before), "bytes before an array were written"
 
 
-EDGE_OPS = ("quantize_tensor", "cast_transpose", "dequantize", "astype", "transpose", "compute_amax")
+EDGE_OPS: dict[str, tuple[np.dtype, dict[str, Any]]] = {
+    "quantize_tensor": (bfloat16, {}), "cast_transpose": (bfloat16, {}), "transpose": (float8_e5m2, {}),
+    "dequantize": (float8_e5m2, {"dtype": bfloat16, "transposed": True}), "compute_amax": (bfloat16, {}),
+    "astype": (float32, {"to": float8_e4m3fn})}
 
 
 def edge_checks() -> Iterator[Check]:
-    for op in EDGE_OPS:
+    for op, (dtype, options) in EDGE_OPS.items():
         # Flat kernels give a block 1024 elements (f32) or 2048: one element less makes its last chunk a
         # partial one.
         for shape in ((1, 1), (17, 24), (130, 144), (3, 64, 40), (1, 1023), (1, 2047)):
             for lead in (0, 1, 3, 8):
-                yield partial(edge_check, op, shape, lead)
+                yield partial(edge_check, Case(op, dtype, shape, "bits", options=options), lead)
 
 
 def few_blocks() -> Iterator[Case]:
