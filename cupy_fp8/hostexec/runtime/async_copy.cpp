@@ -86,10 +86,6 @@ extern "C" void host_mbarrier_init(void* barrier, unsigned arrivals) {
     check_range("mbarrier", barrier, 8);
     *(MBarrier*)barrier = {(uint16_t)arrivals, (uint16_t)arrivals, 0};
 }
-extern "C" void host_mbarrier_expect_tx(void* barrier, unsigned bytes) {
-    CALLED_FROM_KERNEL();
-    checked_mbarrier(barrier)->bytes_and_phase += (int32_t)bytes * 2;
-}
 extern "C" void host_mbarrier_complete_tx(void* barrier, unsigned bytes) {
     CALLED_FROM_KERNEL();
     MBarrier* state = checked_mbarrier(barrier);

@@ -16,10 +16,7 @@ void reset_synchronisation(Worker* worker) {
 
 // ---- barriers ----
 static void release_barrier(Worker* worker, Barrier& barrier) {
-    const bool all = barrier.predicates == barrier.arrived;
-    barrier.result[barrier.generation % 2] = barrier.kind == HOST_BARRIER_COUNT ? (int)barrier.predicates
-                                             : barrier.kind == HOST_BARRIER_AND ? all
-                                                                                : barrier.predicates != 0;
+    barrier.result[barrier.generation % 2] = barrier.predicates == barrier.arrived;
     barrier.generation++;
     barrier.arrived = barrier.predicates = 0;
     *worker->idle = 0;
@@ -62,10 +59,6 @@ extern "C" int host_barrier(int id, int count, int predicate, int kind) {
     }
     tsan_acquire(&barrier.clock[parity]);
     return barrier.result[parity];
-}
-extern "C" void host_barrier_arrive(int id, int count) {
-    CALLED_FROM_KERNEL();
-    arrive(own_worker(), id, count, 0, HOST_BARRIER_PLAIN);
 }
 
 // ---- clusters ----
@@ -167,4 +160,3 @@ extern "C" const HostCollective* host_collective(unsigned mask, int kind, uint64
     if (op.departed == op.arrived) warp->in_use &= ~(1u << slot);
     return &op;
 }
-extern "C" unsigned host_live_lanes() { return host_thread->warp->live; }

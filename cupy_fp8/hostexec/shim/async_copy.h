@@ -15,7 +15,6 @@
 //   host_mbarrier_init(bar, arrivals)                      mbarrier.init
 //   host_mbarrier_arrive(bar, 0)                           mbarrier.arrive
 //   host_mbarrier_arrive(bar, bytes)                       mbarrier.arrive.expect_tx
-//   host_mbarrier_expect_tx(bar, bytes)                    mbarrier.expect_tx
 //   host_mbarrier_complete_tx(bar, bytes)                  mbarrier.complete_tx
 //   host_mbarrier_try_wait(bar, parity)                    mbarrier.try_wait.parity (yields when it is 0)
 //   host_bulk_load(shared, global, bytes, bar)             cp.async.bulk.shared.global with complete_tx

@@ -22,8 +22,6 @@ HOST_INLINE void __threadfence() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 #endif
 }
-HOST_INLINE void __threadfence_system() { __threadfence(); }
-HOST_INLINE void __threadfence_block() { __threadfence(); }  // stricter than the GPU's
 
 // ld.relaxed / st.relaxed, ld.acquire / st.release (device scope): what flags between blocks must use.
 template <class T> HOST_INLINE T host_load_relaxed(const T* p) {
@@ -60,50 +58,14 @@ template <class T, class Update> HOST_INLINE T host_read_modify_write(T* p, Upda
     HOST_INLINE T name(T* p, T v) {                                                            \
         return host_read_modify_write(p, [v](T old) -> T { (void)old; return expression; });   \
     }
-#define HOST_ATOMIC_INTEGERS(name, expression)    \
-    HOST_ATOMIC(name, int, expression)            \
-    HOST_ATOMIC(name, unsigned, expression)       \
-    HOST_ATOMIC(name, long long, expression)      \
-    HOST_ATOMIC(name, unsigned long long, expression)
-HOST_ATOMIC_INTEGERS(atomicMax, old > v ? old : v)
-HOST_ATOMIC_INTEGERS(atomicMin, old < v ? old : v)
-HOST_ATOMIC_INTEGERS(atomicAnd, old & v)
-HOST_ATOMIC_INTEGERS(atomicOr, old | v)
-HOST_ATOMIC_INTEGERS(atomicXor, old ^ v)
+HOST_ATOMIC(atomicMax, int, old > v ? old : v)
+HOST_ATOMIC(atomicMax, unsigned, old > v ? old : v)
+HOST_ATOMIC(atomicOr, unsigned, old | v)
 HOST_ATOMIC(atomicAdd, int, (int)((unsigned)old + (unsigned)v))
 HOST_ATOMIC(atomicAdd, unsigned, old + v)
 HOST_ATOMIC(atomicAdd, unsigned long long, old + v)
-HOST_ATOMIC(atomicAdd, float, old + v)
-HOST_ATOMIC(atomicAdd, double, old + v)
-HOST_ATOMIC(atomicSub, int, (int)((unsigned)old - (unsigned)v))
-HOST_ATOMIC(atomicSub, unsigned, old - v)
-HOST_ATOMIC(atomicExch, int, v)
 HOST_ATOMIC(atomicExch, unsigned, v)
-HOST_ATOMIC(atomicExch, unsigned long long, v)
-HOST_ATOMIC(atomicExch, float, v)
-HOST_ATOMIC(atomicInc, unsigned, old >= v ? 0u : old + 1)
-HOST_ATOMIC(atomicDec, unsigned, old == 0 || old > v ? v : old - 1)
-#undef HOST_ATOMIC_INTEGERS
 #undef HOST_ATOMIC
 
-#define HOST_ATOMIC_CAS(T)                                                                          \
-    HOST_INLINE T atomicCAS(T* p, T expected, T desired) {                                          \
-        return host_read_modify_write(p, [=](T old) { return old == expected ? desired : old; });   \
-    }
-HOST_ATOMIC_CAS(int)
-HOST_ATOMIC_CAS(unsigned)
-HOST_ATOMIC_CAS(unsigned short)
-HOST_ATOMIC_CAS(unsigned long long)
-#undef HOST_ATOMIC_CAS
-
-// ---- cache hints mean nothing here ----
+// A cache hint means nothing here.
 template <class T> HOST_INLINE T __ldg(const T* p) { return *p; }
-template <class T> HOST_INLINE T __ldca(const T* p) { return *p; }
-template <class T> HOST_INLINE T __ldcg(const T* p) { return *p; }
-template <class T> HOST_INLINE T __ldcs(const T* p) { return *p; }
-template <class T> HOST_INLINE T __ldlu(const T* p) { return *p; }
-template <class T> HOST_INLINE T __ldcv(const T* p) { return *p; }
-template <class T> HOST_INLINE void __stwb(T* p, T value) { *p = value; }
-template <class T> HOST_INLINE void __stcg(T* p, T value) { *p = value; }
-template <class T> HOST_INLINE void __stcs(T* p, T value) { *p = value; }
-template <class T> HOST_INLINE void __stwt(T* p, T value) { *p = value; }

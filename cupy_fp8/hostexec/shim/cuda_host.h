@@ -9,19 +9,14 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "host_abi.h"
 
 #undef __noinline__
 #define __global__
 #define __device__
-#define __host__
-#define __constant__
-#define __managed__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __maxnreg__(...)
 #define __cluster_dims__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
@@ -35,13 +30,9 @@
 #define blockIdx (*const_cast<const uint3*>(&host_block.block_index))
 #define blockDim (*const_cast<const uint3*>(&host_block.block_dim))
 #define gridDim (*const_cast<const uint3*>(&host_block.grid_dim))
-static constexpr int warpSize = 32;
 
-[[noreturn]] HOST_INLINE void __trap() { host_fail("__trap()"); }
 #undef assert
 #define assert(condition) ((condition) ? (void)0 : host_fail("assertion failed: %s", #condition))
-
-#define __builtin_assume(condition) ((condition) ? (void)0 : __builtin_unreachable())
 
 template <int Size> struct HostBits;
 template <> struct HostBits<1> { using type = uint8_t; };

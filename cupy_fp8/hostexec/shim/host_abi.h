@@ -39,7 +39,7 @@ struct HostCollective {
     uint64_t value[32];
 };
 
-enum HostBarrierKind { HOST_BARRIER_PLAIN, HOST_BARRIER_COUNT, HOST_BARRIER_AND, HOST_BARRIER_OR };
+enum HostBarrierKind { HOST_BARRIER_PLAIN, HOST_BARRIER_AND };
 
 // Exported by every kernel library under the name host_kernel.
 struct HostKernel {
@@ -81,21 +81,18 @@ const char* host_error();
 void host_yield();
 void host_progress();
 int host_barrier(int id, int count, int predicate, int kind);
-void host_barrier_arrive(int id, int count);
 // Waits for all threads of the `blocks` blocks of this cluster.
 void host_cluster_barrier(unsigned blocks);
 // Returns the place that another block of the cluster has where `own` lies in this block's dynamic shared
 // memory. Both have met in host_cluster_barrier.
 void* host_shared_of_block(void* own, unsigned block);
 const HostCollective* host_collective(unsigned mask, int kind, uint64_t value);
-unsigned host_live_lanes();
 
 // Asynchronous copies; see async_copy.h for the meaning.
 void host_cp_async(void* shared, const void* global, unsigned bytes, unsigned source_bytes);
 void host_cp_async_commit();
 void host_cp_async_wait(unsigned pending_groups);
 void host_mbarrier_init(void* barrier, unsigned arrivals);
-void host_mbarrier_expect_tx(void* barrier, unsigned bytes);
 void host_mbarrier_arrive(void* barrier, unsigned expect_bytes);
 void host_mbarrier_complete_tx(void* barrier, unsigned bytes);
 int host_mbarrier_try_wait(void* barrier, unsigned parity);

@@ -2,21 +2,15 @@
 #pragma once
 
 HOST_INLINE void __syncthreads() { host_barrier(0, 0, 0, HOST_BARRIER_PLAIN); }
-HOST_INLINE int __syncthreads_count(int predicate) {
-    return host_barrier(0, 0, predicate, HOST_BARRIER_COUNT);
-}
 HOST_INLINE int __syncthreads_and(int predicate) { return host_barrier(0, 0, predicate, HOST_BARRIER_AND); }
-HOST_INLINE int __syncthreads_or(int predicate) { return host_barrier(0, 0, predicate, HOST_BARRIER_OR); }
 
-// bar.sync / bar.arrive id, count: `count` threads, a multiple of 32; 0 means the whole block.
+// bar.sync id, count: `count` threads, a multiple of 32; 0 means the whole block.
 HOST_INLINE void host_named_barrier(int id, int count) { host_barrier(id, count, 0, HOST_BARRIER_PLAIN); }
-HOST_INLINE void host_named_barrier_arrive(int id, int count) { host_barrier_arrive(id, count); }
 
 // A polling loop must call host_yield() (or __nanosleep) each time round: fibers are not preempted.
 HOST_INLINE void __nanosleep(unsigned) { host_yield(); }
 
 HOST_INLINE void __syncwarp(unsigned mask = 0xffffffffu) { host_collective(mask, HOST_SYNCWARP, 0); }
-HOST_INLINE unsigned __activemask() { return host_live_lanes(); }
 
 // ---- shuffles: they move registers and order no memory, exactly as on the GPU ----
 template <class T> HOST_INLINE T host_shuffle(unsigned mask, T value, unsigned source) {
@@ -77,9 +71,7 @@ HOST_REDUCTION(__reduce_min_sync, unsigned, a < b ? a : b)
 HOST_REDUCTION(__reduce_min_sync, int, a < b ? a : b)
 HOST_REDUCTION(__reduce_add_sync, unsigned, a + b)
 HOST_REDUCTION(__reduce_add_sync, int, (int)((unsigned)a + (unsigned)b))
-HOST_REDUCTION(__reduce_and_sync, unsigned, a & b)
 HOST_REDUCTION(__reduce_or_sync, unsigned, a | b)
-HOST_REDUCTION(__reduce_xor_sync, unsigned, a ^ b)
 #undef HOST_REDUCTION
 
 template <class T> HOST_INLINE unsigned __match_any_sync(unsigned mask, T value) {
@@ -89,9 +81,4 @@ template <class T> HOST_INLINE unsigned __match_any_sync(unsigned mask, T value)
     for (int lane = 0; lane < 32; lane++)
         if ((op->arrived >> lane & 1) && op->value[lane] == bits) result |= 1u << lane;
     return result;
-}
-template <class T> HOST_INLINE unsigned __match_all_sync(unsigned mask, T value, int* all_equal) {
-    const unsigned same = __match_any_sync(mask, value);
-    *all_equal = same == mask;
-    return *all_equal ? mask : 0;
 }
