@@ -96,46 +96,6 @@ def scale_grid(shape: tuple[int, ...], block: Block) -> ScaleGrid:
     return ScaleGrid(shape[:-2], down, across, False)
 
 
-def compact_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """The shape of compact scales: row-wise […, M, blocks], column-wise […, blocks, K].
-
-    >>> compact_shape(scale_grid((100, 64), (1, 32))), compact_shape(scale_grid((100, 64), (32, 1)))
-    ((100, 2), (4, 64))
-    """
-    grid_shape = (grid.blocks, grid.outer) if grid.columnwise else (grid.outer, grid.blocks)
-    return (*grid.batch, *grid_shape)
-
-
-def swizzled_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """The shape of swizzled scales: […, lines rounded up to 128, blocks rounded up to 4] in both directions.
-    The bytes lie in tiles of 128 x 4.
-
-    >>> swizzled_shape(scale_grid((100, 64), (1, 32)))
-    (128, 4)
-    """
-    return (*grid.batch, round_up(grid.outer, SWIZZLE_ROWS), round_up(grid.blocks, SWIZZLE_COLUMNS))
-
-
-def padded_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """The shape of gemm_ready and deepgemm_sm90 scales: […, blocks, lines rounded up to 4] in both
-    directions.
-
-    >>> padded_shape(scale_grid((101, 640), (1, 128)))
-    (5, 104)
-    """
-    return (*grid.batch, grid.blocks, round_up(grid.outer, PADDED_TO))
-
-
-def packed_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """The shape of deepgemm_sm100 scales: […, words of four blocks, lines rounded up to 4] in both
-    directions.
-
-    >>> packed_shape(scale_grid((101, 640), (1, 128)))
-    (2, 104)
-    """
-    return (*grid.batch, cdiv(grid.blocks, PACKED), round_up(grid.outer, PADDED_TO))
-
-
 def grouped_rows(lines: int, groups: int) -> int:
     """Rows for the swizzled scales of `groups` groups that have `lines` lines together, each rounded up to
     128 rows: a bound for groups of any sizes.
@@ -217,15 +177,22 @@ def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
 
 def scale_shape(shape: tuple[int, ...], block: Block | None, layout: str | None,
                 transposed: bool = False) -> tuple[int, ...]:
-    """The shape of a `Scaled`'s scale_inv. For 1-D blocks it is `compact_shape`, `swizzled_shape`,
-    `padded_shape` or `packed_shape`. 2-D blocks follow the order in which the data are stored. They have one
-    scale each (compact, or gemm_ready, whose rows are padded), or repeat it for each line of the block
-    (deepgemm_sm100).
+    """The shape of a `Scaled`'s scale_inv. For 1-D blocks it is, with `lines` and `blocks` of the direction,
 
-    >>> scale_shape((100, 64), (32, 1), "compact")
-    (4, 64)
+    compact : row-wise […, M, blocks], column-wise […, blocks, K]
+    swizzled : […, lines rounded up to 128, blocks rounded up to 4], whose bytes lie in tiles of 128 x 4
+    gemm_ready, deepgemm_sm90 : […, blocks, lines rounded up to 4]
+    deepgemm_sm100 : […, words of four blocks, lines rounded up to 4]
+
+    2-D blocks follow the order in which the data are stored. They have one scale each (compact, or
+    gemm_ready, whose rows are padded), or repeat it for each line of the block (deepgemm_sm100).
+
+    >>> scale_shape((100, 64), (1, 32), "compact"), scale_shape((100, 64), (32, 1), "compact")
+    ((100, 2), (4, 64))
     >>> scale_shape((100, 640), (128, 128), "compact", transposed=True)
     (5, 1)
+    >>> scale_shape((100, 64), (1, 32), "swizzled")
+    (128, 4)
     >>> scale_shape((101, 640), (1, 128), "gemm_ready"), scale_shape((100, 640), (128, 128), "gemm_ready")
     ((5, 104), (1, 8))
     >>> [scale_shape((101, 640), block, "deepgemm_sm100") for block in ((1, 128), (128, 128))]
@@ -245,16 +212,21 @@ def scale_shape(shape: tuple[int, ...], block: Block | None, layout: str | None,
     assert block is not None                # _is_block has checked it
     if transposed and 1 not in block:
         shape, block = (*shape[:-2], shape[-1], shape[-2]), (block[1], block[0])
-    grid = scale_grid(shape, block)
+    batch, outer, blocks, columnwise = scale_grid(shape, block)
     if 1 not in block:
         if layout in ("swizzled", "deepgemm_sm90"):
             raise ValueError(f"scale_layout: {layout!r} belongs to blocks along one line, got block {block}; "
                              "take compact or gemm_ready")
         if layout == "gemm_ready":
-            return (*grid.batch, grid.outer, round_up(grid.blocks, PADDED_TO))
+            return (*batch, outer, round_up(blocks, PADDED_TO))
         if layout == "deepgemm_sm100":
-            grid = grid._replace(outer=shape[-2])
-    return _SHAPES[layout](grid)
+            outer = shape[-2]
+    if layout == "compact":
+        return (*batch, blocks, outer) if columnwise else (*batch, outer, blocks)
+    if layout == "swizzled":
+        return (*batch, round_up(outer, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLUMNS))
+    return (*batch, cdiv(blocks, PACKED) if layout == "deepgemm_sm100" else blocks,
+            round_up(outer, PADDED_TO))
 
 
 def group_unit(block: Block, layout: str, transposed: bool = False) -> int:
@@ -307,10 +279,6 @@ def grouped_scale_shape(shape: tuple[int, int], groups: int, block: Block, layou
     (down, across), (_, across_two) = (scale_shape((unit * n, shape[1]), block, layout, transposed)
                                        for n in (1, 2))
     return (units * down, across) if across == across_two else (units * down * across,)
-
-
-_SHAPES = {"compact": compact_shape, "swizzled": swizzled_shape, "gemm_ready": padded_shape,
-           "deepgemm_sm90": padded_shape, "deepgemm_sm100": packed_shape}
 
 
 def _is_block(block: object) -> bool:
