@@ -42,10 +42,13 @@ def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float
     return Quantized(row, direction((block[1], block[0]), transposed) if columnwise else None)
 
 
-def block_amax(v: np.ndarray, block: Block) -> np.ndarray:
-    """max |v| of each block in f32, NaN ignored: […, M, K] -> […, blocks along M, blocks along K]."""
+def block_amax(v: np.ndarray, block: Block, nan_wins: bool = False) -> np.ndarray:
+    """max |v| of each block in f32: […, M, K] -> […, blocks along M, blocks along K]. nan_wins: NaN counts as
+    more than Inf, instead of being ignored."""
     # Magnitudes order like their bits.
-    magnitude = np.where(np.isnan(v), np.uint32(0), v.view(np.uint32) & np.uint32(0x7FFFFFFF))
+    magnitude = v.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    if not nan_wins:
+        magnitude = np.where(np.isnan(v), np.uint32(0), magnitude)
     return numerics.in_blocks(magnitude, block).max(axis=(-3, -1)).view(np.float32)
 
 
