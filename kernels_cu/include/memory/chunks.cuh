@@ -200,15 +200,6 @@ struct Chunk {
             word[i / 2] = i % 2 ? word[i / 2] | pair << 16 : pair;
         }
     }
-    // Returns elements part * kPart and following, kPart of them.
-    template <int kPart>
-    __device__ __forceinline__ Chunk<F, kPart> slice(int part) const {
-        Chunk<F, kPart> c;
-#pragma unroll
-        for (int w = 0; w < Chunk<F, kPart>::kWords; w++)
-            c.word[w] = word[part * Chunk<F, kPart>::kWords + w];
-        return c;
-    }
 
 private:
     __device__ __forceinline__ void set(u32 v) { word[0] = v; }
