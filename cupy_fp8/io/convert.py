@@ -165,19 +165,21 @@ class Conversion:
                 after = self.settings.recipe if one.stored else "as it is"
                 report = Report(one.name, tensor.shape, self._kind(one), after)
                 reports.append(report)
-                for work in self._works(one, out, pool):
+                for work in self._works(one, out, pool, self._like):
                     queue.put(work, report, progress)
             queue.drain()
         return reports
 
-    def _works(self, one: Tensors, out: Out, pool: ThreadPoolExecutor) -> Iterator[Work]:
-        """The chunks of a tensor, and of its scales: what each does when it is called."""
+    def _works(self, one: Tensors, out: Out | Compared, pool: ThreadPoolExecutor,
+               like: Any) -> Iterator[Work]:
+        """The chunks of a tensor, and of its scales: what each does when it is called. like: NumPy or CuPy,
+        which computes."""
         if one.stored is None:
             for name in (one.name, *([one.pair.scale] if one.pair else [])):
                 for start in range(0, self.checkpoint.tensors[name].nbytes, COPY_BYTES):
                     yield Copy(self.checkpoint, name, start, out)
             return
-        source = Source(self.checkpoint, one.name, one.pair, self._like)
+        source = Source(self.checkpoint, one.name, one.pair, like)
         scale = None
         if one.stored.scale is not None and one.stored.block is None and (
                 not one.pair or one.pair.block is not None):
@@ -291,21 +293,12 @@ class Conversion:
     def verify(self, shard: str) -> None:
         """Read a shard of the result again and compare every byte with what NumPy makes of the source.
         ValueError names the first tensor that differs."""
-        written = TensorFile(self.folder / self.names[shard])
-        for name in self.checkpoint.files[shard].tensors:
-            if name not in self.plan:
-                continue
-            one = self.plan[name]
-            for work in self._works_of_numpy(one, Compared(written)):
-                work()
-
-    def _works_of_numpy(self, one: Tensors, out: Any) -> Iterator[Callable[[], Any]]:
-        like, self._like = self._like, np
-        try:
-            with ThreadPoolExecutor(1) as pool:
-                yield from self._works(one, out, pool)
-        finally:
-            self._like = like
+        written = Compared(TensorFile(self.folder / self.names[shard]))
+        with ThreadPoolExecutor(1) as pool:
+            for name in self.checkpoint.files[shard].tensors:
+                if name in self.plan:
+                    for work in self._works(self.plan[name], written, pool, np):
+                        work()
 
 
 def _fingerprint_of(path: Path) -> str | None:
