@@ -90,8 +90,8 @@ class Output:
     divides = False
     transposed = True
 
-    def __init__(self, shape: tuple[int, int], recipe: Any, rowwise: bool, columnwise: bool) -> None:
-        self.shape, self.recipe, self.rowwise, self.columnwise = shape, recipe, rowwise, columnwise
+    def __init__(self, shape: tuple[int, int], recipe: Any, columnwise: bool) -> None:
+        self.shape, self.recipe, self.columnwise = shape, recipe, columnwise
 
     def destinations(self, result: QuantizedResult, written: Sequence[int]) -> Members:
         """Members with the addresses of data and scales. result: the description of what is written."""
@@ -103,7 +103,7 @@ class _PerTensor(Output):
 
     def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
                  columnwise: bool) -> None:
-        super().__init__(shape, recipe, rowwise, columnwise)
+        super().__init__(shape, recipe, columnwise)
         check_directions(shape, rowwise, columnwise)
         self.result = per_tensor_result(shape, recipe.dtype, bool(rowwise), bool(columnwise))
 
@@ -116,7 +116,7 @@ class _Blocks(Output):
 
     def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
                  columnwise: bool) -> None:
-        super().__init__(shape, recipe, rowwise, columnwise)
+        super().__init__(shape, recipe, columnwise)
         if recipe.block not in ((1, 128), (1, 64), (1, 32)):
             raise ValueError("recipe: expected blocks of one of ((1, 128), (1, 64), (1, 32)), got "
                              f"{recipe.block}; quantize_block has the others")
@@ -144,7 +144,7 @@ class _Mx(Output):
 
     def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
                  columnwise: bool) -> None:
-        super().__init__(shape, recipe, rowwise, columnwise)
+        super().__init__(shape, recipe, columnwise)
         if recipe.block != (1, 32):
             raise ValueError(f"recipe: expected MX blocks of (1, 32), got {recipe.block}; quantize_mx has "
                              "the others")
