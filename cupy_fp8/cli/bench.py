@@ -9,13 +9,12 @@ import argparse
 import datetime
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from .. import backend, kernels
-from ..io.replace import replacing
 from . import info, names
 
 _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
@@ -24,22 +23,35 @@ _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 bench", description=__doc__)
     names.add_ops(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, row by row")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write the results there at the end, and to FILE.partial until then")
     options = parser.parse_intermixed_args(argv)
     ops = names.chosen_ops(parser, options.ops)
+    if options.json and options.json.exists() and not options.json.is_file():
+        parser.error(f"--json: {options.json} is no file that can be replaced")
     problem = backend.gpu_problem()
     if problem:
         print(f"bench needs a GPU: {problem}")
         return 1
-    results: list[dict[str, Any]] = []
     report = {"machine": info.facts(), "commit": _commit(), "date": datetime.date.today().isoformat(),
-              "results": results}
-    for row in chain(device_rows(ops), host_rows(ops)):
-        results.append(row)
-        if options.json:                        # What has been measured stays, whatever happens next.
-            with replacing(options.json) as file:
-                file.write(json.dumps(report, indent=1).encode() + b"\n")
+              "results": []}
+    rows = chain(device_rows(ops), host_rows(ops))
+    if options.json:
+        write(options.json, report, rows)
+    else:
+        list(rows)
     return 0
+
+
+def write(path: Path, report: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+    """Write a report and its rows. What has been measured when a run is stopped stays in a file beside it,
+    and an earlier report stays too."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(report, indent=1) + "\n")         # A folder that is missing is found now.
+    for row in rows:
+        report["results"].append(row)
+        partial.write_text(json.dumps(report, indent=1) + "\n")
+    partial.replace(path)
 
 
 def device_rows(ops: list[str]) -> Iterator[dict[str, Any]]:

@@ -22,8 +22,8 @@
 // transforms them, beginning with the last one, which is still in registers. The others are read again,
 // mostly from the L2.
 //
-// Products v * 2^k, k = e - t, are exact in f16 for all but a few k (rebase_chunk.cuh). If all chunks of a
-// thread have such a k, it goes through no branch. Chunks that hold nothing but zeros and NaN have any k.
+// Products v * 2^k, k = e - t, are exact in f16 for the usual k (rebase_chunk.cuh). A thread whose chunks all
+// have such a k multiplies them without further tests. Chunks that hold nothing but zeros and NaN have any k.
 //
 // Defines:
 //   IN       the format of the data
@@ -38,6 +38,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kEach = 4;                                             // chunks of a thread in a tile
 constexpr int kTileLog2 = 10;                                        // chunks in a tile
 static_assert(kThreads * kEach == 1 << kTileLog2, "every chunk of a tile has a thread");
+static_assert(kEach * 16 <= kMostChanged, "the changed values of a thread can be counted");
 constexpr int kMostTargets = (1 << kTileLog2) / 2;                   // A new block has two chunks or more.
 
 // A multiprocessor keeps so many blocks of threads: as many as have registers for everything.
@@ -126,7 +127,7 @@ struct ThreadChunks {
         return down << p.targets_across_log2 | across >> (p.chunks_log2 - p.targets_across_log2);
     }
     // Returns the exponent of chunk u's target.
-    __device__ __forceinline__ int target(const RebaseParams& p, const Shared& shared, int u) const {
+    __device__ __forceinline__ int target_exponent(const RebaseParams& p, const Shared& shared, int u) const {
         return target_of(shared.found[target(p, u)]);
     }
 };
@@ -174,16 +175,16 @@ struct LoadedChunks {
         } else raise<kEach>(p, chunks, shared, found);
     }
 
-    // Transforms the chunks and stores them. Returns how many values of this thread changed if p.changed asks
-    // for it.
+    // Transforms the chunks and stores them, and may use them up. Returns how many values of this thread
+    // changed if p.changed asks for it.
     __device__ __forceinline__ u32 transform(const RebaseParams& p, const ThreadChunks& chunks,
                                              const Shared& shared) {
         int k[kEach];
         bool exact = true;
 #pragma unroll
         for (int u = 0; u < kEach; u++) {
-            k[u] = exponent[u] - chunks.target(p, shared, u);
-            exact &= exponent[u] == kNothing || (k[u] >= kExact && k[u] <= kMostExact);
+            k[u] = exponent[u] - chunks.target_exponent(p, shared, u);
+            exact &= exponent[u] == kNothing || (k[u] >= kLeastExact && k[u] <= kMostExact);
         }
         u32 changed = kNoneChanged;
         if (!exact) transform_any(p, chunks, shared, changed);
@@ -233,7 +234,7 @@ private:
         auto* to = p.out + chunks.first;
 #pragma unroll
         for (int u = 0; u < kEach; u++, to += chunks.below)
-            store(p, chunks, u, to, times_power<kCounts>(chunk[u], Halves::powers(k[u]), changed));
+            store(p, chunks, u, to, times_power<kCounts>(chunk[u], Halves::power_pair(k[u]), changed));
     }
     // Transforms any chunks, one after the other, since that is rare. It moves them through chunk 0.
     __device__ __forceinline__ void transform_any(const RebaseParams& p, const ThreadChunks& chunks,
@@ -244,7 +245,8 @@ private:
             Chunk16 made;
             if (exponent[0] == kNoScale) made = {{kFourNan, kFourNan, kFourNan, kFourNan}};
             else if (exponent[0] == kNothing) made = times_power<true>(chunk[0], 0, changed);
-            else made = times_power_in_steps(chunk[0], exponent[0] - chunks.target(p, shared, u), changed);
+            else made = times_power_in_steps(chunk[0], exponent[0] - chunks.target_exponent(p, shared, u),
+                                             changed);
             store(p, chunks, u, to, made);
 #pragma unroll
             for (int i = 1; i < kEach; i++) chunk[i - 1] = chunk[i], exponent[i - 1] = exponent[i];

@@ -32,17 +32,45 @@ def test_without_a_gpu(arguments, capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_results_of_a_run_that_is_stopped_stay(tmp_path, monkeypatch):
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has a row in the bench, here the ops of that run. "stopped" stops it."""
+    found: list[str] = []
+
     def rows(ops: list[str]) -> Iterator[dict[str, Any]]:
-        yield {"op": "astype", "us": 1.0}
-        raise KeyboardInterrupt
+        for name in found:
+            if name == "stopped":
+                raise KeyboardInterrupt
+            yield {"op": name}
 
     monkeypatch.setattr(backend, "gpu_problem", lambda: None)
     monkeypatch.setattr(info, "facts", dict)
     monkeypatch.setattr(command, "device_rows", rows)
+    monkeypatch.setattr(command, "host_rows", lambda ops: [])
+    return found
+
+
+def test_results_are_written_as_they_come(tmp_path, measured):
+    """A run that is stopped leaves its results beside those of an earlier one."""
+    path, partial = tmp_path / "results.json", tmp_path / "results.json.partial"
+    measured += ["astype", "transpose"]
+    assert command.main(["--json", str(path)]) == 0
+    assert json.loads(path.read_text())["results"] == [{"op": "astype"}, {"op": "transpose"}]
+    assert list(tmp_path.iterdir()) == [path]
+    measured[:] = ["permute", "stopped"]
     with pytest.raises(KeyboardInterrupt):
-        command.main(["astype", "--json", str(tmp_path / "results.json")])
-    assert json.loads((tmp_path / "results.json").read_text())["results"] == [{"op": "astype", "us": 1.0}]
+        command.main(["--json", str(path)])
+    assert json.loads(partial.read_text())["results"] == [{"op": "permute"}]
+    assert len(json.loads(path.read_text())["results"]) == 2
+
+
+def test_results_that_cannot_be_written_are_not_measured(tmp_path, measured, capsys):
+    measured.append("stopped")
+    with pytest.raises(FileNotFoundError):
+        command.main(["--json", str(tmp_path / "missing" / "results.json")])
+    with pytest.raises(SystemExit):
+        command.main(["--json", str(tmp_path)])
+    assert "is no file that can be replaced" in capsys.readouterr().err
 
 
 def test_every_op_has_rows_and_no_row_twice():

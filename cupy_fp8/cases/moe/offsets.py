@@ -101,7 +101,7 @@ def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
 
 
 def _host_calls(x: Array) -> Iterator[HostCalls]:
-    """Their offsets have no leading zero."""
+    """Their offsets have a leading zero."""
     five = functools.partial(offsets.splits_to_offsets, asarray([4, 12], np.int64, like=x),
                              strides=TYPICAL["strides"], dtypes=TYPICAL["dtypes"])
     yield HostCalls("five outputs", functools.partial(five, outputs=five()),

@@ -143,14 +143,16 @@ _INTEGERS = frozenset((int,))
 
 
 def _options(strides: Any, leads: Any, dtypes: Any) -> _Options:
-    # What most calls give is looked up as it is. Other kinds of numbers can equal these and be wrong.
-    usual = type(strides) is tuple and type(leads) is bool and _INTEGERS.issuperset(map(type, strides))
+    # What most calls give is looked up as it is. Other kinds of numbers can equal these and be wrong, and
+    # lists cannot be looked up.
+    usual = (type(strides) is tuple and type(leads) is bool and _INTEGERS.issuperset(map(type, strides))
+             and not isinstance(dtypes, (list, np.ndarray)))
     if not usual:
         strides, leads, dtypes = _integers(strides), _leads(leads), _unchanging(dtypes)
     try:
         return _cached_options(strides, leads, dtypes)
     except (TypeError, ValueError):                 # a dtype cannot be hashed: _Options says which one
-        return _Options(strides, leads, _unchanging(dtypes))
+        return _Options(strides, leads, dtypes)
 
 
 def _integers(strides: Any) -> tuple[int, ...]:

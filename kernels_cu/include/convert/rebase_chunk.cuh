@@ -1,6 +1,6 @@
 // A chunk of rebase.cu: 16 FP8 elements, multiplied by a power of two in f16 and rounded to FP8 once.
 //
-// v * 2^k is exact for kExact <= k <= kMostExact. Other k, which are rare, take several steps, whose
+// v * 2^k is exact for kLeastExact <= k <= kMostExact. Other k, which are rare, take several steps, whose
 // roundings lose only what becomes 0 anyway.
 //
 // Changed values are counted in a word that holds two counts, as the f16 numbers 1024 + count, whose last
@@ -14,10 +14,11 @@ using Pack = Pairs<IN>;
 using Chunk16 = Chunk<IN, 16>;
 
 // All values are multiples of the smallest one, which f16 has down to this power of two.
-constexpr int kExact = Pack::kEmax == 8 ? -15 : -8, kMostExact = 15;
+constexpr int kLeastExact = Pack::kEmax == 8 ? -15 : -8, kMostExact = 15;
 constexpr u32 kFourNan = kNanFp8 * 0x1010101u;
 
 constexpr u32 kNoneChanged = 0x64006400u;
+constexpr int kMostChanged = 1023;
 __device__ __forceinline__ u32 sum_of(u32 counts) { return (counts & 0x3ffu) + (counts >> 16 & 0x3ffu); }
 
 // Returns the largest magnitude of a chunk, as f32 bits. NaN is ignored.
@@ -65,7 +66,7 @@ __device__ __forceinline__ Chunk16 times_power_in_steps(const Chunk16& from, int
 #pragma unroll
     for (int i = 0; i < 3; i++) {
         const int step = clamp(k, -kMostExact, kMostExact);
-        power[i] = Halves::powers(step), k -= step;
+        power[i] = Halves::power_pair(step), k -= step;
     }
 #pragma unroll
     for (int w = 0; w < 4; w++) {

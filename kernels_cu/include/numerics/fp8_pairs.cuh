@@ -26,6 +26,7 @@ struct Halves {
 #endif
         return f16::max_magnitudes<false>(largest, next);
     }
+    // Rounds to nearest-even.
     static __device__ __forceinline__ u32 plus(u32 a, u32 b) {
 #ifdef CUPY_FP8_HOST
         float a_lo, a_hi, b_lo, b_hi;
@@ -56,8 +57,8 @@ struct Halves {
     static __device__ __forceinline__ u32 power(int k) {
         return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24);
     }
-    // Returns 2^k in both halves for k <= 15. It is 0 for k < -24.
-    static __device__ __forceinline__ u32 powers(int k) {
+    // Returns 2^k in both halves for k <= 15, and 0 for k < -24.
+    static __device__ __forceinline__ u32 power_pair(int k) {
         const float power = as_float((u32)larger(k + 127, 0) << 23);
         return f16::narrow2_any_nan(power, power);
     }

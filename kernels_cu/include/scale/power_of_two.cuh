@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 scale_bits(int t, bool e8m0) {
 // The largest of the magnitudes |v| * 2^e decides the target, which is the exponent of the new block. It is
 // found as the largest of integers: 0 if there is no magnitude, else (log2 + kTargetBias) << 20 plus lower
 // bits. The largest code is 1.75 * 2^kEmax, so a product with a mantissa up to 1.75 needs its own exponent,
-// and one above needs the next. bits: |v| as f32 has it, not 0.
+// and one above needs the next. bits: |v| as f32 has it, neither 0 nor NaN.
 constexpr int kTargetBias = 1024;
 template <class F>
 __device__ __forceinline__ int product_target(u32 bits, int e) {

@@ -156,6 +156,17 @@ def test_options_for_all_or_for_each(run):
             assert_equal(fp8.splits_to_offsets(splits, **given_options), want)
 
 
+@pytest.mark.parametrize("kind", [tuple, list, np.array])
+@pytest.mark.parametrize("leads", [True, (True, False), [True, False]], ids=str)
+def test_equal_options_are_one_object(leads, kind):
+    """By which a call is known; any other would be forgotten."""
+    def found():
+        return offsets._options(kind((1, 3)), leads, kind(("int32", "int64")))
+
+    assert found() is found()
+    assert found() is offsets._options((1, 3), leads, ("int32", "int64"))
+
+
 def test_options_that_the_caller_changes(run):
     """Lists and arrays belong to the caller: a later call is that of what they are then."""
     splits = run.array(np.array([2, 3], np.int64))
