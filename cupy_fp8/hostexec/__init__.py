@@ -26,9 +26,9 @@ compiled libraries; CXX is the compiler.
 It does not support tensor maps and matrix instructions, for which kernels have a branch of their own, nor
 approximate functions (a kernel that calls __expf does not compile), and does not flush subnormals (CuPy
 compiles with -ftz=true, so kernels use the PTX wrappers). Of CUDA's exact functions and vector types
-``shim/`` has those that some kernel uses; a kernel that needs another one adds it there. A loop that polls
-must call host_yield(). A barrier counts every thread of the block, so an early return before one is an error
-here even where a GPU lets it pass.
+``shim/`` has those that the package's kernels and tests use; whoever needs another one adds it there. A loop
+that polls must call host_yield(). A barrier counts every thread of the block, so an early return before one
+is an error here even where a GPU lets it pass.
 """
 
 from .build import HostError

@@ -114,8 +114,10 @@ struct ThreadChunks {
         rows_left = columns_left ? left_of(p.rows - first_row, 1 << kTileLog2) : 0;
     }
     static __device__ __forceinline__ u32 step(const RebaseParams& p) { return kThreads >> p.chunks_log2; }
+    // Returns the row of the tile that chunk u has.
+    __device__ __forceinline__ u32 row_of(const RebaseParams& p, int u) const { return row + u * step(p); }
     __device__ __forceinline__ bool exists(const RebaseParams& p, int u) const {
-        return row + u * step(p) < rows_left;
+        return row_of(p, u) < rows_left;
     }
     // Returns how many elements of chunk u exist.
     __device__ __forceinline__ int left(const RebaseParams& p, int u) const {
@@ -123,7 +125,7 @@ struct ThreadChunks {
     }
     // Returns which target of the tile chunk u has.
     __device__ __forceinline__ u32 target(const RebaseParams& p, int u) const {
-        const u32 down = (row + u * step(p)) >> (tile_rows_log2(p) - p.targets_down_log2);
+        const u32 down = row_of(p, u) >> (tile_rows_log2(p) - p.targets_down_log2);
         return down << p.targets_across_log2 | across >> (p.chunks_log2 - p.targets_across_log2);
     }
     // Returns the exponent of chunk u's target.
@@ -205,7 +207,7 @@ private:
         u32 bits[kEach];
 #pragma unroll
         for (int u = 0; u < kEach; u++) {
-            const u32 block = (chunks.row + u * chunks.step(p)) >> shift;
+            const u32 block = chunks.row_of(p, u) >> shift;
             bits[u] = chunks.exists(p, u) ? load_read_only(scales + block * p.row_stride) : 0;
         }
 #pragma unroll

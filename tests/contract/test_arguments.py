@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from declared import DTYPES_OF_CASES, Example, map_arrays
+from declared import DTYPES_OF_CASES, Example
 from other_results import other_parts, results_of
 from perturbed import (
     DTYPES,
@@ -26,6 +26,7 @@ from perturbed import (
     with_array,
 )
 from places import Place, every_example, every_example_that
+from trees import map_arrays
 
 from cupy_fp8 import Quantized, Scaled
 from cupy_fp8.formats import INPUT_DTYPES

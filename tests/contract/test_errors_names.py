@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from declared import leaves, snapshot
+from trees import leaves, snapshot
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, WeightCache, cases, testing

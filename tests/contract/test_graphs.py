@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declared import Example, leaves, snapshot
+from declared import Example
 from perturbed import (
     anew,
     change_contents,
@@ -23,6 +23,7 @@ from perturbed import (
     with_array,
 )
 from places import Place, every_example, every_example_that, every_noop, every_result
+from trees import leaves, snapshot
 
 import cupy_fp8 as fp8
 from cupy_fp8.kernels import errors

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from declared import Example, leaves, map_arrays
+from declared import Example
 from perturbed import compare, on_host, refused
 from places import Place, every_example
+from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
 from cupy_fp8.routing import Routing

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from arena import ROOM, Arena, apart
-from declared import Example, leaves, map_arrays
+from declared import Example
 from perturbed import bytes_of, compare, given, on_host, outcome, refused, with_array
 from places import every_example
+from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, cases

@@ -4,9 +4,10 @@ without a flag."""
 from __future__ import annotations
 
 import numpy as np
-from declared import Example, snapshot
+from declared import Example
 from perturbed import change_contents, compare, named, on_host, refused
 from places import Place, every_noop
+from trees import snapshot
 
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 

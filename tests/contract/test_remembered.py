@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from declared import Example, leaves, map_arrays
+from declared import Example
 from perturbed import (
     DTYPES,
     anew,
@@ -30,6 +30,7 @@ from perturbed import (
 )
 from places import every_example, every_result
 from tiers import needs_host, where_kernels_run
+from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
@@ -193,7 +194,7 @@ def test_numbers_in_the_place_of_arrays(example, device):
 @every_example
 @where_kernels_run
 def test_no_array_is_kept_alive(example, run):
-    gc.freeze()             # or the collection looks through all that is left of earlier tests
+    gc.freeze()             # Otherwise the collection looks through all that earlier tests have left.
     example = example.on(run)
     for _ in range(2):
         example.call()

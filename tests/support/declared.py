@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from trees import leaves, map_arrays, snapshot
+from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
@@ -29,8 +29,6 @@ from cupy_fp8.calls.memory import Range
 from cupy_fp8.cases import Case, Registration, base
 from cupy_fp8.formats import INPUT_DTYPES
 
-__all__ = ["ALIGNED", "DTYPES_OF_CASES", "EXAMPLES", "Example", "example_of", "in_contract", "leaves",
-           "map_arrays", "snapshot"]
 _SMALLEST, _LARGEST = 64, 60_000    # elements of an example's arrays
 _MOST_ARRAYS = 20                   # of an example: calls with lists of tensors can have many
 

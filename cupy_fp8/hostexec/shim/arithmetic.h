@@ -1,6 +1,7 @@
-// What kernels and tests call of CUDA's device library: bit operations and conversions that the GPU defines
-// to the last bit. Other floats go through numerics/arith.cuh. Approximations (__expf, rsqrtf, ...) must not
-// be added, so that a kernel using one does not compile on the host.
+// These are the functions of CUDA's device library that kernels and tests call: bit operations and
+// conversions that the GPU defines to the last bit. Other arithmetic of floats goes through
+// numerics/arith.cuh. Approximations (__expf, rsqrtf, ...) must not be added, so that a kernel using one does
+// not compile on the host.
 #pragma once
 
 HOST_INLINE unsigned __float_as_uint(float v) { return (unsigned)host_to_bits(v); }

@@ -36,7 +36,7 @@ def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = Tr
                           scale_layout)
 
     row = direction((1, BLOCK), False) if rowwise else None
-    # both directions of squares have the same bytes
+    # Both directions of squares have the same bytes.
     same = row.data if row is not None and block[0] == BLOCK and not transposed else None
     return Quantized(row, direction((BLOCK, 1), transposed, same) if columnwise else None)
 

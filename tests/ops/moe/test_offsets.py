@@ -159,7 +159,7 @@ def test_options_for_all_or_for_each(run):
 @pytest.mark.parametrize("kind", [tuple, list, np.array])
 @pytest.mark.parametrize("leads", [True, (True, False), [True, False]], ids=str)
 def test_equal_options_are_one_object(leads, kind):
-    """By which a call is known; any other would be forgotten."""
+    """A call is known by this object, so with another one it would not be recognised again."""
     def found():
         return offsets._options(kind((1, 3)), leads, kind(("int32", "int64")))
 
