@@ -21,8 +21,7 @@ struct GroupAmaxParams {
     float* amax;                 // [groups], raised, or null
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     RowGroups groups;            // across: blocks that share a segment
-    float target, eps;           // as in compute_scale
-    u32 pow2;
+    TensorScaleRule rule;
 };
 
 constexpr int kThreads = 256;
@@ -52,15 +51,13 @@ group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
     if (threadIdx.x == 0) {
         if (mine && load_relaxed(amaxes + found.group) < part_amax)
             atomicMax(amaxes + found.group, part_amax);
-        __threadfence();
-        last = atomicAdd(p.workspace, 1u) == gridDim.x - 1;
+        last = is_last_block(p.workspace, gridDim.x);
     }
     __syncthreads();
     if (!last) return;
-    __threadfence();
     for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kThreads) {
         const u32 of_group = atomicExch(amaxes + g, 0u);
-        p.scale[g] = scale_from_amax(as_float(of_group), p.target, p.eps, as_float(kMaxF32), p.pow2);
+        p.scale[g] = p.rule.scale_of(as_float(of_group));
         if (p.amax) raise_amax(p.amax + g, of_group, load_relaxed(p.amax + g));
     }
     if (threadIdx.x == 0) atomicExch(p.workspace, 0u);

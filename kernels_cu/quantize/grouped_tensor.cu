@@ -248,9 +248,7 @@ struct GroupTensors {
         for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kConsumers) {
             const u64 told = load_relaxed(p.amax_of_launch + g);
             const u32 amax = is_of(told, launch) ? (u32)told : 0;
-            const SingleRead& r = p.single_read;
-            const float scale = scale_from_amax(as_float(amax), r.target, r.eps, as_float(kMaxF32), r.pow2);
-            write_scale_inv(scale, p.scale_inv + g, nullptr);
+            write_scale_inv(p.single_read.rule.scale_of(as_float(amax)), p.scale_inv + g, nullptr);
             if (p.amax) raise_amax(p.amax + g, amax, load_relaxed(p.amax + g));
         }
     }

@@ -36,7 +36,7 @@ struct MxParams {
     ScaleDestination along_rows, along_columns;
     i64 n;                       // elements of x
     i64 rows, columns;           // of each matrix
-    ScaleRule rule;
+    MXScaleRule rule;
     u32 square;                  // 1: blocks are 32 x 32, so both directions have the same scales; stored,
                                  // or ALONG_ROWS and ALONG_COLUMNS, say how data are stored
     u32 stored;                  // tile without ALIGNED: ALONG_ROWS | ALONG_COLUMNS << 2

@@ -11,7 +11,7 @@ struct SwigluMxParams {
     SwigluCall call;
     u8 *data, *column_data;      // row-wise and column-wise; or null
     ScaleDestination row_scales, column_scales;
-    ScaleRule rule;
+    MXScaleRule rule;
     u32 tiles;                   // of a block of threads, one below the other, where rows stream
 };
 

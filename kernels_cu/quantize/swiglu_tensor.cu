@@ -35,12 +35,10 @@ struct SwigluCastParams {
     float* scale_inv;            // one element
     float* scale_inv_copy;       // a second place for it, or null
     float* amax;                 // one element, raised, or null
-    // To find a scale: the amax so far and the blocks that have finished, zero before and after; or null
-    u32* found;
+    AmaxOfBlocks* workspace;     // to find a scale; or null
     float* found_scale;          // where it goes
     float scale_value;
-    float target, eps;           // of it, as in compute_scale
-    u32 pow2;
+    TensorScaleRule rule;        // of found_scale
     u32 vector;                  // every row of data_t allows 16-byte stores
     u32 tiles;                   // of a block, one below the other, where rows stream
 };
@@ -241,21 +239,17 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks)
 swiglu_cast(const __grid_constant__ SwigluCastParams p) {
     if (is_set(p.call.noop)) return;
     const float scale = p.scale ? *p.scale : p.scale_value;
-    if (!p.found && blockIdx.x == 0 && threadIdx.x == 0)
+    if (!p.workspace && blockIdx.x == 0 && threadIdx.x == 0)
         write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
     u32 amax;
     if constexpr (kOptions) amax = cast_with_options(p, scale);
     else if constexpr (kStreamed) amax = cast_tiles(p, scale);
     else if constexpr (kPath == Path::any) amax = cast_any(p, scale);
     else amax = cast_rows(p, scale);
-    if (!p.amax && !p.found) return;
+    if (!p.amax && !p.workspace) return;
     amax = block_max<kCastThreads>(amax);
     if (threadIdx.x != 0) return;
     if (p.amax) raise_amax(p.amax, amax, load_relaxed(p.amax));
-    if (!p.found) return;
-    atomicMax(&p.found[0], amax);
-    if (!is_last_block(&p.found[1], gridDim.x)) return;
-    const float of_all = as_float(atomicExch(&p.found[0], 0u));
-    atomicExch(&p.found[1], 0u);
-    *p.found_scale = scale_from_amax(of_all, p.target, p.eps, as_float(kMaxF32), p.pow2);
+    float of_all;
+    if (p.workspace && p.workspace->add(amax, gridDim.x, of_all)) *p.found_scale = p.rule.scale_of(of_all);
 }

@@ -22,8 +22,7 @@ struct CastCurrentParams {
     u32* workspace;              // launches so far, then what each block told; zero before the first launch,
                                  // always for as many blocks
     i64 n;
-    float target, eps;           // of the scale, as in compute_scale
-    u32 pow2;
+    TensorScaleRule rule;
     u32 rounds;                  // at most kHeld and what shared memory holds
 };
 
@@ -125,7 +124,7 @@ cast_current(const __grid_constant__ CastCurrentParams p) {
     const u32 block_amax = block_max<kThreads>(thread_amax), mark = launches & 1 ? 0u : kMark;
     exchange_amaxes(p, block_amax, mark, shared_amax);
     const u32 tensor_amax = shared_amax;
-    const float scale = scale_from_amax(as_float(tensor_amax), p.target, p.eps, as_float(kMaxF32), p.pow2);
+    const float scale = p.rule.scale_of(as_float(tensor_amax));
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         // All blocks have told their amax, so all have read the number of launches.
         atomicExch(p.workspace, launches + 1);

@@ -118,19 +118,13 @@ multi_cast_transpose(const __grid_constant__ MultiCastParams p) {
 #endif
 
 #ifdef ENTRY_multi_amax_scale
-struct MultiWorkspace {          // of one matrix; zero before the first launch, and after each
-    u32 amax;                    // bits of an f32
-    u32 blocks_done;
-};
-
 struct MultiAmaxParams {
     const MultiTensor* tensors;
     const u32* tensor_of;        // [blocks]
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    MultiWorkspace* workspace;   // [matrices]
+    AmaxOfBlocks* workspace;     // [matrices]
     float* scale;                // [matrices]
-    float target, eps;           // as in compute_scale
-    u32 pow2;
+    TensorScaleRule rule;
 };
 
 constexpr int kThreads = 256;
@@ -148,15 +142,9 @@ multi_amax_scale(const __grid_constant__ MultiAmaxParams p) {
     Amax<IN> amax;
     if (begin < end) add_elements<kThreads>(amax, tensor.x + begin, end - begin);
     const u32 block_amax = block_max<kThreads>(amax.f32_bits());
-    if (threadIdx.x == 0) {
-        MultiWorkspace* const own = p.workspace + index;
-        atomicMax(&own->amax, block_amax);
-        if (is_last_block(&own->blocks_done, tensor.blocks)) {
-            const u32 bits = atomicExch(&own->amax, 0u);
-            atomicExch(&own->blocks_done, 0u);
-            p.scale[index] = scale_from_amax(as_float(bits), p.target, p.eps, as_float(kMaxF32), p.pow2);
-        }
-    }
+    float of_matrix;
+    if (threadIdx.x == 0 && p.workspace[index].add(block_amax, tensor.blocks, of_matrix))
+        p.scale[index] = p.rule.scale_of(of_matrix);
 }
 #endif
 

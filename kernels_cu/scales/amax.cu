@@ -18,19 +18,14 @@
 #include "numerics/amax.cuh"
 #include "scale/scale.cuh"
 
-struct AmaxWorkspace {           // zero before the first launch, and after each
-    u32 amax;                    // f32 bits
-    u32 blocks_done;
-};
-
 struct AmaxParams {
     const IN::storage* x;        // [n]
     float* out;                  // one element
-    AmaxWorkspace* workspace;
+    AmaxOfBlocks* workspace;
     const float* noop;           // one element, or null: 1.0 means that nothing is written
     i64 n;
-    float target, eps;           // for the scale, as in compute_scale
-    u32 to_scale, pow2;          // to_scale 0: out is the amax itself
+    TensorScaleRule rule;
+    u32 to_scale;                // 0: out is the amax itself
     u32 vector;                  // 1: x is 16-byte aligned
 };
 
@@ -58,14 +53,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid
         }
     }
     const u32 block_amax = block_max<kThreads>(amax.f32_bits());
-    if (threadIdx.x == 0) {
-        atomicMax(&p.workspace->amax, block_amax);
-        if (is_last_block(&p.workspace->blocks_done, gridDim.x)) {
-            const u32 all = atomicExch(&p.workspace->amax, 0u);
-            atomicExch(&p.workspace->blocks_done, 0u);
-            const float result = as_float(f32::narrow(as_float(all)));
-            *p.out = p.to_scale ? scale_from_amax(result, p.target, p.eps, as_float(kMaxF32), p.pow2)
-                                : result;
-        }
+    float of_all;
+    if (threadIdx.x == 0 && p.workspace->add(block_amax, gridDim.x, of_all)) {
+        const float result = as_float(f32::narrow(of_all));
+        *p.out = p.to_scale ? p.rule.scale_of(result) : result;
     }
 }

@@ -24,9 +24,7 @@ struct ComputeScaleParams {
     const u32* amax;             // [n] f32
     u32* scale;                  // [n] f32
     i64 n;
-    float target;                // fl(largest FP8 value * 2^-margin)
-    float eps;                   // finite, 0 or more
-    u32 pow2;
+    TensorScaleRule rule;
     u32 vector;                  // 1: amax and scale are 16-byte aligned
 };
 
@@ -36,8 +34,7 @@ compute_scale(const __grid_constant__ ComputeScaleParams p) {
         Chunk<f32, 4> scale;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            scale.word[i] = as_bits(scale_from_amax(as_float(amax.word[i]), p.target, p.eps,
-                                                    as_float(kMaxF32), p.pow2));
+            scale.word[i] = as_bits(p.rule.scale_of(as_float(amax.word[i])));
         return scale;
     });
 }

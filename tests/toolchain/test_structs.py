@@ -81,9 +81,9 @@ def test_nested_structs_are_given_by_name_too():
     given = {"rule": {"factor": 2.0, "bias": 3}, "along_rows": {"to": 7}, "n": 5}
     swapped = {"n": 5, "along_rows": {"to": 7}, "rule": {"bias": 3, "factor": 2.0}}
     assert layout.values(given) == layout.values(swapped)
-    with pytest.raises(TypeError, match=r"ScaleRule has no members \['faktor'\]"):
+    with pytest.raises(TypeError, match=r"MXScaleRule has no members \['faktor'\]"):
         layout.values({"rule": {"faktor": 2.0}})
-    with pytest.raises(TypeError, match="ScaleRule: expected members by name, got tuple"):
+    with pytest.raises(TypeError, match="MXScaleRule: expected members by name, got tuple"):
         layout.values({"rule": (2.0, 0, 3, 254)})
 
 

@@ -14,9 +14,8 @@ from ...calls.row_segments import find_segments, pays
 from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Launch, Variant, grid_size, room, shapes
 from ...layouts import cdiv, padded_rows
-from ...options import checked_eps
 from ...recipes import CurrentScaling
-from ..scales.scale import scale_target
+from ..scales.scale import TensorScaleRule
 from . import single_read
 from .grouped_call import Inputs, row_groups, tiled
 
@@ -32,7 +31,7 @@ def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[
     """The launches that quantise with given scales, or with scales found first or from the same read of x."""
     recipe, scales_at, amaxes_at = inputs.recipe, 0, inputs.amaxes.at if inputs.amaxes else 0
     if isinstance(recipe, CurrentScaling):
-        rule = scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale)
+        rule = TensorScaleRule.of(recipe.dtype, recipe.eps, recipe.pow2_scale)
         if staging := _single_read(inputs, addresses):
             yield from _cast_current(call, inputs, addresses, staging, rule)
             return
@@ -76,7 +75,7 @@ def _large_tile(inputs: Inputs) -> shapes.Tile:
 
 # ---- current scaling ----
 def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
-                 rule: tuple[float, float, bool]) -> tuple[int, list[Launch]]:
+                 rule: TensorScaleRule) -> tuple[int, list[Launch]]:
     """(the address of all groups' scales, the launches that find them)."""
     x, (rows, columns), count = inputs.x.array, inputs.x.shape, inputs.number
     each = room(count)
@@ -91,10 +90,9 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
     if pays(x, grid):
         find, groups["segments"] = find_segments(call, segment_rows, segments, groups)
         found.append(find)
-    target, eps, pow2 = rule
     found.append(_AMAX.variant(IN=x.dtype).bind(
         x, grid, x=inputs.x.at, workspace=words_at, scale=scales_at, amax=amaxes_at, noop=call.noop_at,
-        groups=groups, target=target, eps=eps, pow2=int(pow2)))
+        groups=groups, rule=rule._asdict()))
     return scales_at, found
 
 
@@ -110,7 +108,7 @@ def _single_read(inputs: Inputs, addresses: dict[str, int]) -> single_read.Stagi
 
 
 def _cast_current(call: Call, inputs: Inputs, addresses: dict[str, int], staging: single_read.Staging,
-                  rule: tuple[float, float, bool]) -> Iterator[Launch]:
+                  rule: TensorScaleRule) -> Iterator[Launch]:
     x, tile = inputs.x.array, single_read.TILE
     tiling = tiled(call, inputs, addresses, tile.rows, tile.columns)
     find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups)

@@ -166,7 +166,7 @@ def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tupl
 
 @functools.cache
 def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> Members:
-    """The ScaleRule of kernels_cu/include/numerics/e8m0.cuh."""
+    """The MXScaleRule of kernels_cu/include/numerics/e8m0.cuh."""
     fmt = FORMATS[dtype]
     emax = int(np.log2(fmt.max))
     up, half_a_step = 0x7FFFFF, 1 << 23 - fmt.mantissa_bits - 1

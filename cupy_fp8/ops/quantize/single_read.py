@@ -17,6 +17,7 @@ from ... import kernels
 from ...arrays import Array
 from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Variant, shapes
+from ..scales.scale import TensorScaleRule
 
 TILE = shapes.SMALL
 #: Constants of single_read.cuh: threads of a block, stages of shared memory (each for a tile), words of
@@ -88,12 +89,11 @@ def words(count: int) -> int:
     return _STATE_WORDS + 2 * count
 
 
-def members(at: int, tiles: int, staging: Staging, rule: tuple[float, float, bool]) -> dict[str, Any]:
-    """The struct SingleRead for so many tiles of all matrices. at: the workspace's address, a multiple of 8.
-    rule: target, eps, pow2_scale."""
-    target, eps, pow2 = rule
+def members(at: int, tiles: int, staging: Staging, rule: TensorScaleRule) -> dict[str, Any]:
+    """The struct SingleRead for so many tiles of all matrices. at: the address of the workspace, a multiple
+    of 8."""
     return {"state": at, "told": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": staging.stages,
-            "target": target, "eps": eps, "pow2": int(pow2)}
+            "rule": rule._asdict()}
 
 
 def variants(kernel: Kernel) -> Iterator[Variant]:

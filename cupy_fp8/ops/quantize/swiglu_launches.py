@@ -19,7 +19,7 @@ from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, shapes
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
 from ...reference.quantize.swiglu import ALPHA
-from ..scales.scale import scale_target
+from ..scales.scale import TensorScaleRule
 from . import blocks, mx
 from .bias_gradient import ColumnSums, partial_sums
 from .quantized_result import QuantizedResult, per_tensor_destinations, per_tensor_result
@@ -236,11 +236,11 @@ def _cast(call: Call, inputs: Inputs, program: _Program, members: Members,
     x, recipe, amax_at = inputs.x.array, inputs.output.recipe, inputs.amax_at
     scale_at, scale_value = inputs.scale
     if isinstance(recipe, CurrentScaling):
-        found = call.workspace("swiglu", _WORKSPACE_WORDS)
-        scale_at = found + _SCALE_OFFSET
-        yield program.bind(x, False, **{**members, "vector": 0}, amax=amax_at, found=found,
-                           found_scale=scale_at, scale_value=1.0, target=scale_target(recipe.dtype, 0),
-                           eps=recipe.eps, pow2=int(recipe.pow2_scale))
+        rule = TensorScaleRule.of(recipe.dtype, recipe.eps, recipe.pow2_scale)
+        words_at = call.workspace("swiglu", _WORKSPACE_WORDS)
+        scale_at = words_at + _SCALE_OFFSET
+        yield program.bind(x, False, **{**members, "vector": 0}, amax=amax_at, workspace=words_at,
+                           found_scale=scale_at, scale_value=1.0, rule=rule._asdict())
         amax_at = 0
     yield program.bind(x, inputs.output.columnwise, **members, **addresses, scale=scale_at,
                        scale_value=scale_value, amax=amax_at)

@@ -20,7 +20,7 @@ from ...methods import for_methods
 from ...options import checked_eps
 from ...results import Quantized
 from ..scales.amax import current_scale
-from ..scales.scale import scale_target
+from ..scales.scale import TensorScaleRule
 from . import tensor_current
 from .bias_gradient import ColumnSums, partial_sums
 from .quantized_result import QuantizedResult, per_tensor_destinations, per_tensor_result
@@ -111,14 +111,14 @@ def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, t
 
 
 class _Inputs(NamedTuple):
-    """scale: as it was given. rule: target, eps and pow2_scale of current scaling; None with a given scale.
+    """scale: as it was given. rule: that of current scaling; None with a given scale.
     directions: rowwise, columnwise and transposed."""
 
     x: Input
     scale: Any
     scale_at: int
     scale_value: float
-    rule: tuple[float, float, bool] | None
+    rule: TensorScaleRule | None
     amax: Array | None
     amax_at: int
     directions: dict[str, bool]
@@ -135,7 +135,7 @@ class _QuantizeTensor(Op[_Inputs]):
               pow2_scale=pow2_scale)
         if type(eps) is not float:
             checked_eps(eps)
-        rule = None if scale is not None else (scale_target(fmt.dtype, 0), checked_eps(eps), bool(pow2_scale))
+        rule = None if scale is not None else TensorScaleRule.of(fmt.dtype, eps, pow2_scale)
         scale_at, scale_value = (0, 0.0) if scale is None else call.scalar("scale", scale)
         if scale is not None and (eps or pow2_scale):
             raise ValueError("eps, pow2_scale: belong to current scaling, but a scale was given "
@@ -165,7 +165,7 @@ class _QuantizeTensor(Op[_Inputs]):
                                                          amax=amax_at, **addresses)):
                 yield launch
                 return
-            launch, scale_at = current_scale(call, inputs.x, *inputs.rule)
+            launch, scale_at = current_scale(call, inputs.x, inputs.rule)
             yield launch
         members = {"x": inputs.x.at, "scale": scale_at, "scale_value": inputs.scale_value, "amax": amax_at,
                    "noop": call.noop_at, "n": inputs.x.array.size, "reverse": int(inputs.rule is not None)}

@@ -13,6 +13,7 @@ import numpy as np
 from ...calls.call import Call, Input
 from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Launch, Variant, multiprocessors, shared_memory_per_block
+from ..scales.scale import TensorScaleRule
 
 _CAST_CURRENT = Kernel("quantize/tensor_current", "cast_current", cooperative=True)
 _STATIC_SHARED = 1024       # bytes for the kernel's own variables
@@ -37,7 +38,7 @@ def _gpu(device_id: int) -> _Grid:
     return _Grid(multiprocessors(device_id), 1024, shared_memory_per_block(device_id))
 
 
-def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float, bool],
+def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: TensorScaleRule,
            **addresses: int) -> Launch | None:
     """The launch that finds amax and scale and casts row-wise. None if x does not fit, or is not aligned as
     the kernel needs. addresses: those of the result. The launch takes no more shared memory than it needs,
@@ -50,13 +51,11 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float,
     in_registers = _CAST_CURRENT.constant("kHeld")
     if rounds > in_registers + grid.rounds_in_shared or x.at % _CHUNK_BYTES or addresses["data"] % chunk:
         return None
-    target, eps, pow2 = rule
     # Blocks find there what others told in this launch, so each number of blocks has words of its own.
     words_at = call.workspace(f"current scaling by {blocks} blocks", 1 + blocks)
     return _variant(x.dtype, dtype, grid).bind(
         a, blocks, shared=max(1, rounds - in_registers) * grid.threads * _CHUNK_BYTES, x=x.at, **addresses,
-        noop=call.noop_at, workspace=words_at, n=a.size, target=target, eps=eps, pow2=int(pow2),
-        rounds=rounds)
+        noop=call.noop_at, workspace=words_at, n=a.size, rule=rule._asdict(), rounds=rounds)
 
 
 def _variant(source: np.dtype[Any], to: np.dtype[Any], grid: _Grid) -> Variant:

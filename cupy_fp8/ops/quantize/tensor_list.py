@@ -18,7 +18,6 @@ from ...calls.tensor_lists import ListResult, TableLayout, check_none_given, che
 from ...directions import check_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, shapes
-from ...options import checked_eps
 from ...recipes import (
     BlockScaling,
     CurrentScaling,
@@ -29,7 +28,7 @@ from ...recipes import (
     check_scales,
 )
 from ...results import Quantized
-from ..scales.scale import scale_target
+from ..scales.scale import TensorScaleRule
 from . import single_read, tensor_list_blocks
 from .quantized_result import QuantizedResult, per_tensor_destinations, per_tensor_result
 
@@ -37,8 +36,6 @@ _CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")
 _AMAX = Kernel("quantize/tensor_list", "multi_amax_scale", block=256)
 _CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", block=single_read.THREADS, cooperative=True)
 _SMALL = shapes.SMALL
-#: The rule of current scaling: target, eps, and whether scales are powers of two.
-_Rule = tuple[float, float, bool]
 
 
 def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float8_e4m3fn, amaxes: Any = None,
@@ -152,7 +149,7 @@ class _Inputs(NamedTuple):
     amaxes: list[int] | None
     given: dict[str, Any]
     recipe: DelayedScaling | CurrentScaling
-    rule: _Rule | None
+    rule: TensorScaleRule | None
     result: ListResult
 
 
@@ -217,12 +214,12 @@ class _CastTransposeList(_PerTensorList):
 _QUANTIZE, _CAST_TRANSPOSE = _PerTensorList(), _CastTransposeList()
 
 
-def _rule(recipe: Any, scales: Any) -> _Rule | None:
+def _rule(recipe: Any, scales: Any) -> TensorScaleRule | None:
     check_recipe(recipe)
     check_scales(recipe, scales, None, several=True)
     if isinstance(recipe, DelayedScaling):
         return None
-    return scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale)
+    return TensorScaleRule.of(recipe.dtype, recipe.eps, recipe.pow2_scale)
 
 
 def _matrix(call: Call, name: str, x: Any) -> Input:
@@ -283,7 +280,7 @@ def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> byt
         for i, (each, blocks, end) in enumerate(zip(matrices, table.blocks, ends, strict=True)))
 
 
-def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule,
+def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: TensorScaleRule,
                staging: single_read.Staging) -> Launch:
     """The launch of current scaling if matrices wait in the multiprocessors for their scales."""
     x, count = matrices[0].x.array, sum(each.tiles(single_read.TILE) for each in matrices)
@@ -294,17 +291,17 @@ def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Ru
         single_read=single_read.members(at + table.zeros, count, staging, rule))
 
 
-def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule) -> Iterator[Launch]:
+def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any],
+                rule: TensorScaleRule) -> Iterator[Launch]:
     """The launches of current scaling if one finds the scales and the other casts. The cast begins at the
     end, which the L2 still holds."""
     x, tile, number = matrices[0].x.array, _tile(matrices), len(matrices)
-    table = _table(matrices, tile, 12 * number)             # a MultiWorkspace and a scale for each
+    table = _table(matrices, tile, 12 * number)             # an AmaxOfBlocks and a scale for each
     scales = table.zeros + 8 * number
     at = table.make(call, _packed(matrices, table, scales), own="scale")
-    target, eps, pow2 = rule
     members = {"tensors": at, "tensor_of": at + table.numbers, "noop": call.noop_at}
     yield _AMAX.variant(IN=x.dtype).bind(x, table.count, **members, workspace=at + table.zeros,
-                                      scale=at + scales, target=target, eps=eps, pow2=int(pow2))
+                                      scale=at + scales, rule=rule._asdict())
     yield _cast_variant(x.dtype, to, tile).bind(x, table.count, **members, reverse=1, each=table.each)
 
 

@@ -15,6 +15,7 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
 from ...formats import INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant, multiprocessors
+from .scale import TensorScaleRule
 
 NAN_RULES = ("ignore", "propagate")
 
@@ -82,13 +83,13 @@ class _ComputeAmax(Op[_Inputs]):
 _AMAX, _RESULT = _ComputeAmax(), _Result()
 
 
-def current_scale(call: Call, x: Input, target: float, eps: float, pow2: bool) -> tuple[Launch, int]:
+def current_scale(call: Call, x: Input, rule: TensorScaleRule) -> tuple[Launch, int]:
     """The launch that finds the scale from x's own amax, as `compute_scale` defines it, and the address where
     later launches on this stream find the scale."""
     words = call.workspace("amax", _WORDS)
     scale_at = words + _SCALE_OFFSET
-    return _launch(x, words, "ignore", out=scale_at, noop=call.noop_at, target=target, eps=eps, to_scale=1,
-                   pow2=int(pow2)), scale_at
+    return _launch(x, words, "ignore", out=scale_at, noop=call.noop_at, rule=rule._asdict(),
+                   to_scale=1), scale_at
 
 
 def _launch(x: Input, words: int, nan: str, **members: Any) -> Launch:

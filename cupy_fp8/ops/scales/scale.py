@@ -55,6 +55,18 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
     return run(_COMPUTE_SCALE_OP, (amax, dtype, margin, eps, pow2_scale), out)
 
 
+class TensorScaleRule(NamedTuple):
+    """The members of the TensorScaleRule of kernels_cu/include/scale/scale.cuh: a scale is target / amax."""
+
+    target: float
+    eps: float
+    pow2: bool
+
+    @classmethod
+    def of(cls, dtype: np.dtype[Any], eps: Any, pow2_scale: Any, margin: int = 0) -> TensorScaleRule:
+        return cls(_target(dtype, margin), checked_eps(eps), bool(pow2_scale))
+
+
 class _Scales(NamedTuple):
     amax: Input
     dtype: np.dtype[Any]
@@ -81,10 +93,9 @@ class _ComputeScale(Op[_Scales]):
         amax = inputs.amax.array
         if amax.size:
             blocks, vector = shapes.elementwise_grid(amax.size, amax.shape, 4, 4, inputs.amax.at, written[0])
-            yield _COMPUTE_SCALE.variant().bind(
-                amax, blocks, amax=inputs.amax.at, scale=written[0], n=amax.size,
-                target=scale_target(inputs.dtype, inputs.margin),
-                eps=inputs.eps, pow2=int(inputs.pow2), vector=vector)
+            rule = TensorScaleRule.of(inputs.dtype, inputs.eps, inputs.pow2, inputs.margin)
+            yield _COMPUTE_SCALE.variant().bind(amax, blocks, amax=inputs.amax.at, scale=written[0],
+                                                n=amax.size, rule=rule._asdict(), vector=vector)
 
 
 _COMPUTE_SCALE_OP = _ComputeScale()
@@ -179,7 +190,7 @@ class _UpdateDelayedScaling(Op[_Update]):
                 history, grid_size((n - 1 >> log2) + 1, history.shape), history=inputs.history.at,
                 scale=inputs.scale.at,
                 amax=0 if inputs.amax is None else inputs.amax.at, length=length, n=n,
-                target=scale_target(inputs.dtype, inputs.margin),
+                target=_target(inputs.dtype, inputs.margin),
                 most_recent=int(inputs.algo == "most_recent"), columns_log2=log2)
 
 
@@ -187,7 +198,7 @@ _UPDATE_OP = _UpdateDelayedScaling()
 
 
 @functools.lru_cache
-def scale_target(dtype: np.dtype[Any], margin: int) -> float:
+def _target(dtype: np.dtype[Any], margin: int) -> float:
     return float(times_power_of_two(FORMATS[dtype].max, -margin))
 
 

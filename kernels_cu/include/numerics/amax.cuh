@@ -138,6 +138,22 @@ __device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
     return true;
 }
 
+// The amax of several blocks: the last one to add its own learns that of all.
+struct AmaxOfBlocks {            // zero before the first launch, and after each
+    u32 amax;                    // f32 bits
+    u32 blocks_done;
+
+    // Adds the amax of one of `blocks` blocks. Returns true in the last one, to which it tells `of_all`. One
+    // thread of each block calls it.
+    __device__ __forceinline__ bool add(u32 of_block, u32 blocks, float& of_all) {
+        atomicMax(&amax, of_block);
+        if (!is_last_block(&blocks_done, blocks)) return false;
+        of_all = as_float(atomicExch(&amax, 0u));
+        atomicExch(&blocks_done, 0u);
+        return true;
+    }
+};
+
 // *buffer = max(*buffer, amax) on the bits. before: the buffer's bits at some earlier time. Most blocks of a
 // large tensor have nothing to raise, so a comparison precedes the atomic.
 __device__ __forceinline__ void raise_amax(float* buffer, u32 bits, i32 before) {

@@ -8,7 +8,7 @@
 //   t = amax * factor        e = max((bits of t + round) >> 23 - bias, 0)
 // rceil has factor 1 / max, and round 0x7fffff, which gives the next power of two upwards. floor has factor
 // 2^-emax. ceil and even have factor 1, bias emax, and round 0x7fffff or half of FP8's last mantissa bit.
-struct ScaleRule {
+struct MXScaleRule {
     float factor;
     u32 round;
     i32 bias;

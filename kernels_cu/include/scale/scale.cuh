@@ -19,11 +19,17 @@ __device__ __forceinline__ float floor_to_power_of_two(float v) {
     return as_float(bits ? 0x80000000u >> __clz((int)bits) : 0u);
 }
 
-// The whole formula, for any amax; returns 1 where an amax gives no scale (0, Inf or NaN).
-__device__ __forceinline__ float scale_from_amax(float amax, float target, float eps, float largest,
-                                                 bool pow2) {
-    if (is_less(amax, eps)) amax = eps;
-    if (!is_positive_number(amax)) return 1.0f;
-    const float scale = scale_to(target, amax, largest);
-    return pow2 ? floor_to_power_of_two(scale) : scale;
-}
+// The rule of compute_scale and of current scaling. TensorScaleRule in ops/scales/scale.py gives its members.
+struct TensorScaleRule {
+    float target;                // fl(largest FP8 value * 2^-margin)
+    float eps;                   // finite, 0 or more
+    u32 pow2;                    // 1: scales are powers of two
+
+    // Returns the scale of any amax: 1 where it gives none (0, Inf or NaN).
+    __device__ __forceinline__ float scale_of(float amax) const {
+        if (is_less(amax, eps)) amax = eps;
+        if (!is_positive_number(amax)) return 1.0f;
+        const float scale = scale_to(target, amax, as_float(kMaxF32));
+        return pow2 ? floor_to_power_of_two(scale) : scale;
+    }
+};

@@ -42,9 +42,8 @@ struct SingleRead {
     u64* told;                   // [tiles] of each: the launch, then the largest magnitude (f32 bits); zero
                                  // before the first launch
     u32 tiles;                   // of all matrices
-    u32 stages;                   // 1 to kMostStages
-    float target, eps;           // of the scales, as in compute_scale
-    u32 pow2;
+    u32 stages;                  // 1 to kMostStages
+    TensorScaleRule rule;
 };
 
 // A tile, and what a block does with it.
@@ -319,7 +318,7 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
         if (visit.first != known) {
             known = visit.first;
             amax = wait_for_amax(p, shared, visit);
-            scale = scale_from_amax(as_float(amax), p.target, p.eps, as_float(kMaxF32), p.pow2);
+            scale = p.rule.scale_of(as_float(amax));
             if (!taken) taken = next.take_if_there();
         } else if (visit.data_t) {
             sync_some<2, kConsumers>();                              // all have read the tile before
@@ -347,11 +346,7 @@ __device__ __forceinline__ void cast_single_read(const Tensors& tensors, const S
     if (threadIdx.x >= kConsumers + kTellers) return load_tiles(tensors, p, shared, memory);
     if (threadIdx.x >= kConsumers) return tell_tiles(p, shared, memory);
     cast_tiles(tensors, p, shared, memory, memory + p.stages * kStageBytes);
-    if (threadIdx.x == 0) {
-        __threadfence();
-        shared.is_last = atomicAdd(p.state + 1, 1u) == gridDim.x - 1;
-        __threadfence();
-    }
+    if (threadIdx.x == 0) shared.is_last = is_last_block(p.state + 1, gridDim.x);
     sync_some<2, kConsumers>();
     if (!shared.is_last) return;
     tensors.last(shared.launch);
