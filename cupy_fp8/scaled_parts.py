@@ -60,8 +60,8 @@ def _check_block_scales(s: Parts, layout: str | None, where: str) -> None:
         raise TypeError(f"{where}scale_inv: expected dtype {names(dtypes)} of {layout} scales, got "
                         f"{s.scale_inv.dtype}")
     if s.scale_inv.shape != shape:
-        raise ValueError(f"{where}scale_inv: expected shape {shape} ({layout} scales of blocks "
-                         f"{s.block} of shape {s.shape}), got {s.scale_inv.shape}")
+        raise ValueError(f"{where}scale_inv: expected shape {shape}, {layout} scales of blocks {s.block} of "
+                         f"shape {s.shape}, got {s.scale_inv.shape}")
 
 
 def check_parts(s: Parts) -> None:

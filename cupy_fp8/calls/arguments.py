@@ -72,12 +72,16 @@ class Call:
         self.repeatable = True
         self._first = True
 
-    def read(self, name: str, a: Any, dtypes: tuple[np.dtype[Any], ...]) -> Input:
-        """An array that the op reads: of one of the dtypes; copied if it is not C-contiguous."""
+    def read(self, name: str, a: Any, dtypes: tuple[np.dtype[Any], ...],
+             shape: tuple[int, ...] | None = None, what: str = "") -> Input:
+        """An array that the op reads: of one of the dtypes; copied if it is not C-contiguous. shape: the one
+        that it must have, and what such an array has (`validate.check_shape`)."""
         name = self.names.get(name, name)
         if not self._first:
             backend.require_module(a, self.xp, name)
         dense, xp, at = validate.source(a, dtypes, name, 2 if self._first else 0)
+        if shape is not None:
+            validate.check_shape(name, dense.shape, shape, what)
         self.repeatable &= dense is a
         self._set_or_check_device(name, dense, xp)
         self.ranges.append(Range(at, at + dense.nbytes, False, name))

@@ -109,9 +109,7 @@ def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str
 def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
     """The address of offsets [N + 1] of N groups, int64, of x's kind and device."""
     backend.require_module(offsets, xp, "offsets", DTYPES[1].name, 1)
-    if offsets.shape != (len(groups.array) + 1,):
-        raise ValueError(f"offsets: expected shape {(len(groups.array) + 1,)}, one more than splits, got "
-                         f"{offsets.shape}")
+    validate.check_shape("offsets", offsets.shape, (len(groups.array) + 1,), "one more than splits")
     return validate.fitting(offsets, offsets.shape, DTYPES[1], x, xp, "offsets")
 
 

@@ -70,8 +70,7 @@ def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list
     """The address of every element of an f32 array [n], which may have any stride."""
     backend.require_module(a, call.xp, name)
     validate.check_dtype(a, (float32,), name)
-    if a.shape != (number,):
-        raise ValueError(f"{name}: expected shape {(number,)}, one for each array of xs, got {a.shape}")
+    validate.check_shape(name, a.shape, (number,), "one for each array of xs")
     if call.xp is not np:
         backend.same_device(a, call.x, name)
     if updated:

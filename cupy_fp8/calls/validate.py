@@ -83,6 +83,12 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
         raise ValueError(f"{name}: an integer of {a.bit_length()} bits, beyond every float") from None
 
 
+def check_shape(name: str, given: tuple[int, ...], wanted: tuple[int, ...], what: str = "") -> None:
+    """ValueError unless the shapes are the same. what: what an array of the wanted shape has."""
+    if given != wanted:
+        raise ValueError(f"{name}: expected shape {wanted}{what and ', '}{what}, got {given}")
+
+
 def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
     """The address of an array like `fitting`, which a kernel can write."""
     at = fitting(a, shape, dtype, x, xp, name)
@@ -95,8 +101,7 @@ def fitting(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp
     backend.require_module(a, xp, name, dtype.name)
     if a.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
-    if a.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, got {a.shape}")
+    check_shape(name, a.shape, shape)
     if not is_contiguous(a):
         raise ValueError(
             f"{name}: expected a C-contiguous array, got strides {a.strides}; make one with cupy_fp8.empty"

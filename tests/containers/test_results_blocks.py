@@ -99,7 +99,7 @@ def unchecked(s: Scaled, **changes: Any) -> Scaled:
     (unchecked(result((64, 64)), scale_layout=None), "compact", ValueError,
      "source: expected one of ('compact', "),
     (unchecked(result((64, 64)), block=(1, 64)), "swizzled", ValueError,
-     "scale_inv: expected shape (64, 1) (compact scales of"),
+     "scale_inv: expected shape (64, 1), compact scales of"),
 ])
 def test_to_layout_errors(s, name, error, message):
     with pytest.raises(error, match="^" + re.escape(message)):

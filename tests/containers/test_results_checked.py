@@ -42,9 +42,9 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
      "scale_layout: expected None for one scale, got 'compact'; scales of blocks"),
     # The scales are not those of the blocks.
     ({"scale_inv": np.ones((20, 4), float32)}, ValueError,
-     "scale_inv: expected shape (20, 3) (compact scales of blocks (1, 128) of shape"),
+     "scale_inv: expected shape (20, 3), compact scales of blocks (1, 128) of shape"),
     ({"scale_inv": np.ones((3, 20), float32)}, ValueError,
-     "scale_inv: expected shape (20, 3) (compact scales of blocks (1, 128) of shape"),
+     "scale_inv: expected shape (20, 3), compact scales of blocks (1, 128) of shape"),
     ({"scale_inv": np.ones((20, 3), np.float64)}, TypeError,
      "scale_inv: expected dtype float8_e8m0fnu, float32 of compact scales, got "),
     ({"scale_layout": "swizzled"}, TypeError,

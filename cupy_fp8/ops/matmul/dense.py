@@ -95,12 +95,8 @@ class _MatmulNT(Op[Product]):
         if fast and not {left.scaling, right.scaling} <= {"tensor", "row"}:
             raise ValueError("fast_accum: expected False for operands in blocks, whose scales are applied "
                              "every 128 values, got True")
-        added = None
-        if bias is not None:
-            added = call.read("bias", bias, INPUT_DTYPES)
-            if added.shape != (right.rows,):
-                raise ValueError(f"bias: expected shape {(right.rows,)}, a value for each row of b, got "
-                                 f"{added.shape}")
+        added = None if bias is None else call.read("bias", bias, INPUT_DTYPES, (right.rows,),
+                                                    "a value for each row of b")
         return Product(a=left, b=right, to=to if accumulate is None else float32, bias=added, fast_accum=fast,
                        autotune=tuned, accumulate=accumulate)
 

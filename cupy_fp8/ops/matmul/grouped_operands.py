@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...advice import listed
-from ...calls import group_sizes
+from ...calls import group_sizes, validate
 from ...calls.call import Call, Input
 from ...calls.group_sizes import Groups
 from ...formats import FP8_DTYPES, float8_e5m2, float32
@@ -124,10 +124,8 @@ def check_scales(name: str, operand: GroupedOperand, groups: int) -> None:
     """ValueError unless scales whose shape depends on the number of groups are those of so many."""
     if operand.scales_by_groups is not None:
         scales, shape_of = operand.scales_by_groups
-        if scales.shape != shape_of(groups):
-            raise ValueError(f"{name}.scale_inv: expected shape {shape_of(groups)}, as "
-                             f"scaling_aware_transpose makes scales for {counted(groups)}, got "
-                             f"{scales.shape}")
+        validate.check_shape(f"{name}.scale_inv", scales.shape, shape_of(groups),
+                             f"as scaling_aware_transpose makes scales for {counted(groups)}")
 
 
 def counted(groups: int) -> str:
@@ -213,10 +211,8 @@ def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: st
         part = "columnwise_scale_inv" if columnwise else "scale_inv"
         block = (g.block[1], g.block[0]) if columnwise else g.block
         shape = grouped_scale_shape(g.shape, sizes.number, block, str(g.scale_layout), columnwise)
-    scales = call.read(f"{name}.{part}", getattr(g, part), (float32,))
-    if scales.shape != shape:
-        raise ValueError(f"{name}.{part}: expected shape {shape}, the scales of {counted(sizes.number)}, got "
-                         f"{scales.shape}")
+    scales = call.read(f"{name}.{part}", getattr(g, part), (float32,), shape,
+                       f"the scales of {counted(sizes.number)}")
     view = view._replace(scale=scales.at, e5m2=int(data.dtype == float8_e5m2),
                          scale_shift=_ROW_SHIFTS[scaling])
     rows, k = g.shape[::-1] if columnwise else g.shape

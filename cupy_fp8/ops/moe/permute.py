@@ -261,10 +261,8 @@ class _Unpermute(Op[_Summed]):
         _read_routing(call, routing)
         _check_length(found.array, routing.rows, self._name, "rows")
         weights = _probs(call, probs, routing)
-        gathered = None if probs_grad is None else call.read("probs_grad", probs_grad, (float32,))
-        if gathered and gathered.shape != (routing.rows,):
-            raise ValueError(f"probs_grad: expected shape ({routing.rows},), the routing's rows, got "
-                             f"{gathered.shape}")
+        gathered = None if probs_grad is None else call.read("probs_grad", probs_grad, (float32,),
+                                                             (routing.rows,), "the routing's rows")
         return _Summed(found, routing, weights, gathered)
 
     def result(self, inputs: _Summed) -> Description:
@@ -312,10 +310,8 @@ class _UnpermuteBackward(Op[_Weighted]):
         _read_routing(call, routing)
         _check_length(g.array, routing.tokens, "grad", "tokens")
         backend.require_module(y, call.xp, "y")
-        rows, shape = call.read("y", y, (g.dtype,)), (routing.rows, *g.shape[1:])
-        if rows.shape != shape:
-            raise ValueError(f"y: expected shape {shape} (the routing's rows, and the columns of grad), "
-                             f"got {rows.shape}")
+        rows = call.read("y", y, (g.dtype,), (routing.rows, *g.shape[1:]),
+                         "the routing's rows, and the columns of grad")
         return _Weighted(g, rows, routing, _probs(call, probs, routing))
 
     def result(self, inputs: _Weighted) -> Description:

@@ -168,10 +168,7 @@ _GROUP_QUANTIZE = _GroupQuantize()
 
 
 def _read_scales(call: Call, scales: Any, groups: group_sizes.Groups) -> Input:
-    found, shape = call.read("scales", scales, (float32,)), (len(groups.array),)
-    if found.shape != shape:
-        raise ValueError(f"scales: expected shape {shape}, one for each group, got {found.shape}")
-    return found
+    return call.read("scales", scales, (float32,), (len(groups.array),), "one for each group")
 
 
 def _read_offsets(call: Call, offsets: Any, align: int, groups: group_sizes.Groups, check: bool) -> Input:

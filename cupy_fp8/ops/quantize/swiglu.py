@@ -151,7 +151,7 @@ class _Forward(Op[Inputs]):
             raise ValueError(f"x: expected shape [M, 2 H], got {found.shape}")
         output = output_of(self.result_shape(*found.shape), found.dtype, recipe, rowwise, columnwise)
         found_grad = self.read_grad(call, found, grad)
-        weights = None if probs is None else _read(call, "probs", probs, float32, found.shape[:1])
+        weights = None if probs is None else call.read("probs", probs, (float32,), found.shape[:1])
         groups, biases = _read_bias(call, found, bias, splits)
         call.noop(noop)
         limit = _limit(clamp)
@@ -192,10 +192,8 @@ class _Backward(_Forward):
         return rows, width
 
     def read_grad(self, call: Call, x: Input, grad: Any) -> Input:
-        found, shape = call.read("grad", grad, (x.dtype,)), (x.shape[0], x.shape[1] // 2)
-        if found.shape != shape:
-            raise ValueError(f"grad: expected shape {shape} for an x of shape {x.shape}, got {found.shape}")
-        return found
+        return call.read("grad", grad, (x.dtype,), (x.shape[0], x.shape[1] // 2),
+                         "the rows of x and half its columns")
 
     def result(self, inputs: Inputs) -> Description:
         return _Gradients(inputs.output.result, inputs.probs and inputs.probs.shape)
@@ -250,14 +248,6 @@ class _Nothing(Description):
 _FORWARD, _BACKWARD = _Forward(), _Backward()
 
 
-def _read(call: Call, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Input:
-    """Reads an array of exactly this dtype and shape."""
-    found = call.read(name, a, (dtype,))
-    if found.shape != shape:
-        raise ValueError(f"{name}: expected an array of shape {shape}, got shape {found.shape}")
-    return found
-
-
 def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | None, Input | None]:
     """Reads (the experts' rows if experts have biases of their own, the biases)."""
     several = getattr(bias, "ndim", 1) > 1
@@ -265,14 +255,14 @@ def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | N
         if several:
             raise ValueError("bias: of several experts needs splits=, the rows of each; one bias for all "
                              "rows has one dimension")
-        return None, None if bias is None else _read(call, "bias", bias, x.dtype, x.shape[1:])
+        return None, None if bias is None else call.read("bias", bias, (x.dtype,), x.shape[1:])
     if bias is None or getattr(bias, "ndim", 2) < 2:
         raise ValueError("splits: expected a bias [E, 2 H], one for each expert, got "
                          f"{'none' if bias is None else 'one for all rows'}")
     groups = call.splits("splits", splits)
     if groups.host is not None:
         group_sizes.check_at_most(groups.host, x.shape[0])
-    return groups, _read(call, "bias", bias, x.dtype, (len(groups.array), *x.shape[1:]))
+    return groups, call.read("bias", bias, (x.dtype,), (len(groups.array), *x.shape[1:]))
 
 
 def _limit(clamp: Any) -> float:

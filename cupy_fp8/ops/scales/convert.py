@@ -131,9 +131,8 @@ class _ConvertScales(Op[_Inputs]):
             scale_shape(shape, block, target)               # Its error says what a block is.
         to = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
         found = conversion(source, target, shape, block, scale_inv.dtype, to, strides)
-        if scale_inv.shape != found.source_shape:
-            raise ValueError(f"scale_inv: expected shape {found.source_shape} ({source} scales of blocks "
-                             f"{block} of shape {shape}), got {scale_inv.shape}")
+        validate.check_shape("scale_inv", scale_inv.shape, found.source_shape,
+                             f"{source} scales of blocks {block} of shape {shape}")
         scales = (call.read("scale_inv", scale_inv, (scale_inv.dtype,)) if strides is None
                   else call.read_strided("scale_inv", scale_inv))
         if (flag(check, "check") or call.xp is np) and found.may_be_wrong:

@@ -164,10 +164,8 @@ class _UpdateDelayedScaling(Op[_Update]):
             raise ValueError(f"history: expected shape [L, n] with L of 1 or more, got {rows.shape}")
         n = rows.shape[1]
         scales = call.update("scale", scale, float32, (n,))
-        reduced = None if amax is None else call.read("amax", amax, (float32,))
-        if reduced and reduced.shape != (n,):
-            raise ValueError(f"amax: expected shape {(n,)}, one for each column of history, got "
-                             f"{reduced.shape}")
+        reduced = None if amax is None else call.read("amax", amax, (float32,), (n,),
+                                                      "one for each column of history")
         return _Update(rows, scales, fmt.dtype, margin, algo, reduced)
 
     def result(self, inputs: _Update) -> Description:

@@ -14,6 +14,7 @@ import numpy as np
 from ... import backend, reference
 from ...advice import shown
 from ...arrays import Array, is_contiguous, is_sequence
+from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
 from ...calls.group_sizes import NO_GROUPS, Groups, none_negative
@@ -142,10 +143,8 @@ class _UnswizzleScales(Op[_Inputs]):
         found, shape = call.read("s", s, (float8_e8m0fnu,)), _as_shape(shape)
         groups = _groups(call, splits, axis, shape, check)
         extents = _extents(shape, groups.number, axis, 1)
-        if s.shape != extents.swizzled:
-            of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
-            raise ValueError(f"s: expected shape {extents.swizzled} for compact scales of shape {shape}{of}, "
-                             f"got {s.shape}")
+        of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
+        validate.check_shape("s", s.shape, extents.swizzled, f"swizzled scales of shape {shape}{of}")
         return _Inputs(s, found, False, groups, axis, extents)
 
     def result(self, inputs: _Inputs) -> Description:
