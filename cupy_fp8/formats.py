@@ -6,13 +6,14 @@ Sources: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling F
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from .advice import SHORT_DTYPES, dtype_named, shown
+from .advice import SHORT_DTYPES, dtype_named, meant, shown
 
 __all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "as_dtype", "bfloat16",
            "finfo", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
@@ -147,6 +148,15 @@ def integer(value: Any, what: str) -> int:
         except TypeError:
             pass
     raise TypeError(f"{what}: expected an integer, got {shown(value)}")
+
+
+def choice(value: Any, what: str, allowed: Iterable[str]) -> str:
+    """A name that is one of those allowed. ValueError for anything else, with the name that may be meant."""
+    known = tuple(allowed)
+    if isinstance(value, str) and value in known:
+        return value
+    advice = meant(value, known) if isinstance(value, str) else ""
+    raise ValueError(f"{what}: expected one of {known}, got {shown(value)}{advice}")
 
 
 def names(dtypes: tuple[np.dtype[Any], ...]) -> str:

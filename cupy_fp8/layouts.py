@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .advice import block_instead, shown
-from .formats import float8_e8m0fnu, float32, int32
+from .formats import choice, float8_e8m0fnu, float32, int32
 
 __all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
 
@@ -200,8 +200,7 @@ def scale_shape(shape: tuple[int, ...], block: Block | None, layout: str | None,
 
     Raises ValueError for blocks and layouts that do not exist, and where the layout does not fit the block.
     """
-    if not isinstance(layout, str) or layout not in SCALE_DTYPES:
-        raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)}, got {shown(layout)}")
+    layout = choice(layout, "scale_layout", SCALE_DTYPES)
     block = as_block(block)
     if not _is_block(block):
         raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or "

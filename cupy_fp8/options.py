@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .advice import block_instead, meant, shown, type_name
-from .formats import FORMATS, flag, float32
+from .advice import block_instead, shown, type_name
+from .formats import FORMATS, choice, flag, float32
 from .layouts import is_of_integers
 
 ALGORITHMS = ("max", "most_recent")
@@ -80,12 +80,13 @@ def check_block_options(block: tuple[int | None, int | None], profile: str, scal
 
 def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """ValueError unless the value is one of those allowed."""
-    is_option = is_of_integers(value) if isinstance(value, tuple) else isinstance(value, str)
-    if is_option and value in allowed:
-        return
     if name != "block":
-        advice = meant(value, allowed) if isinstance(value, str) else ""
-    elif is_option and value[::-1] in allowed:
+        choice(value, name, allowed)
+        return
+    is_block = isinstance(value, tuple) and is_of_integers(value)
+    if is_block and value in allowed:
+        return
+    if is_block and value[::-1] in allowed:
         advice = "; blocks along columns are the column-wise ones, which columnwise=True makes"
     else:
         advice = block_instead(value)

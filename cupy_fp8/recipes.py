@@ -17,7 +17,7 @@ from .directions import (
     new_parts,
     tensor_directions,
 )
-from .formats import FP8_DTYPES, flag, float8_e4m3fn, float32, integer, lookup
+from .formats import FP8_DTYPES, choice, flag, float8_e4m3fn, float32, integer, lookup
 from .layouts import as_block
 from .methods import ops
 from .options import (
@@ -84,8 +84,7 @@ class DelayedScaling(_PerTensor):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
-        if not isinstance(self.algo, str) or self.algo not in ALGORITHMS:
-            raise ValueError(f"algo: expected one of {ALGORITHMS}, got {shown(self.algo)}")
+        choice(self.algo, "algo", ALGORITHMS)
         if integer(self.history_len, "history_len") < 1:
             raise ValueError(f"history_len: expected an integer of 1 or more, got {shown(self.history_len)}")
         integer(self.margin, "margin")

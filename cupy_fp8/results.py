@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .advice import Absent, meant, shown, type_name
+from .advice import Absent, shown, type_name
 from .arrays import Array, Result, Shape, _as_shape, bits
-from .formats import as_dtype, flag, float32
+from .formats import as_dtype, choice, flag, float32
 from .layouts import SCALE_DTYPES, as_block, is_of_integers, swap_last
 from .methods import ops
 from .scaled_parts import check_parts
@@ -116,9 +116,7 @@ class Scaled(_Values):
         if self.block is None:
             raise ValueError(f"to_layout({shown(name)}): per-tensor data has a single scale, which has no "
                              "layout")
-        if not isinstance(name, str) or name not in SCALE_DTYPES:
-            advice = meant(name, SCALE_DTYPES) if isinstance(name, str) else ""
-            raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {shown(name)}{advice}")
+        choice(name, "to_layout", SCALE_DTYPES)
         dtype = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self

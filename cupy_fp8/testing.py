@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from . import backend, kernels
-from .advice import public_only, shown
+from .advice import public_only
 from .arrays import Result, asarray, asnumpy, bits, check_comparable, is_array, pairs
-from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, as_dtype, float8_e8m0fnu
+from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, as_dtype, choice, float8_e8m0fnu
 from .grouped import Grouped
 from .layouts import scale_shape, swap_last
 from .results import Quantized, Scaled
@@ -83,6 +83,9 @@ class Executor:
 
     name: str
 
+    def __post_init__(self) -> None:
+        choice(self.name, "name", EXECUTORS)
+
     def array(self, a: Any) -> Any:
         """A NumPy array, a result, or a list or tuple of these, moved to where kernels run."""
         return _map_arrays(a, (lambda v: asarray(v, like="cupy")) if self.name == "cuda" else lambda v: v)
@@ -122,8 +125,7 @@ def executor(name: str) -> Iterator[Executor]:
 
 def executor_problem(name: str) -> str | None:
     """Why an executor cannot be used on this machine, or None."""
-    if not isinstance(name, str) or name not in EXECUTORS:
-        raise ValueError(f"executor: expected one of {EXECUTORS}, got {shown(name)}")
+    choice(name, "executor", EXECUTORS)
     if name == "cuda":
         return backend.gpu_problem()
     if name == "host":

@@ -1,4 +1,5 @@
-"""Writes docs/api/ from the docstrings: `python docs/write_api.py`, with griffe (`pip install -e '.[docs]'`).
+"""Writes docs/api/ from the docstrings: `python docs/write_api.py`, with griffe, which the extras `docs` and
+`test` install.
 
 griffe reads the sources without importing them. Each public name gets a heading, its signature and its
 docstring, on the page of the family or module that it comes from.
@@ -16,6 +17,8 @@ from textwrap import dedent, wrap
 from typing import Any
 
 import griffe
+
+from cupy_fp8.cli.written import write
 
 ROOT = Path(__file__).resolve().parents[1]
 #: For each page its title, the modules whose public names it has, and what it is about.
@@ -72,6 +75,8 @@ NAMESPACES = ("diagnostics", "io", "plot", "testing")
 _ITEM = re.compile(r"([*\w.=-]+(?:, [*\w.=-]+)*)(?: :|  ) *(\S.*)")
 _CODE = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
 _DOC = re.compile(r"docs/(\w+)\.md(,?\ssection\s(\d+))?")
+#: The space before what would be markup at the beginning of a line.
+_MARKUP = re.compile(r" (?=([-+*#>|=]+|\d+[.)])( |$))")
 _NOTE = "<!-- Written from the docstrings: python docs/write_api.py -->"
 
 
@@ -92,8 +97,23 @@ def files() -> dict[Path, str]:
     """The pages, and what they should hold."""
     places = find_places(griffe.load("cupy_fp8", search_paths=[ROOT], resolve_aliases=True))
     found = {page: _page(page, places) for page in PAGES} | {"README": _index(places)}
-    return {ROOT / f"docs/api/{page}.md": "\n\n".join([_NOTE, *blocks]) + "\n"
+    return {ROOT / f"docs/api/{page}.md": "\n\n".join([_NOTE, *map(_filled, blocks)]) + "\n"
             for page, blocks in found.items()}
+
+
+def _filled(block: str) -> str:
+    """A paragraph, or the entries of a list, in lines of at most 110 columns."""
+    if block.startswith(("```", "#")):
+        return block
+    if block.startswith("- "):
+        return "\n".join(_lines_of(entry, "  ") for entry in block.splitlines())
+    return _lines_of(block, "")
+
+
+def _lines_of(text: str, indent: str) -> str:
+    together = _MARKUP.sub("\0", " ".join(text.splitlines()))
+    return "\n".join(wrap(together, 110, subsequent_indent=indent, break_on_hyphens=False,
+                          break_long_words=False)).replace("\0", " ")
 
 
 def find_places(package: Any) -> Places:
@@ -272,6 +292,5 @@ def _linked(code: str, page: str, places: Places) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in files().items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, "utf-8")
+    for path in write(files()):
+        print(f"written: {path}")

@@ -19,8 +19,8 @@ def main(argv: list[str]) -> int:
     if options.write:
         if not written.README.exists():
             parser.error("--write needs a checkout of the repository")
-        for path, text in written.files().items():
-            path.write_text(text, encoding="utf-8")
+        for path in written.write(written.files()):
+            print(f"written: {path}")
     elif options.markdown:
         print(written.table(), end="")
     else:

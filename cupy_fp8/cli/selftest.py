@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
             progress.clear()
     same = "all bytes equal the reference's" if all(op.agrees is None for op in ops) else (
         "all bytes equal the reference's, and all products are within their bound")
-    print(f"{failed} of all cases failed" if failed else same)
+    print(f"{failed} of {sum(len(one.cases) for one in work)} cases failed" if failed else same)
     if not options.full:
         print("This was the quick pass, over all kernel entry points of these ops. --full checks every case.")
     return 1 if failed else 0

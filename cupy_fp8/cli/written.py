@@ -27,6 +27,14 @@ def files() -> dict[Path, str]:
     return found
 
 
+def write(texts: dict[Path, str]) -> Iterator[Path]:
+    """Writes the files that do not hold their text already, and gives their paths."""
+    for path, text in texts.items():
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+            yield path
+
+
 def table() -> str:
     """The ops as a table in Markdown, grouped by family."""
     lines = ["| op | what it does |", "|---|---|"]

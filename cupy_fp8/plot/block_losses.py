@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from .. import backend
-from ..advice import shown
 from ..arrays import Array, asnumpy
 from ..diagnostics import BlockReport, ScaleReport, scales
 from ..diagnostics.pieces import of_line
+from ..formats import choice
 from ..layouts import cdiv
 from ..reference.numerics import in_blocks
 from ..results import Quantized, Scaled
@@ -141,8 +141,7 @@ def _counts(report: BlockReport, loss: str) -> Array:
     if not isinstance(report, BlockReport):
         raise TypeError(f"report: expected a BlockReport, as diagnostics.blocks returns it, got "
                         f"{type(report).__name__}")
-    if not isinstance(loss, str) or loss not in _LOSSES:
-        raise ValueError(f"loss: expected one of {tuple(_LOSSES)}, got {shown(loss)}")
+    choice(loss, "loss", _LOSSES)
     if (counts := getattr(report, loss)) is None:
         raise ValueError(f"loss: {loss} is not known without x; pass it to diagnostics.blocks")
     return counts

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..advice import shown
 from ..diagnostics import ErrorReport
+from ..formats import choice
 from .style import (
     BLUE,
     GREEN,
@@ -55,9 +56,8 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
     >>> [line.get_label() for line in ax.lines]
     ['swizzled']
     """
-    for name, scale in (("xscale", xscale), ("yscale", yscale)):
-        if not isinstance(scale, str) or scale not in _SCALES:
-            raise ValueError(f"{name}: expected one of {_SCALES}, got {shown(scale)}")
+    choice(xscale, "xscale", _SCALES)
+    choice(yscale, "yscale", _SCALES)
     mapping(series, "series", "a dict of numbers by label")
     at = _numbers(x, "x")
     lines = {label: _numbers(y, f"series[{label!r}]") for label, y in series.items()}

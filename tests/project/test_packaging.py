@@ -172,6 +172,7 @@ print(len(read) > 1)""", cwd=ROOT)
 
 def test_ci_runs_the_readmes_command_and_then_the_rest():
     assert TEST_COMMAND in (ROOT / "README.md").read_text()
-    first, rest = (ROOT / ".ci" / "run").read_text().splitlines()[-2:]
-    assert (first, rest.split(" #")[0].strip()) == (TEST_COMMAND, "pytest -m full")
+    """In lines of their own: `set -e` would go on after `pip` failed in `pip … && pytest`."""
+    *first, rest = (ROOT / ".ci" / "run").read_text().splitlines()[-3:]
+    assert (" && ".join(first), rest.split(" #")[0].strip()) == (TEST_COMMAND, "pytest -m full")
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

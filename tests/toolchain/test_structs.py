@@ -96,12 +96,9 @@ def test_operands_of_products_have_the_names_of_the_struct():
         layout.values({**fields, "pitches": 1})
 
 
-#: Members that are 0 in every launch of an entry point, since its struct serves another one too, or without
-#: an `out=` whose directions have scales of their own.
+#: Members that are 0 in every launch of an entry point, since its struct serves another one too.
 _NEVER_NAMED = {
-    "cast": {"data_t", "rows", "columns", "aligned", "column_sums", "scale_inv_copy"},
-    "cast_transpose": {"scale_inv_copy"}, "cast_current": {"scale_inv_copy"},
-    "swiglu_cast": {"scale_inv_copy"},
+    "cast": {"data_t", "rows", "columns", "aligned", "column_sums"},
     "quantize_whole_vectors": {"square"}, "group_quantize_whole_vectors": {"along_columns"},
     "group_quantize_rows": {"along_columns", "row_amaxes", "column_amaxes"},
     "dequantize_blocks_transposed": {"down", "across", "chunks_log2"},

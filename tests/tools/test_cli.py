@@ -128,6 +128,7 @@ def test_list_writes_what_is_out_of_date(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(written, "_PACKAGE", tmp_path)
     monkeypatch.setattr(written, "README", readme)
     assert main(["list", "--write"]) == 0
+    assert capsys.readouterr().out == f"written: {readme}\nwritten: {package}\n"
     assert main(["list", "--markdown"]) == 0
     table = capsys.readouterr().out
     assert readme.read_text() == f"before\n<!-- ops: here -->\n{table}<!-- end of ops -->\nafter\n"
@@ -245,7 +246,7 @@ def test_selftest_finds_a_broken_op(name, breakage, few_cases, monkeypatch, caps
     printed = capsys.readouterr().out
     assert sorted(re.findall(r"^(PASS|FAIL) (\w+) ", printed, re.MULTILINE)) == sorted(
         ("FAIL" if other == name else "PASS", other) for other in few_cases)
-    failed = re.search(r"^(\d+) of all cases failed$", printed, re.MULTILINE)
+    failed = re.search(r"^(\d+) of \d+ cases failed$", printed, re.MULTILINE)
     assert failed
     assert 1 <= int(failed[1]) <= 3
     assert str(next(few_cases[name].cases())).split("-")[0] in printed

@@ -14,7 +14,7 @@ from ...calls import group_sizes, validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
 from ...calls.row_segments import find_segments
-from ...formats import flag, float8_e8m0fnu, float32
+from ...formats import choice, flag, float8_e8m0fnu, float32
 from ...kernels import Launch
 from ...layouts import cdiv, round_up, row_scale_rows, scale_shape, swap_last, target_rows
 from ...reference.convert.scaling_aware import exponents
@@ -310,8 +310,7 @@ _ROW_BLOCKS, _SQUARES = _TransposeRowBlocks(), _TransposeSquares()
 
 
 def _check_choices(target: Any, scale_layout: Any) -> None:
-    if not isinstance(target, str) or target not in TARGETS:
-        raise ValueError(f"target: expected one of {TARGETS}, got {shown(target)}")
+    choice(target, "target", TARGETS)
     if not isinstance(scale_layout, str) or scale_layout not in _LAYOUTS:
         hint = "; .to_layout converts" if isinstance(scale_layout, str) and scale_layout == "swizzled" else ""
         raise ValueError(f"scale_layout: expected one of {_LAYOUTS}, got {shown(scale_layout)}{hint}")

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
-from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, one_array
 from ...calls.group_sizes import Groups
-from ...formats import INPUT_DTYPES, bfloat16, float32, lookup
+from ...formats import INPUT_DTYPES, bfloat16, choice, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Launch
 from ...results import Quantized, Scaled
@@ -139,8 +138,7 @@ class _GroupedMatmulNT(Op[_Inputs]):
     def arguments(self, call: Call, a: Any, b: Any, splits: Any, group: Any, dtype: Any, accumulate: Any,
                   check: Any) -> _Inputs:
         to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
-        if not isinstance(group, str) or group not in GROUPS:
-            raise ValueError(f"group: expected one of {GROUPS}, got {shown(group)}")
+        choice(group, "group", GROUPS)
         if group == "m":
             left, right = read_rows(call, a, check), read_weights(call, b)
         else:

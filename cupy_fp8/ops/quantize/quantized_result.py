@@ -87,8 +87,9 @@ def per_tensor_result(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: boo
 
 
 def per_tensor_destinations(result: QuantizedResult, written: Sequence[int]) -> dict[str, int]:
-    """The addresses of such a result's arrays by the names of the kernels' members."""
-    found: dict[str, int] = {}
+    """The addresses of such a result's arrays by the names of the kernels' members. scale_inv_copy is 0 but
+    for a given result whose directions have scale_invs of their own."""
+    found = {"scale_inv_copy": 0}
     for name, (data, scale_inv) in result.addresses(written).items():
         found["data_t" if result.directions[str(name)].transposed else "data"] = data
         if found.setdefault("scale_inv", scale_inv) != scale_inv:

@@ -14,7 +14,7 @@ from ...calls import group_sizes
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Pair, one_array
 from ...calls.group_sizes import Groups
-from ...formats import INPUT_DTYPES, flag, float32
+from ...formats import INPUT_DTYPES, choice, flag, float32
 from ...kernels import Launch
 from ...recipes import Recipe, check_scales
 from ...results import Quantized
@@ -156,8 +156,7 @@ class _Forward(Op[Inputs]):
         call.noop(noop)
         limit = _limit(clamp)
         flag(interleaved, "interleaved")
-        if not isinstance(form, str) or form not in FORMS:
-            raise ValueError(f"form: expected one of {FORMS}, got {shown(form)}")
+        choice(form, "form", FORMS)
         check_scales(recipe, scale, amax)
         given_scale = (0, 0.0) if scale is None else call.scalar("scale", scale)
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
-from ...advice import shown
 from ...arrays import Array, is_array
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
-from ...formats import INPUT_DTYPES, float32
+from ...formats import INPUT_DTYPES, choice, float32
 from ...kernels import Kernel, Launch, Variant, multiprocessors
 from .scale import TensorScaleRule
 
@@ -66,8 +65,7 @@ class _Result(Description):
 
 class _ComputeAmax(Op[_Inputs]):
     def arguments(self, call: Call, x: Any, nan: Any) -> _Inputs:
-        if not isinstance(nan, str) or nan not in NAN_RULES:
-            raise ValueError(f"nan: expected one of {NAN_RULES}, got {shown(nan)}")
+        choice(nan, "nan", NAN_RULES)
         return _Inputs(call.read("x", x, INPUT_DTYPES), nan)
 
     def result(self, inputs: _Inputs) -> Description:

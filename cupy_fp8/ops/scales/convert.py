@@ -16,7 +16,7 @@ from ...arrays import Array, _as_shape, address, asnumpy, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, one_array
-from ...formats import as_dtype, flag, float8_e8m0fnu, float32, int32, names
+from ...formats import as_dtype, choice, flag, float8_e8m0fnu, float32, int32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import (
     PACKED,
@@ -120,8 +120,7 @@ class _ConvertScales(Op[_Inputs]):
                   dtype: Any, check: Any) -> _Inputs:
         backend.module_of(scale_inv, "scale_inv")
         for name, layout in (("source", source), ("target", target)):
-            if not isinstance(layout, str):
-                raise ValueError(f"{name}: expected one of {tuple(SCALE_DTYPES)}, got {shown(layout)}")
+            choice(layout, name, SCALE_DTYPES)
         strides = None
         if source == "compact" and scale_inv.ndim >= 2 and not is_contiguous(scale_inv):
             strides = validate.matrix_strides(scale_inv)

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
-from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Updated, one_array
-from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, integer, lookup
+from ...formats import FORMATS, FP8_DTYPES, choice, flag, float8_e4m3fn, float32, integer, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size, multiprocessors, shapes
 from ...options import ALGORITHMS, checked_eps
 from ...reference.numerics import times_power_of_two
@@ -157,8 +156,7 @@ class _UpdateDelayedScaling(Op[_Update]):
     def arguments(self, call: Call, history: Any, scale: Any, dtype: Any, margin: Any, algo: Any,
                   amax: Any) -> _Update:
         fmt, margin = lookup(dtype, FP8_DTYPES, "dtype"), integer(margin, "margin")
-        if not isinstance(algo, str) or algo not in ALGORITHMS:
-            raise ValueError(f"algo: expected one of {ALGORITHMS}, got {shown(algo)}")
+        choice(algo, "algo", ALGORITHMS)
         rows = call.update("history", history, float32)
         if len(rows.shape) != 2 or not rows.shape[0]:
             raise ValueError(f"history: expected shape [L, n] with L of 1 or more, got {rows.shape}")
