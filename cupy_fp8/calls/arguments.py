@@ -56,7 +56,7 @@ class Call:
     argument_names: tuple[str, ...]     # the names of the op's arguments, in their order
 
     def __init__(self) -> None:
-        self.ranges: list[Range] = []
+        self.memory_ranges: list[Range] = []
         self.names: dict[str, str] = {}             # the names that arrays of lists have in messages
         self.noop_at = 0
         self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
@@ -84,7 +84,7 @@ class Call:
             validate.check_shape(name, dense.shape, shape, what)
         self.repeatable &= dense is a
         self._set_or_check_device(name, dense, xp)
-        self.ranges.append(Range(at, at + dense.nbytes, False, name))
+        self.memory_ranges.append(Range(at, at + dense.nbytes, False, name))
         return Input(dense, at)
 
     def read_strided(self, name: str, a: Any) -> Input:
@@ -93,7 +93,7 @@ class Call:
             backend.require_module(a, self.xp, name)
         self._set_or_check_device(name, a, backend.module_of(a, name))
         at = address(a)
-        self.ranges.append(Range(at, at + validate.extent(a), False, name))
+        self.memory_ranges.append(Range(at, at + validate.extent(a), False, name))
         return Input(a, at)
 
     def read_scaled(self, name: str, s: Scaled, by_strides: Container[str] = ()) -> tuple[Input, Input]:
@@ -115,7 +115,7 @@ class Call:
         at = validate.writable(a, a.shape if shape is None else shape, dtype, a if self._first else self.x,
                                xp if self._first else self.xp, name)
         self._set_or_check_device(name, a, xp)
-        self.ranges.append(Range(at, at + a.nbytes, True, name))
+        self.memory_ranges.append(Range(at, at + a.nbytes, True, name))
         return Input(a, at)
 
     def routing(self, name: str, r: Any, *parts: str) -> Routing:
@@ -128,7 +128,7 @@ class Call:
         for part, a in r._arrays().items():
             if not parts or part in parts:
                 at = address(a)
-                self.ranges.append(Range(at, at + a.nbytes, False, f"{name}.{part}"))
+                self.memory_ranges.append(Range(at, at + a.nbytes, False, f"{name}.{part}"))
         return r
 
     def splits(self, name: str, given: Any, check: Any = False, *, beside: Any = None) -> group_sizes.Groups:
@@ -141,7 +141,7 @@ class Call:
         else:
             groups = group_sizes.read(given, self.x, self.xp, check, name)
         self.repeatable &= groups.array is given and groups.host is None
-        self.ranges.append(Range(groups.at, groups.at + groups.nbytes, False, name))
+        self.memory_ranges.append(Range(groups.at, groups.at + groups.nbytes, False, name))
         return groups
 
     def noop(self, flag: Any) -> None:
@@ -149,7 +149,7 @@ class Call:
         if flag is not None:
             self.noop_at, self._noop = self.one_f32("noop", flag), flag
 
-    def skips(self) -> bool:
+    def noop_is_set(self) -> bool:
         """Whether the noop flag of a call that the reference computes is set."""
         return bool(self.noop_at) and self._noop.reshape(()) == 1
 
@@ -158,14 +158,14 @@ class Call:
         at = validate.one_f32(a, self.x, self.xp, name)
         if updated:
             validate.check_writeable(a, name)
-        self.ranges.append(Range(at, at + 4, updated, name))
+        self.memory_ranges.append(Range(at, at + 4, updated, name))
         return at
 
     def scalar(self, name: str, a: Any) -> tuple[int, float]:
         """(address, 0) of a one-element f32 array that the op reads, or (0, a number rounded to f32)."""
         at, value = validate.scalar_or_one_f32(a, self.x, self.xp, name)
         if isinstance(a, self.xp.ndarray):
-            self.ranges.append(Range(at, at + 4, False, name))
+            self.memory_ranges.append(Range(at, at + 4, False, name))
         return at, value
 
     def workspace(self, use: str, words: int) -> int:

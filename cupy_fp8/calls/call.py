@@ -56,7 +56,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     """Call an op: returns its result, or `out` after writing it."""
     key = None
     try:
-        key = keys.describe(op, given, out)
+        key = keys.key_of(op, given, out)
         known = key and remembered.find(key, out)
     except (TypeError, ValueError):     # an option that cannot be hashed: the op says what is wrong with it
         known = key = None
@@ -89,16 +89,16 @@ def validate_call(op: Op[Any], given: tuple[Any, ...],
     result, arrays = op.result(inputs), None
     if out is not None:
         result, arrays, ranges = given_result(result, out, call.x, call.xp)
-        call.ranges += ranges
+        call.memory_ranges += ranges
     elif call.noop_at:
         raise ValueError(f"noop: needs {result.argument}=, since nothing may be written")
-    memory.check_separate(call.ranges)
+    memory.check_separate(call.memory_ranges)
     return call, inputs, result, arrays
 
 
 def _by_reference(op: Op[Any], call: Call, inputs: Any, result: Description, out: Any) -> Any:
     if out is None:
         return op.reference(inputs)
-    if not call.skips():
+    if not call.noop_is_set():
         result.store(out, op.reference(inputs))
     return out

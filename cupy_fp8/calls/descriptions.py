@@ -59,8 +59,8 @@ class Description:
 
     def store(self, out: Any, made: Any) -> None:
         """Copy the reference's result into a given one, byte for byte."""
-        for mine, fresh in zip(self.arrays_of(out), self.arrays_of(made), strict=True):
-            bits(mine)[...] = bits(fresh)
+        for array, computed in zip(self.arrays_of(out), self.arrays_of(made), strict=True):
+            bits(array)[...] = bits(computed)
 
 
 class Updated(Description):
@@ -70,8 +70,8 @@ class Updated(Description):
         return ()
 
     def store(self, out: Any, made: Any) -> None:
-        for mine, fresh in zip(out, made, strict=True):
-            bits(mine)[...] = bits(fresh)
+        for array, computed in zip(out, made, strict=True):
+            bits(array)[...] = bits(computed)
 
 
 def one_array(shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out") -> Description:

@@ -53,7 +53,7 @@ class Memo(dict[_Key, _Value]):
 _Describe = Callable[[Any, list[Any], list[Any]], bool]
 
 
-def describe(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+def key_of(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     """(metadata, addresses) of a call. Metadata are the op, its options and whatever else of its arguments
     matters to its launches; they can be hashed if the options can. Addresses are those of its arrays, those
     of a list as `Addresses`. None for calls of the reference. TypeError if a list has a member that cannot be
@@ -178,7 +178,7 @@ def flattened(addresses: Iterable[Any]) -> list[int]:
 
 
 class _Members(NamedTuple):
-    """What `describe` says of a list, and the shapes of its arrays, which can be assigned to. `alive` watches
+    """What a key has of a list, and the shapes of its arrays, which can be assigned to. `alive` watches
     its members: their identities are others' once they are gone."""
 
     metadata: HashedTuple

@@ -23,7 +23,7 @@ from .relocation import CallMemory, RelocatedLaunch, RelocatedRecords
 from .tables import DeviceTable, table
 
 _U32 = np.dtype(np.uint32)
-#: The metadata and the addresses of a call (`keys.describe`).
+#: The metadata and the addresses of a call (`keys.key_of`).
 _CallKey = tuple[tuple[Any, ...], list[Any]]
 
 _calls: Memo[Any, _Repeated | _Allocating] = Memo(4096)
@@ -50,7 +50,7 @@ def remember(key: _CallKey, call: Call, launches: list[Launch], written: list[in
         return
     # A call that updates an argument is known by the same memory alone, of which that overlaps nothing else;
     # so is one with tensor maps, which are made for the addresses of its arguments.
-    at_fixed_addresses = any(each.written for each in call.ranges) or any(
+    at_fixed_addresses = any(each.written for each in call.memory_ranges) or any(
         isinstance(value, TensorMap) for launch in launches for value in launch.values)
     found = _Allocating.of(call, launches, flattened(addresses), written, at_fixed_addresses)
     if found is not None:

@@ -61,7 +61,7 @@ def each_amax(call: Call, amaxes: Any, number: int) -> list[int]:
     for i, one in enumerate(checked(amaxes, "amaxes", number)):
         at = call.one_f32(f"amaxes[{i}]", one, updated=True)
         if at in found:
-            call.ranges.pop()
+            call.memory_ranges.pop()
         found.append(at)
     return found
 
@@ -80,7 +80,7 @@ def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list
         raise ValueError(f"{name}: address {at:#x} or stride {stride} is not a multiple of 4")
     found = [at + i * stride for i in range(number)]
     distinct = enumerate(dict.fromkeys(found))
-    call.ranges += [Range(one, one + 4, updated, f"{name}[{i}]") for i, one in distinct]
+    call.memory_ranges += [Range(one, one + 4, updated, f"{name}[{i}]") for i, one in distinct]
     if stride == 4:
         call.read_inside[at] = 4 * number
     return found

@@ -299,8 +299,8 @@ def test_a_name_and_its_dtype_are_remembered_apart(place: Place):
             assert by_name.dtype == by_dtype.dtype == dtype
             testing.assert_bytes_equal(by_name, by_dtype)
     if place.devices:
-        key = keys.describe("op", (x, "e4m3"), None)
-        assert key != keys.describe("op", (x, "e5m2"), None)
+        key = keys.key_of("op", (x, "e4m3"), None)
+        assert key != keys.key_of("op", (x, "e5m2"), None)
         assert len(remembered._calls) == 4
 
 

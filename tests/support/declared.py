@@ -125,12 +125,12 @@ def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[Written]]:
 
     def noted(op: Any, given: Any, out: Any) -> Any:
         declared, _, result, _ = validate(op, given, out)
-        ranges.extend(declared.ranges)
+        ranges.extend(declared.memory_ranges)
         written.extend(result.arrays)
         raise _Validated
 
     validate = calls.validate_call
-    with (mock.patch.object(calls, "validate_call", noted), mock.patch.object(keys, "describe", _never),
+    with (mock.patch.object(calls, "validate_call", noted), mock.patch.object(keys, "key_of", _never),
           suppress(_Validated)):
         call()
     return ranges, written

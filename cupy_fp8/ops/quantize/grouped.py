@@ -179,7 +179,7 @@ def _read_offsets(call: Call, offsets: Any, align: int, groups: group_sizes.Grou
     at = group_sizes.check_offsets(offsets, groups, call.x, call.xp)
     if groups.host is not None and (call.xp is np or check):
         group_sizes.compare_offsets(offsets, groups.host, call.x.shape[1])
-    call.ranges.append(Range(at, at + offsets.nbytes, False, "offsets"))
+    call.memory_ranges.append(Range(at, at + offsets.nbytes, False, "offsets"))
     return Input(offsets, at)
 
 

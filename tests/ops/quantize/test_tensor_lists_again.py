@@ -142,7 +142,7 @@ def test_a_list_of_gpu_arrays_is_described_once_while_they_live(monkeypatch):
     xs = [_array(512 * i, (2, 3)) for i in range(3)]
 
     def describe(xs: list[Any]) -> Any:
-        return keys.describe("op", (xs,), None)
+        return keys.key_of("op", (xs,), None)
 
     first = describe(xs)
     assert describe(list(xs)) == first
@@ -159,7 +159,7 @@ def test_a_list_of_gpu_arrays_is_described_once_while_they_live(monkeypatch):
     del xs[0]
     gc.collect()
     assert key not in keys._known_lists
-    assert keys.describe("op", ([0.0, 1.0],), None) != keys.describe("op", ([-0.0, 1.0],), None)
+    assert keys.key_of("op", ([0.0, 1.0],), None) != keys.key_of("op", ([-0.0, 1.0],), None)
 
 
 @needs_host
