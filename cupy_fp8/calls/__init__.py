@@ -6,4 +6,6 @@ those of `row_segments` where rows are in groups). Arrays that are written overl
 
 A call that comes again skips all this: `keys` says what it is known by, and `remembered` has its launches,
 which `relocation` moves to the memory of the new call. Launches over lists read `tables` in device memory.
+Other memos hold nothing about memory: what was found about types and lists (`keys`), and what ops compute
+from shapes and options (`functools.lru_cache`). `WeightCache` remembers results of weights, not calls.
 """
