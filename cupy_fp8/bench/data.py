@@ -13,12 +13,12 @@ from ..cases.base import drawn
 from ..formats import FP8_DTYPES, float8_e8m0fnu, float32
 from ..ops.convert.astype import astype
 
-#: Bytes from which arrays are made on the GPU. NumPy takes seconds for such arrays.
+#: NumPy takes seconds for arrays of more bytes, so they are made on the GPU.
 _LARGE = 1 << 24
 _SAMPLED = 16
-#: E8M0 bytes of scales around 1.
+#: Scales around 1 have these E8M0 bytes.
 _AROUND_ONE = (117, 138)
-#: The deviation of codes, which quantised data have about.
+#: Quantised data have codes of about this deviation.
 _OF_CODES = 60
 
 
