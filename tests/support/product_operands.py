@@ -11,7 +11,7 @@ from cupy_fp8 import BlockScaling, CurrentScaling, Scaled
 from cupy_fp8.cases.matmul.dense import operand
 from cupy_fp8.formats import float8_e4m3fn, float32
 
-#: Distributions of values without outlier columns, and one with outliers anywhere.
+#: Values have no outlier columns; one distribution has outliers anywhere.
 DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
     "positive mean": lambda rng, shape: rng.uniform(0, 2, shape),

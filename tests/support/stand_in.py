@@ -27,7 +27,7 @@ from cupy_fp8.kernels import OwnedMemory, Variant, errors, kernel, tensor_map
 from cupy_fp8.kernels.driver import Driver
 from cupy_fp8.ops.quantize import single_read, tensor_current
 
-#: Device numbers that no machine has, since some facts of devices are cached.
+#: No machine has devices of these numbers, since some facts of devices are cached.
 DEVICES = (40, 41)
 _ALIGNMENT, _POISON = 512, 0xAA
 _workspaces = sys.modules["cupy_fp8.kernels.workspace"]
@@ -212,7 +212,7 @@ class Graph:
             run()
 
 
-#: The variants that were loaded, by the handles of their functions.
+#: Handles of functions lead to the variants that were loaded.
 _loaded: dict[int, Variant] = {}
 
 

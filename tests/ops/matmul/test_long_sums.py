@@ -24,8 +24,8 @@ from cupy_fp8.ops.matmul import library
 from cupy_fp8.reference.matmul.dense import magnitudes
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 
-#: The largest error, relative to the sum of magnitudes. Truncation makes every sum of positive values too
-#: small. Errors of sums of both signs partly cancel. With heavy tails a product can dwarf the 127 others.
+#: Errors are at most this, relative to the sum of magnitudes. Truncation makes every sum of positive values
+#: too small. Errors of sums of both signs partly cancel. With heavy tails a product can dwarf the 127 others.
 BOUNDS = {"normal": 2.0**-14, "positive mean": 2.0**-10, "heavy tails": 2.0**-9}
 KINDS = list(BOUNDS)
 LENGTHS = [4096, pytest.param(32768, marks=pytest.mark.full)]
@@ -150,6 +150,7 @@ def test_the_bounds_hold_for_sums_of_128(kind, bits):
 
 @pytest.mark.parametrize("bits", [13, 14])
 def test_longer_sums_in_the_tensor_core_are_found(bits):
-    """Of positive values in every element. Of other values where all of K is added up in the tensor core."""
+    """Sums of positive values show it in every element. Sums of other values show it where all of K is added
+    up in the tensor core."""
     assert errors("positive mean", bits, 512).min() > BOUNDS["positive mean"]
     assert errors("normal", bits, 4096).max() > BOUNDS["normal"]
