@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import backend
 from ..arrays import Array, asnumpy, bits
-from ..cases.base import drawn
+from ..cases.base import draw_values
 from ..formats import FP8_DTYPES, float8_e8m0fnu, float32
 from ..ops.convert.astype import astype
 
@@ -31,7 +31,7 @@ def on_gpu(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
     if kind == "normal":
         return normal(shape, dtype)
     if math.prod(shape) * dtype.itemsize < _LARGE:
-        return drawn(kind, shape, dtype, seed)
+        return draw_values(kind, shape, dtype, seed)
     return random_bytes(shape, dtype)
 
 

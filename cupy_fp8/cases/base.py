@@ -99,11 +99,11 @@ def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
     if (make := _other_values.get()) is not None:
         return make(kind, shape, dtype, seed)
     if dtype.itemsize * math.prod(shape) > _MOST_KEPT:
-        return drawn(kind, shape, dtype, seed)
+        return draw_values(kind, shape, dtype, seed)
     return _kept_values(kind, shape, dtype, seed).copy()
 
 
-def drawn(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
+def draw_values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
     """Makes the arrays of `values` anew by NumPy."""
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape, dtype=np.int64))
@@ -124,7 +124,7 @@ def drawn(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) ->
 #: Cases that follow each other have the same values, and each is called several times, so arrays are
 #: made once and copied.
 _MOST_KEPT = 1 << 20                # bytes of an array
-_kept_values = functools.lru_cache(maxsize=64)(drawn)
+_kept_values = functools.lru_cache(maxsize=64)(draw_values)
 
 
 def source(case: Case, seed: int = 0) -> np.ndarray:

@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
         try:
             work = [_Work(op, _selected(op, run, options.full, progress), compiling)
                     for op in _products_last(ops)]
-            failed = sum([_checked(one, run, progress) for one in _when_compiled(work, compiling, progress)])
+            failed = sum([_check_cases(one, run, progress)
+                          for one in _when_compiled(work, compiling, progress)])
         finally:
             progress.clear()
     same = "all bytes equal the reference's" if all(op.agrees is None for op in ops) else (
@@ -92,7 +93,7 @@ def _selected(op: cases.Registration, run: testing.Executor, full: bool,
     return spread(chosen, served_by(chosen, recorded), _MOST_OTHERS)
 
 
-def _checked(work: _Work, run: testing.Executor, progress: Progress) -> int:
+def _check_cases(work: _Work, run: testing.Executor, progress: Progress) -> int:
     """Check an op's cases and print its line. Returns how many failed."""
     start, failed, first_error = time.perf_counter(), 0, ""
     for done, case in enumerate(work.cases):

@@ -229,8 +229,8 @@ def _launch(function: int, grid: int, _y: int, _z: int, block: int, _block_y: in
     at = ctypes.c_void_p.from_address(pointers).value
     assert at is not None
     packed, on_cpu = ctypes.string_at(at, variant.kernel.params.size), variant._host_function()
-    _recorded_or_run(lambda: on_cpu((grid,), (block,), packed, shared_mem=shared,
-                                    resident=variant.cooperative, cluster=variant.kernel.cluster))
+    _record_or_run(lambda: on_cpu((grid,), (block,), packed, shared_mem=shared,
+                                  resident=variant.cooperative, cluster=variant.kernel.cluster))
 
 
 def _module() -> Any:
@@ -266,11 +266,11 @@ def install(patch: pytest.MonkeyPatch) -> Any:
             (tensor_current, "_gpu", lambda device: tensor_current._CPU),
             (tensor_map, "_encoded", tensor_map.on_host)):
         patch.setattr(owner, name, value)
-    fake_cublaslt.install(patch, fake_cublaslt.FakeCublasLt(record=_recorded_or_run))
+    fake_cublaslt.install(patch, fake_cublaslt.FakeCublasLt(record=_record_or_run))
     return module
 
 
-def _recorded_or_run(run: Callable[[], Any]) -> None:
+def _record_or_run(run: Callable[[], Any]) -> None:
     if _state.recorded is None:
         run()
     else:

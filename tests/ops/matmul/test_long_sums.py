@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import product_kernels
 import pytest
-from product_operands import RECIPES, drawn, quantized
+from product_operands import RECIPES, draw, quantized
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
@@ -79,7 +79,7 @@ def test_rows_of_groups(scalings, kind, k, kernel, run, monkeypatch, launched):
 def test_columns_of_groups(scaling, kind, k, kernel, run, monkeypatch, launched):
     product_kernels.use(kernel, run, monkeypatch)
     splits = np.array([k // 2 + 16, k])
-    a, b = (fp8.group_quantize(drawn(kind, (int(splits.sum()), rows), seed), splits, RECIPES[scaling],
+    a, b = (fp8.group_quantize(draw(kind, (int(splits.sum()), rows), seed), splits, RECIPES[scaling],
                                rowwise=False, columnwise=True) for seed, rows in enumerate(extents(run)))
     got = fp8.grouped_matmul_nt(run.array(a), run.array(b), group="k", dtype=float32)
     want = reference.grouped_matmul_nt(a, b, group="k", dtype=float32)
