@@ -52,8 +52,8 @@ def _turn(item: pytest.Item) -> tuple[bool, bool]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
-    gc.freeze()                 # or tests that collect garbage look through all tests each time
-    if backend.gpu_problem():               # else processes would share a GPU, and a fork ends CUDA
+    gc.freeze()                 # Otherwise tests that collect garbage look through all tests each time.
+    if backend.gpu_problem():               # Otherwise processes would share a GPU, and a fork ends CUDA.
         processes.begin(session, stays=lambda item: "background_result" in getattr(item, "fixturenames", ()))
     if session.config.option.collectonly or not any(map(_module, session.items)):
         return
@@ -92,7 +92,7 @@ def background_result(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
-        device_errors(clear=True)           # they are sticky: a test is to see only its own
+        device_errors(clear=True)           # They are sticky: a test is to see only its own.
 
 
 _KEPT_ON_GPU = 1 << 30           # bytes

@@ -9,16 +9,16 @@ import numpy as np
 
 from .. import backend
 from ..arrays import Array, asnumpy, bits
-from ..cases.base import drawn
+from ..cases.base import draw_values
 from ..formats import FP8_DTYPES, float8_e8m0fnu, float32
 from ..ops.convert.astype import astype
 
-#: Bytes from which arrays are made on the GPU. NumPy takes seconds for such arrays.
+#: NumPy takes seconds for arrays of more bytes, so they are made on the GPU.
 _LARGE = 1 << 24
 _SAMPLED = 16
-#: E8M0 bytes of scales around 1.
+#: Scales around 1 have these E8M0 bytes.
 _AROUND_ONE = (117, 138)
-#: The deviation of codes, which quantised data have about.
+#: Quantised data have codes of about this deviation.
 _OF_CODES = 60
 
 
@@ -31,7 +31,7 @@ def on_gpu(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
     if kind == "normal":
         return normal(shape, dtype)
     if math.prod(shape) * dtype.itemsize < _LARGE:
-        return drawn(kind, shape, dtype, seed)
+        return draw_values(kind, shape, dtype, seed)
     return random_bytes(shape, dtype)
 
 

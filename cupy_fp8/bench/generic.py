@@ -15,8 +15,8 @@ from ..kernels import forced_executor, recording
 from .data import on_gpu
 from .measure import Call, Check, Spec
 
-#: (positional arguments, options, result) of a timed call -> AssertionError unless samples of what it wrote
-#: are those of the reference.
+#: A comparison gets the positional arguments, the options and the result of a timed call. It raises
+#: AssertionError unless samples of the result are those of the reference.
 Compare = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 
 

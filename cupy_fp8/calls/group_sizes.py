@@ -24,9 +24,9 @@ class Groups(NamedTuple):
     at: int = 0
     nbytes: int = 0
     wide: int = 0
-    #: The array that has the sizes. It is kept alive here.
+    #: This reference keeps the array of the sizes alive.
     array: Any = None
-    #: The sizes, where they can be looked at without waiting for a device.
+    #: It is None unless the sizes are known on the host.
     host: Any = None
 
     def members(self, errors: int) -> dict[str, Any]:
@@ -98,8 +98,8 @@ def none_negative(host: np.ndarray) -> list[int]:
 
 
 def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str = "") -> None:
-    """ValueError unless sizes on the host are those of groups that `rows` rows hold. what: the sizes are
-    numbers of; instead: the end of the message, or ''."""
+    """Raises ValueError unless sizes on the host are those of groups that `rows` rows hold. what: the sizes
+    are numbers of; instead: the end of the message, or ''."""
     given = none_negative(sizes)
     if sum(given) > rows:
         raise ValueError(f"splits: expected sizes that add up to at most the {rows} {what} there are, got "
@@ -114,7 +114,8 @@ def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
 
 
 def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:
-    """ValueError unless offsets, wherever they are, are the sums of sizes on the host, times columns."""
+    """Raises ValueError unless offsets, wherever they are, are the sums of sizes on the host, times columns.
+    """
     host = offsets if isinstance(offsets, np.ndarray) else offsets.get()
     want = np.concatenate([[0], np.cumsum(given)]) * columns
     if not np.array_equal(host, want):

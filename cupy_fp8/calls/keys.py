@@ -48,8 +48,8 @@ class Memo(dict[_Key, _Value]):
 
 
 # ---- arguments ----
-#: Appends the metadata (shapes, dtypes, attributes) of an argument that is no plain option and its addresses;
-#: False where such a call is never remembered.
+#: A description appends the metadata (shapes, dtypes, attributes) and the addresses of an argument that is no
+#: plain option. It returns False where such a call is never remembered.
 _Describe = Callable[[Any, list[Any], list[Any]], bool]
 
 
@@ -88,7 +88,7 @@ _signatures: Memo[tuple[type, ...], _Signature] = Memo(4096)
 
 
 def _how_to_describe(kind: type) -> _Describe | None:
-    """None for options: equal ones of one type mean the same."""
+    """Returns None for options: equal ones of one type mean the same."""
     if issubclass(kind, np.generic):                # Equal numbers of other types can mean something else.
         return _never
     return _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
@@ -99,7 +99,7 @@ def _never(a: Any, metadata: list[Any], addresses: list[Any]) -> bool:
 
 
 def _of_float(a: float, metadata: list[Any], addresses: list[Any]) -> bool:
-    metadata += (a, math.copysign(1, a))               # -0.0 equals 0.0, but is another scale.
+    metadata += (a, math.copysign(1, a))               # -0.0 equals 0.0 but is another scale.
     return True
 
 
@@ -121,7 +121,7 @@ def _of_cupy(a: Any, metadata: list[Any], addresses: list[Any]) -> bool:
 
 
 def _of_numpy(a: np.ndarray, metadata: list[Any], addresses: list[Any]) -> bool:
-    """Only for kernels on the CPU: a call of the reference is never repeated."""
+    """Describes arrays for kernels on the CPU only: a call of the reference is never repeated."""
     addresses.append(a.ctypes.data)
     metadata += (a.shape, a.dtype, a.strides, a.flags.writeable)
     return executor_of(np) == "host"
@@ -187,7 +187,7 @@ class _Members(NamedTuple):
     alive: list[weakref.ref[Any]]
 
 
-#: What was described of lists, by the identities of their members.
+#: A list that comes again is found by the identities of its members, without describing each of them.
 _known_lists: Memo[bytes, _Members] = Memo(1024)
 _SHAPE = attrgetter("shape")
 
@@ -232,14 +232,14 @@ def _forget_list(key: bytes, _: Any) -> None:
 
 
 # ---- results ----
-#: Stands for the metadata of a result among those of a call: equal metadata have one such object, which is
-#: compared and hashed at once.
+#: Equal metadata of results have one object that stands for them in a key, so they are compared and hashed at
+#: once.
 _stand_ins: Memo[tuple[Any, ...], object] = Memo(4096)
 
 
 def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
-    """For results with these fields. On a GPU a result keeps its part of a key, as `_key_part`, so its fields
-    are read once: results are frozen, and CuPy's memory stays where it is."""
+    """Describes results with these fields. On a GPU a result keeps its part of a key, as `_key_part`, so its
+    fields are read once: results are frozen, and CuPy's memory stays where it is."""
 
     def describe(result: Any, metadata: list[Any], addresses: list[Any]) -> bool:
         known = result.__dict__.get("_key_part")
@@ -265,7 +265,7 @@ def _cannot_change(part: Any) -> bool:
     return "_key_part" in part.__dict__ if isinstance(part, Scaled) else type(part) is not np.ndarray
 
 
-#: How to describe each kind of object that has memory; anything else is a plain option.
+#: These kinds of objects have memory, each described in its own way. Anything else is a plain option.
 _KINDS: dict[type, _Describe] = {
     float: _of_float,
     np.ndarray: _of_numpy,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 #: Kernels ask for 16 at most.
 ALIGNMENT = 32
-#: Allocations on a GPU begin at its multiples, and so do several arrays of one allocation. cuBLASLt has
+#: Allocations on a GPU begin at multiples of this, and so do several arrays of one allocation. cuBLASLt has
 #: algorithms for arrays that do.
 ALLOCATION_ALIGNMENT = 256
 
@@ -22,8 +22,9 @@ class Range(NamedTuple):
 
 
 def check_separate(ranges: Iterable[Range]) -> None:
-    """ValueError if any range that is written shares a byte with another. It names the written one, of two
-    the later. Of several such pairs it names the first in the order of the arguments, wherever they lie."""
+    """Raises ValueError if any range that is written shares a byte with another. It names the written one, of
+    two the later. Of several such pairs it names the first in the order of the arguments, wherever they lie.
+    """
     ranges = [found for found in ranges if found.start < found.end]
     if _overlap(ranges):
         name, met = next(_overlapping(ranges))
@@ -32,7 +33,7 @@ def check_separate(ranges: Iterable[Range]) -> None:
 
 def _overlap(ranges: list[Range]) -> bool:
     """Whether any two share a byte, of which one is written. None is empty."""
-    read_end = written_end = 0                      # the ends of the ranges before
+    read_end = written_end = 0                      # These are the ends of the ranges before.
     for start, end, written, _ in sorted(ranges):
         if start < written_end or (written and start < read_end):
             return True

@@ -38,7 +38,7 @@ class CallMemory:
         self._sorted = [arrays[i] for i in self._order]
         self._constants = constants
         ends = pairwise([*self._sorted, (1 << 64, 0)])
-        #: Whether no byte belongs to two arrays.
+        #: It is True if no byte belongs to two arrays.
         self.is_distinct = all(at and (at + size <= next_at or (at_fixed_addresses and at == next_at))
                                for (at, size), (next_at, _) in ends)
 
@@ -66,7 +66,7 @@ class RelocatedRecords:
 
     @staticmethod
     def of(records: Records, memory: CallMemory) -> RelocatedRecords | None:
-        """None if it is not certain which array a pointer leads into."""
+        """Returns None if it is not certain which array a pointer leads into."""
         words = np.frombuffer(records, _U64)
         relocations = memory.relocations((i, int(words[i])) for i in records.pointers)
         return None if relocations is None else RelocatedRecords(records, relocations)
@@ -88,8 +88,8 @@ class RelocatedLaunch(NamedTuple):
 
     @staticmethod
     def of(launch: Launch, memory: CallMemory, given: int) -> RelocatedLaunch | None:
-        """None if it is not certain which array a pointer leads into, or if bytes may hide one. given: how
-        many of the call's arrays are arguments."""
+        """Returns None if it is not certain which array a pointer leads into, or if bytes may hide one.
+        given: how many of the call's arrays are arguments."""
         pointers = memory.relocations((i, launch.values[i]) for i in launch.pointer_positions)
         maps = memory.relocations((i, value.at) for i, value in enumerate(launch.values)
                                   if isinstance(value, TensorMap))
@@ -102,7 +102,7 @@ class RelocatedLaunch(NamedTuple):
                 records.append((i, relocated))
         if pointers is None or maps is None:
             return None
-        # Arguments that have maps are at the same addresses in every call (`remember`), results are not.
+        # Arguments that have maps are at the same addresses in every call (`remember`); results are not.
         return RelocatedLaunch(launch, pointers, records, [each for each in maps if each.array >= given])
 
     def run(self, addresses: list[int]) -> None:

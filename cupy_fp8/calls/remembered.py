@@ -23,7 +23,7 @@ from .relocation import CallMemory, RelocatedLaunch, RelocatedRecords
 from .tables import DeviceTable, table
 
 _U32 = np.dtype(np.uint32)
-#: The metadata and the addresses of a call (`keys.key_of`).
+#: A call has metadata and addresses (`keys.key_of`).
 _CallKey = tuple[tuple[Any, ...], list[Any]]
 
 _calls: Memo[Any, _Repeated | _Allocating] = Memo(4096)
@@ -48,8 +48,8 @@ def remember(key: _CallKey, call: Call, launches: list[Launch], written: list[in
     if out is not None:
         _calls.put((metadata, *addresses), _Repeated(call, launches))
         return
-    # A call that updates an argument is known by the same memory alone, of which that overlaps nothing else;
-    # so is one with tensor maps, which are made for the addresses of its arguments.
+    # A call that updates an argument is known by the same memory alone, since this memory overlaps nothing
+    # else. A call with tensor maps is too, since they are made for the addresses of its arguments.
     at_fixed_addresses = any(each.written for each in call.memory_ranges) or any(
         isinstance(value, TensorMap) for launch in launches for value in launch.values)
     found = _Allocating.of(call, launches, flattened(addresses), written, at_fixed_addresses)
@@ -92,7 +92,7 @@ class _Allocating:
 
     def __init__(self, call: Call, written: list[int], tables: list[RelocatedRecords],
                  launches: list[RelocatedLaunch]) -> None:
-        #: An array without elements stands for the call's arrays, which may be freed: it has their device.
+        #: The call's arrays may be freed, so an array without elements on their device stands for them.
         self._like = empty_beside(call.x, (0,), _U32)
         self._allocation, self._build = call.allocation, call.result.builder(call.argument_names)
         # An allocator may give less than launches rely on. NumPy gives 16, and kernels rely on no more.
@@ -105,9 +105,10 @@ class _Allocating:
     @staticmethod
     def of(call: Call, launches: list[Launch], given: list[int], written: list[int],
            at_fixed_addresses: bool) -> _Allocating | None:
-        """None where it is not certain which array a pointer belongs to. at_fixed_addresses: the given arrays
-        are at the same addresses in every call."""
-        # Pointers may lead into new memory, which overlaps nothing; of most given arrays, to the start alone.
+        """Returns None where it is not certain which array a pointer belongs to. at_fixed_addresses: the
+        given arrays are at the same addresses in every call."""
+        # Pointers may lead anywhere into new memory, which overlaps nothing. They may lead only to the start
+        # of most given arrays.
         sizes = [(at, call.read_inside.get(at, 1)) for at in given]
         sizes += [(at, max(1, a.nbytes)) for at, a in zip(written, call.result.arrays, strict=True)]
         sizes += [(address(found.array), 4 * found.words) for found in call.workspaces]

@@ -43,12 +43,12 @@ class DeviceTable:
         if self.device is None or records.own.stop:
             host = host.copy()
         memory: Array = host if self.device is None else empty_beside(x, host.shape, host.dtype)
-        self.memory: Array | None = memory              # None once another table has taken its place
+        self.memory: Array | None = memory              # It is None once another table has taken its place.
         self.at = address(memory)
         self.nbytes = host.nbytes
         if records.own.stop:
             host.view(np.uint64)[records.own] += np.uint64(self.at)
-        self._host: np.ndarray | None = host            # a copy in flight still reads it
+        self._host: np.ndarray | None = host            # A copy in flight still reads it.
         if self.device is not None:
             cuda = backend.cupy().cuda
             with nullcontext() if self.device == cuda.runtime.getDevice() else cuda.Device(self.device):

@@ -35,7 +35,8 @@ def checked(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
 
 
 def check_none_given(a: Any, name: str) -> None:
-    """TypeError or ValueError unless scales or amaxes, given with an empty list of arrays, are empty too."""
+    """Raises TypeError or ValueError unless scales or amaxes, given with an empty list of arrays, are empty
+    too."""
     if a is None:
         return
     if not isinstance(a, (list, tuple)):
@@ -139,7 +140,7 @@ class TableLayout:
         if self.count > _MOST_BLOCKS:
             raise ValueError(f"xs: more than the {_MOST_BLOCKS} blocks that a launch can have; "
                              "split the list")
-        #: Blocks of every array if all have as many, else 0.
+        #: It is 0 if arrays have different numbers of blocks.
         self.each = blocks[0] if len(set(blocks)) == 1 else 0
         self.numbers = record.size * len(blocks)
         self.zeros = -(-(self.numbers + 4 * self.count) // 16) * 16

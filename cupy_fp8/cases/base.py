@@ -30,12 +30,12 @@ LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
 MATRIX = (130, 257)
 #: Its rows allow wide loads and stores, and it has tails of every tile.
 ALIGNED_MATRIX = (144, 264)
-#: The matrices that `bench` times, and the one of them for rows that are timed with one size.
+#: `bench` times these matrices. Rows that are timed with one size have TIMED_MATRIX.
 TIMED_MATRICES = ((4096, 4096), (8192, 8192), (16384, 8192), (16384, 16384))
 TIMED_MATRIX = TIMED_MATRICES[2]
-#: Scales of whole tensors: usual ones, and those that overflow, underflow or are no scales.
+#: Some scales of whole tensors are usual, and some overflow, underflow or are no scales.
 SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
-#: Exponents of the scales that quantisers give to values of N(0, 1).
+#: Quantisers give scales with these exponents to values of N(0, 1).
 QUANTISED = (-8, -7)
 
 
@@ -66,7 +66,7 @@ def maker(op: str, usual: str = "bits") -> Callable[..., Case]:
     return case
 
 
-#: Zero, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN.
+#: These are zero, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN.
 _EDGES = np.array([
     0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10,
     2.0**-9, 2.0**-7, 2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440,
@@ -74,13 +74,13 @@ _EDGES = np.array([
 ], np.float32)  # fmt: skip
 
 
-#: The function that makes the arrays of `values` in place of NumPy's random numbers.
+#: If it is set, this function makes the arrays of `values` in place of NumPy's random numbers.
 _other_values: ContextVar[Callable[..., np.ndarray] | None] = ContextVar("other values", default=None)
 
 
 @contextmanager
 def values_made_by(make: Callable[[str, tuple[int, ...], np.dtype[Any], int], Any]) -> Iterator[None]:
-    """Within it `values` returns make(kind, shape, dtype, seed)."""
+    """Within this context `values` returns make(kind, shape, dtype, seed)."""
     token = _other_values.set(make)
     try:
         yield
@@ -99,12 +99,12 @@ def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
     if (make := _other_values.get()) is not None:
         return make(kind, shape, dtype, seed)
     if dtype.itemsize * math.prod(shape) > _MOST_KEPT:
-        return drawn(kind, shape, dtype, seed)
+        return draw_values(kind, shape, dtype, seed)
     return _kept_values(kind, shape, dtype, seed).copy()
 
 
-def drawn(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
-    """The same, always made anew by NumPy."""
+def draw_values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
+    """Makes the arrays of `values` anew by NumPy."""
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape, dtype=np.int64))
     storage = FORMATS[dtype].storage
@@ -124,7 +124,7 @@ def drawn(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) ->
 #: Cases that follow each other have the same values, and each is called several times, so arrays are
 #: made once and copied.
 _MOST_KEPT = 1 << 20                # bytes of an array
-_kept_values = functools.lru_cache(maxsize=64)(drawn)
+_kept_values = functools.lru_cache(maxsize=64)(draw_values)
 
 
 def source(case: Case, seed: int = 0) -> np.ndarray:
@@ -159,7 +159,7 @@ def array_alone(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (source(case),), dict(case.options)
 
 
-#: Arguments of ops that are raised by a call, and are no part of its result.
+#: A call raises these arguments, which are no part of its result.
 RAISED = ("amax", "changed")
 
 

@@ -10,7 +10,7 @@ from ..kernels import Variant, forced_executor, recording
 from .base import ALIGNED_MATRIX, Case, values_made_by, zeros
 from .registry import Arguments, Registration
 
-#: Brings an op's positional and keyword arguments to where its kernels are to run.
+#: A place moves an op's positional and keyword arguments to where its kernels are to run.
 Place = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 Features = frozenset[Any]
 
@@ -91,7 +91,7 @@ def record(op: Registration, place: Place | None = None,
                 if place is not None:
                     args, kwargs = place(args, kwargs)
                 op.function(*args, **kwargs)
-            except Exception:           # the check of this case raises and reports it again
+            except Exception:           # The check of this case raises and reports it again.
                 raised = True
         found.append(Recorded(case, tuple(dict.fromkeys(variants)), raised))
     return found

@@ -19,7 +19,7 @@ from .base import Case, nbytes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: The families in the order of the README. Any other family comes after these.
+#: The README lists the families in this order, and any other family after these.
 FAMILIES = ("matmul", "quantize", "convert", "scales", "moe")
 
 
@@ -32,7 +32,7 @@ def bytes_moved(arguments: Arguments, written: dict[str, np.ndarray], but: tuple
 
 
 def all_but(*names: str) -> Callable[[Arguments, dict[str, np.ndarray]], int]:
-    """For `Registration.moves`: the bytes of all arrays but some that are much smaller."""
+    """Returns a `Registration.moves` that counts the bytes of all arrays but some that are much smaller."""
     return functools.partial(bytes_moved, but=names)
 
 
@@ -104,7 +104,7 @@ class Registration:
         return dict.fromkeys(chain.from_iterable(variants() for variants in self.programs))
 
 
-#: Every registered op by its name, ordered by family and name.
+#: Ops are ordered by family, then by name.
 OPS: dict[str, Registration] = {}
 
 

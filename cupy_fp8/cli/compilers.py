@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ..kernels import Variant
 
-_MOST = 16                          # NVRTC and g++ each need 100 to 200 MB
+_MOST = 16                          # NVRTC and g++ each need 100 to 200 MB.
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 

@@ -34,7 +34,7 @@ from .demo_rows import Compared
 from .progress import Progress
 from .tables import TextTable, table
 
-#: (rows, columns) of the weight, (tokens, channels) of the activation.
+#: Sizes are (rows, columns) of the weight and (tokens, channels) of the activation.
 SIZES = {"numpy": ((2048, 2048), (2048, 2048)), "cupy": ((4096, 4096), (8192, 4096))}
 
 

@@ -24,8 +24,8 @@ def weight(rows: int, columns: int, *, seed: int = 0) -> np.ndarray:
     row_size /= np.float32(np.sqrt(columns))
 
     def part(rng: np.random.Generator, w: np.ndarray, first: int) -> None:
-        # t = normal / sqrt(chi2 / 5) with chi2 from f32 gamma samples takes half the time of standard_t in
-        # f64.
+        # t is normal / sqrt(chi2 / 5). With chi2 from f32 gamma samples this takes half the time of
+        # standard_t in f64.
         rng.standard_normal(out=w, dtype=np.float32)
         chi2 = rng.standard_gamma(2.5, w.shape, np.float32)
         chi2 /= np.float32(2.5)

@@ -105,7 +105,7 @@ def on_gpu(quantize: Quantize, x: Array, q: Quantized) -> Time:
     def make() -> tuple[Callable[[], Any], Callable[[], None]]:
         mine = _copy(x)
         out = quantize(mine)
-        return lambda: quantize(mine, out=out), lambda: None        # the table shows what was computed
+        return lambda: quantize(mine, out=out), lambda: None        # The table shows what was computed.
 
     measured = measure(make, x.nbytes + q.nbytes)
     return Time(measured.us, measured.share)

@@ -14,9 +14,7 @@ from ..kernels import sources
 from ..ops.matmul import library
 from . import terminal
 
-#: What each executor is, by its name.
 _EXECUTORS = {"reference": "NumPy", "host": "kernels compiled for the CPU", "cuda": "kernels on a GPU"}
-#: Optional packages, and what they are for.
 _EXTRAS = {"matplotlib": "pictures", "rich": "tables on terminals"}
 
 
@@ -57,7 +55,7 @@ def facts() -> dict[str, Any]:
     found["CuPy cache"] = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
     try:
         found["NVRTC"] = ".".join(map(str, cp.cuda.nvrtc.getVersion()))
-    except Exception as error:              # a missing library raises errors of several types, all shown here
+    except Exception as error:  # A missing library raises errors of several types, all shown here.
         found["NVRTC"] = f"no: {error}"
     cublaslt = library.found()
     found["cuBLASLt"] = (f"no: {cublaslt}" if isinstance(cublaslt, str)

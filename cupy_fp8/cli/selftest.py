@@ -19,7 +19,7 @@ from . import names
 from .compilers import Compilers, compilers
 from .progress import Progress
 
-#: How many cases of an op the quick pass checks beside those that cover its entry points.
+#: The quick pass checks so many cases of an op beside those that cover its entry points.
 _MOST_OTHERS = 40
 
 
@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
         try:
             work = [_Work(op, _selected(op, run, options.full, progress), compiling)
                     for op in _products_last(ops)]
-            failed = sum([_checked(one, run, progress) for one in _when_compiled(work, compiling, progress)])
+            failed = sum([_check_cases(one, run, progress)
+                          for one in _when_compiled(work, compiling, progress)])
         finally:
             progress.clear()
     same = "all bytes equal the reference's" if all(op.agrees is None for op in ops) else (
@@ -92,14 +93,14 @@ def _selected(op: cases.Registration, run: testing.Executor, full: bool,
     return spread(chosen, served_by(chosen, recorded), _MOST_OTHERS)
 
 
-def _checked(work: _Work, run: testing.Executor, progress: Progress) -> int:
+def _check_cases(work: _Work, run: testing.Executor, progress: Progress) -> int:
     """Check an op's cases and print its line. Returns how many failed."""
     start, failed, first_error = time.perf_counter(), 0, ""
     for done, case in enumerate(work.cases):
         progress.show(f"{work.op.name}: {done} of {len(work.cases)} cases; {work.compilers}")
         try:
             check(work.op, case, run)
-        except Exception as error:          # one broken op must not hide the others' results
+        except Exception as error:          # One broken op must not hide the others' results.
             failed += 1
             first_error = first_error or f"\n     {case}: {type(error).__name__}: {error}"
     progress.clear()
@@ -109,7 +110,7 @@ def _checked(work: _Work, run: testing.Executor, progress: Progress) -> int:
 
 
 def check(op: cases.Registration, case: cases.Case, run: testing.Executor) -> None:
-    """AssertionError unless the op gives the reference's bytes (or what the op says agrees with them):
+    """Raises AssertionError unless the op gives the reference's bytes (or what the op says agrees with them):
     freshly allocated, and again into the poisoned result. An op that updates its arguments must write the
     bytes there, and must return them; so must a call that returns an argument."""
     reference_arguments = args, kwargs = op.inputs(case)
@@ -134,8 +135,8 @@ def check(op: cases.Registration, case: cases.Case, run: testing.Executor) -> No
 
 def assert_agrees(op: cases.Registration, actual: dict[str, Any], desired: dict[str, Any],
                   arguments: cases.Arguments) -> None:
-    """AssertionError unless the arrays that a call wrote are those of the reference, byte for byte or as the
-    op says. arguments: those of the reference."""
+    """Raises AssertionError unless the arrays that a call wrote are those of the reference, byte for byte or
+    as the op says. arguments: those of the reference."""
     assert actual.keys() == desired.keys(), f"wrote {sorted(actual)}, expected {sorted(desired)}"
     if op.agrees is not None:
         op.agrees(actual, desired, arguments)

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-#: What stands for characters that an encoding lacks. "?" stands for all others.
+#: These characters stand for those that an encoding lacks, and "?" stands for all others.
 _PLAIN = {"×": "x", "µ": "u", "σ": "sigma", "–": "-", "—": "-", "−": "-", "─": "-", "…": "...",
           "≤": "<=", "≥": ">=", "→": "->", "’": "'", "‘": "'", "“": '"', "”": '"'}
 _ERRORS = "cupy_fp8.plain"

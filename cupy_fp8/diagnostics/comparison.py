@@ -24,10 +24,10 @@ from .whole import ErrorReport, error
 
 __all__ = ["RECIPES", "Comparison", "compare", "each", "launched"]
 
-#: Quantises a tensor, into a result if one is given.
+#: A quantiser writes into a result if one is given.
 Quantize: TypeAlias = Callable[..., Quantized]
 
-#: What is compared unless the caller says otherwise, coarse scales first.
+#: These recipes are compared unless the caller says otherwise. Coarse scales come first.
 RECIPES: tuple[Recipe, ...] = (
     CurrentScaling(), DelayedScaling(), CurrentScaling(pow2_scale=True), CurrentScaling(float8_e5m2),
     *(BlockScaling(block, pow2_scale=pow2) for block in ((128, 128), (1, None), (1, 128))

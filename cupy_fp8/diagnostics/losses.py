@@ -11,11 +11,11 @@ from ..formats import FORMATS, float8_e4m3fn, float8_e5m2
 from ..reference.convert.scaling_aware import target_exponent
 from ..reference.numerics import in_blocks, widen
 
-#: (code of the maximum, bound, maximum, whether the bound itself overflows). The bound is half a step past
-#: the maximum; values beyond it overflow when rounded to nearest even. A tie rounds to 448 in E4M3, which is
-#: even, and beyond 57344 in E5M2, which is odd.
+#: A format has (code of the maximum, bound, maximum, whether the bound itself overflows). The bound is half a
+#: step past the maximum; values beyond it overflow when rounded to nearest even. A tie rounds to 448 in E4M3,
+#: which is even, and beyond 57344 in E5M2, which is odd.
 OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 61440.0, 57344.0, True)}
-#: What `error_sums` adds up.
+#: `error_sums` adds up so many quantities.
 SUMS = 11
 
 
@@ -71,8 +71,8 @@ def _overflowed(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> Arr
     if codes is None:
         return xp.zeros(1, np.bool_)
     top, bound, maximum, at_tie = OVERFLOW[codes.dtype]
-    # |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact in f64: 24
-    # bits times at most 4.
+    # |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact in f64, since
+    # they have 24 bits times at most 4.
     with np.errstate(all="ignore"):
         left, right = magnitude * maximum, xp.abs(v) * bound
     return ((bits(codes) & 0x7F) == top) & ((left >= right) if at_tie else (left > right))

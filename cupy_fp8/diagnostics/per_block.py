@@ -17,7 +17,7 @@ from .scale_report import ScaleReport, log2_of_scales, report_of, scales_by_bloc
 
 __all__ = ["BlockReport", "blocks"]
 
-#: What is counted in each block, in the order of `counts_of`.
+#: `counts_of` counts these in each block, in this order.
 COUNTED = ("saturated", "underflowed", "nan", "negative_zeros")
 
 
@@ -136,7 +136,7 @@ def counts_of(x: Array | None, values: Array, codes: Array, extents: tuple[int, 
     for matrix in np.ndindex(values.shape[:-2]):
         for piece, blocks_of_piece in pieces.of_matrix(values.shape[-2:], extents):
             v, code = _f64(values[matrix][piece]), codes[matrix][piece]
-            part = tuple(map(min, extents, v.shape))            # a piece may be less than a block
+            part = tuple(map(min, extents, v.shape))            # A piece may be less than a block.
             magnitude = xp.zeros(1, np.float64) if x is None else finite_magnitude(xp, _f64(x[matrix][piece]))
             for kind, found in enumerate((*losses(xp, magnitude, v, code), negative_zeros(code))):
                 if x is not None or COUNTED[kind] in ("nan", "negative_zeros"):

@@ -15,9 +15,9 @@ from . import pieces
 
 __all__ = ["ScaleReport", "ScaleWarning", "scales"]
 
-#: floor(log2) of the smallest and the largest positive finite f32.
+#: These are floor(log2) of the smallest and the largest positive finite f32.
 _LOWEST, _HIGHEST = -149, 127
-#: Counted after the exponents: scales that are no positive finite numbers.
+#: Scales that are no positive finite numbers are counted after the exponents.
 _UNUSABLE = {"zero": "0 (values of 0)", "negative": "negative (values of the other sign)",
              "infinite": "Inf (values of Inf and NaN)", "nan": "NaN (values of NaN)"}
 _INF = np.uint32(0x7F800000)
@@ -112,7 +112,7 @@ def compact_scales(s: Scaled) -> Array:
 
 
 def scales_by_block(s: Scaled) -> Array:
-    """Those of blocks, by rows and columns of blocks of the logical matrix."""
+    """The scales of blocks, by rows and columns of blocks of the logical matrix."""
     scale_inv = compact_scales(s)
     # Scales of 2-D blocks follow the order in which the data are stored.
     return scale_inv.swapaxes(-1, -2) if s.transposed and s.block and 1 not in s.block else scale_inv
@@ -198,7 +198,7 @@ def _figures(moments: np.ndarray) -> tuple[float, float, float, float, float, fl
     count, low, high = moments[:, 0], float(moments[:, 1].min()), float(moments[:, 2].max())
     mean, std = _union(count, moments[:, 3], moments[:, 4])
     log2_mean, log2_std = _union(count, moments[:, 5], moments[:, 6])
-    if low == high:                     # the sums are rounded, and the mean would not be the value
+    if low == high:                     # The sums are rounded, and the mean would not be the value.
         return low, high, low, 0.0, log2_mean, 0.0
     return low, high, mean, std, log2_mean, log2_std
 

@@ -114,7 +114,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     codes = np.swapaxes(codes, -1, -2) if s.transposed else codes
     tile = int(rows), part.block[1] or max(s.shape[-1], 1)
     spans = np.full((*s.shape[:-2], cdiv(s.shape[-2], rows), scales.shape[-1]), np.nan, np.float32)
-    step = max(1, pieces.CHUNK // max(1, tile[0] * scales.shape[-1] * tile[1]))    # rows of tiles at a time
+    step = max(1, pieces.CHUNK // max(1, tile[0] * scales.shape[-1] * tile[1]))  # This counts rows of tiles.
     counts = np.zeros(6, np.int64)
     for matrix in np.ndindex(s.shape[:-2]):
         for first in range(0, spans.shape[-2], step):

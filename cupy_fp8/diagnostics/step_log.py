@@ -111,7 +111,7 @@ def _statistics(x: Array | None, s: Scaled) -> dict[str, Any]:
     else:
         require_shape(x, values)
         found |= {key: json_number(value) for key, value in asdict(error_of(x, values, codes)).items()}
-    if s.block is None:                         # the tensor is one block
+    if s.block is None:                         # The tensor is one block.
         counts = counts_of(None, values.reshape(1, values.size), codes.reshape(1, values.size),
                            (1, max(1, values.size)))
         found |= {"nan": _total(counts[2]), "negative_zeros": _total(counts[3])}
@@ -156,6 +156,6 @@ def _append(path: str | os.PathLike[str], data: bytes) -> None:
     with open(path, "ab+") as file:
         if file.tell() and data:
             file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":       # a process was killed in the middle of its line
+            if file.read(1) != b"\n":       # A process was killed in the middle of its line.
                 data = b"\n" + data
         file.write(data)

@@ -9,13 +9,14 @@ from typing import TypeAlias
 from .recipe_rows import RecipeError
 from .text import share
 
-#: The rows of a tensor, one for each recipe.
+#: A tensor has one row for each recipe.
 Rows: TypeAlias = Sequence[RecipeError]
 
-#: A recipe is good enough within this of the best: share of the elements that is lost, then decibels.
+#: A recipe is good enough if it is this close to the best one, first in the share of elements that is lost,
+#: then in decibels.
 _SHARE, _DECIBELS = 0.01, 1.0
-#: The decibels that E4M3's rounding leaves of values of any size. A recipe with more has large values that
-#: happen to be exact, as the largest value of each block is under a scale that is no power of two.
+#: E4M3's rounding leaves this SQNR, in decibels, of values of any size. A recipe with more has large values
+#: that happen to be exact, as the largest value of each block is under a scale that is no power of two.
 _ROUNDED = 32.0
 #: From this SQNR on a result is as good as exact: x was FP8 before, and a recipe gives it back.
 _EXACT = 60.0

@@ -29,10 +29,10 @@ _ENCODING: Any = {"encoding": "utf-8", "errors": "surrogateescape"}
 _TEXT: Any = {"text": True, **_ENCODING}
 
 _COMMON = ["-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
-# No contraction: a * b + c keeps its two roundings. No sibling calls: the runtime reads the caller's address
-# for its messages. From -fno-tree-pta on, passes of the optimiser are left out that cost time and gain none:
-# without the first two kernels compile a sixth faster with AddressSanitizer, without the others another fifth
-# faster, and they run as fast.
+# Contraction is off so that a * b + c keeps its two roundings. Sibling calls are off since the runtime reads
+# the caller's address for its messages. From -fno-tree-pta on, the flags leave out passes of the optimiser
+# that cost time and gain none: without the first two kernels compile a sixth faster with AddressSanitizer,
+# without the others another fifth faster, and they run as fast.
 _KERNEL_FLAGS = [
     "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-exceptions",
     "-fno-rtti", "-fno-threadsafe-statics", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas",
@@ -93,7 +93,7 @@ def compiler() -> list[str]:
     """The command of the compiler: $CXX, which may have arguments of its own ("ccache g++ -m64"), else g++.
     """
     chosen = os.environ.get("CXX", "").strip() or "g++"
-    if shutil.which(chosen):            # a path may have spaces in it
+    if shutil.which(chosen):            # A path may have spaces in it.
         return [chosen]
     try:
         return shlex.split(chosen)
@@ -103,7 +103,7 @@ def compiler() -> list[str]:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: $CUPY_FP8_CACHE_DIR, else the user's cache directory."""
+    """The folder of compiled kernels: $CUPY_FP8_CACHE_DIR, else the user's cache directory."""
     if chosen := os.environ.get("CUPY_FP8_CACHE_DIR"):
         return Path(chosen) / "host"
     try:
@@ -191,10 +191,10 @@ _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 @contextmanager
 def _other_processes_wait(target: Path) -> Iterator[None]:
-    """Within it other processes that want to make the same file wait, where the file system has locks. The
-    lock is that of a file beside it, which is gone afterwards: who waits for it then finds the target, or
-    makes it."""
-    import fcntl  # not on Windows, where no kernel is compiled
+    """Within this context other processes that want to make the same file wait, where the file system has
+    locks. The lock is that of a file beside it, which is gone afterwards: who waits for it then finds the
+    target, or makes it."""
+    import fcntl  # Windows lacks it, but compiles no kernel.
 
     lock = target.with_name(f".lock-{target.name}")
     with open(lock, "wb") as file:
@@ -214,7 +214,7 @@ def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
     with _locks[target]:
         if target.exists():
             return target
-        scratch = _scratch_dir()            # tells what to do if the folder cannot be written
+        scratch = _scratch_dir()            # This tells what to do if the folder cannot be written.
         try:
             with _other_processes_wait(target):
                 if not target.exists():

@@ -46,7 +46,7 @@ class _Chosen:
                 done = end
 
 
-# The blocks that run; None stands for all.
+# None stands for all blocks.
 _chosen: ContextVar[_Chosen | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)
 
 
@@ -78,7 +78,7 @@ class _Launch(ctypes.Structure):  # HostLaunch in shim/host_abi.h
 
 
 def available() -> str | None:
-    """None if kernels can be run on this machine's CPU, else the reason why not."""
+    """Returns None if kernels can be run on this machine's CPU, else the reason why not."""
     try:
         build.compiler_version()
         build.make_cache_dir()
@@ -222,8 +222,8 @@ class HostKernel:
 @contextmanager
 def blocks_of_grid(*, first: int, last: int, around: Sequence[Fraction] = (), each: int = 0
                    ) -> Iterator[None]:
-    """Within it, launches of this thread run only so many blocks at the beginning and at the end of their
-    grid, and `each` blocks around each of the places `around`, which are shares of the grid's blocks.
+    """Within this context, launches of this thread run only so many blocks at the beginning and at the end of
+    their grid, and `each` blocks around each of the places `around`, which are shares of the grid's blocks.
 
     A test of indices beyond 2**31 then takes the time of a few blocks, and only the memory that these blocks
     touch of what is mapped. Raises ValueError unless the numbers are 0 or more and the places in [0, 1].
@@ -250,7 +250,7 @@ def _workers() -> int:
 
 
 _compiled: dict[tuple[object, ...], HostKernel] = {}
-# By folders of included files: the time when they were last looked at, and the stamps that they had then.
+# Folders of included files have the time when they were last looked at, and the stamps that they had then.
 _seen: dict[tuple[Path, ...], tuple[float, tuple[tuple[str, int, int], ...]]] = {}
 SECONDS_BETWEEN_LOOKS = 1.0
 

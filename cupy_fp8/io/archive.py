@@ -47,7 +47,7 @@ __all__ = ["MANIFEST", "VERSION", "EXTENSION_DTYPES", "load", "open_members", "s
 
 VERSION = 1
 MANIFEST = "__cupy_fp8__"
-#: Dtypes that NumPy's file format does not know, by name.
+#: NumPy's file format does not know these dtypes.
 EXTENSION_DTYPES = {dtype.name: dtype for dtype in FORMATS if dtype.type.__module__ != "numpy"}
 
 _FIELDS: dict[type, tuple[str, ...]] = {
@@ -56,7 +56,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     DelayedScalingState: ("recipe", "scale", "amax_history")}
 _KINDS = {kind.__name__: kind for kind in _FIELDS}
 _LONGEST_NAME = 65_535 - len(".npy")            # bytes of a member's name that a .zip has room for
-#: What NumPy, zipfile and json raise for damaged bytes.
+#: NumPy, zipfile and json raise these errors for damaged bytes.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, EOFError,
            RecursionError, OSError, RuntimeError, NotImplementedError, SyntaxError, tokenize.TokenError,
            struct.error, zlib.error,
@@ -204,7 +204,7 @@ class _Writer:
 
 
 def _check_name(name: str) -> None:
-    """ValueError unless a .zip keeps this name of a member as it is."""
+    """Raises ValueError unless a .zip keeps this name of a member as it is."""
     try:
         length = len(name.encode())
     except UnicodeEncodeError:
@@ -215,7 +215,7 @@ def _check_name(name: str) -> None:
 
 def _write_member(archive: zipfile.ZipFile, member: str, a: np.ndarray) -> None:
     with archive.open(f"{member}.npy", "w", force_zip64=True) as file:
-        write: Any = np.lib.format.write_array                      # NumPy gives it types from 2.3 on
+        write: Any = np.lib.format.write_array                      # NumPy gives it types from 2.3 on.
         write(file, a, allow_pickle=False)
 
 
@@ -315,7 +315,7 @@ def _build(kind: type, fields: dict[str, Any]) -> Any:
     if unknown := fields.keys() - set(_FIELDS[kind]):
         raise ValueError(f"{kind.__name__} has no fields {sorted(unknown)}")
     for field, value in fields.items():
-        strided = kind is Scaled and field == "scale_inv"       # compact scales of a transposed tensor
+        strided = kind is Scaled and field == "scale_inv"       # Scales of .T are strided.
         if hasattr(value, "strides") and not np.isscalar(value) and not strided and not is_contiguous(value):
             raise ValueError(f"{field}: expected a C-contiguous array, got strides {value.strides}")
     if kind is DelayedScalingState:

@@ -72,7 +72,7 @@ class Checkpoint:
             raise ValueError(f"{self.path}: {error}") from None
 
     def _check_index(self) -> None:
-        """ValueError unless an index names exactly the tensors that there are."""
+        """Raises ValueError unless an index names exactly the tensors that there are."""
         listed = _weight_map(self.folder / INDEX) if self.path.is_dir() else {}
         for name, shard in listed.items():
             if self.shard.get(name) != shard:

@@ -24,7 +24,7 @@ from .weights import Changes, Rows, StoredWeight
 __all__ = ["COPY_BYTES", "Chunk", "Compared", "Copy", "Out", "Queue", "Report", "Source", "Work", "reserve"]
 
 COPY_BYTES = 8 << 20                            # bytes that are copied at a time
-#: Some of the work on a tensor: it returns how many source bytes it took, and what it changed.
+#: A piece of work on a tensor returns how many source bytes it took, and what it changed.
 Work = Callable[[], tuple[int, Changes]]
 
 

@@ -31,8 +31,8 @@ from .weights import StoredWeight
 
 __all__ = ["STAYS", "Conversion", "Settings", "Tensors"]
 
-#: Tensors that stay as they are unless `include` names them: what is no weight of a matrix product, or
-#: suffers most.
+#: These tensors stay as they are unless `include` names them, since they are no weights of matrix products,
+#: or suffer most.
 STAYS = ("*norm*", "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*router*", "*.gate.weight", "*.bias",
          "*_bias")
 _KEY = "cupy_fp8_convert"                       # the key of metadata that all shards of conversions have

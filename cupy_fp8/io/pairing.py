@@ -21,7 +21,7 @@ from .safetensors import Tensor
 
 __all__ = ["Pair", "combine", "pairs_of"]
 
-#: The dtypes of data that can have scales, and those of scales: floats that f32 holds, and exponents.
+#: Only data of these dtypes can have scales. Scales are floats that f32 holds, or exponents.
 FP8_NAMES = ("F8_E4M3", "F8_E5M2")
 _FLOATS, _EXPONENTS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")
 _BLOCKS: tuple[Block, ...] = ((1, 32), (1, 128), (128, 128))
@@ -117,7 +117,7 @@ def combine(data: Any, scale: np.ndarray, pair: Pair) -> Scaled:
     if scale.dtype == np.uint8:
         scale = scale.view(float8_e8m0fnu)
     if scale.dtype != float8_e8m0fnu:
-        scale = scale.astype(float32)                       # exact, from bfloat16 and float16 too
+        scale = scale.astype(float32)                       # This is exact, from bfloat16 and float16 too.
     if pair.block is None:
         return Scaled(data, scale.reshape(1), data.shape)
     *batch, rows, columns = data.shape

@@ -52,7 +52,7 @@ def resuming(path: Path) -> Iterator[BinaryIO]:
     living writers are locked, and stay."""
     prefix = f"{path.name[:80]}."
     for abandoned in path.parent.glob(f".{glob.escape(prefix)}*.partial"):
-        with suppress(FileNotFoundError), open(abandoned, "r+b") as file:   # its writer may just have ended
+        with suppress(FileNotFoundError), open(abandoned, "r+b") as file:   # Its writer may just have ended.
             if _lock(file):
                 abandoned.unlink(missing_ok=True)
     with replacing(path, prefix) as file:
@@ -68,20 +68,20 @@ def _created(target: Path, prefix: str) -> tuple[Path, BinaryIO]:
         except FileNotFoundError:
             raise FileNotFoundError(f"{target.parent}: no such folder") from None
         _lock(file)
-        if partial.exists():            # nobody took it for an abandoned one before it was locked
+        if partial.exists():            # Nobody took it for an abandoned one before it was locked.
             return partial, file
         file.close()
 
 
 def _lock(file: Any) -> bool:
     """Whether this process now holds the file for as long as it is open."""
-    if os.name != "posix":  # files that are being written cannot be told from left-over ones
+    if os.name != "posix":  # Files that are being written cannot be told from left-over ones.
         return False
     import fcntl
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:                             # somebody else holds it, or this file system has no locks
+    except OSError:                             # Somebody else holds it, or this file system has no locks.
         return False
     return True
 

@@ -22,7 +22,7 @@ from .replace import PathLike
 
 __all__ = ["DTYPES", "Tensor", "TensorFile", "header_of"]
 
-#: The dtypes of the format that NumPy and ml_dtypes have, by their names in headers.
+#: NumPy and ml_dtypes have these dtypes of the format, which headers call by these names.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "F8_E4M3": float8_e4m3fn,
     "F8_E5M2": float8_e5m2, "F8_E8M0": float8_e8m0fnu, "U16": np.dtype(np.uint16), "I16": np.dtype(np.int16),

@@ -98,7 +98,7 @@ class Changes(NamedTuple):
 
     @property
     def sqnr_db(self) -> float | None:
-        """None where nothing changed, or nothing is there."""
+        """The signal-to-noise ratio; None where nothing changed, or nothing is there."""
         return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
 
 
@@ -173,7 +173,7 @@ def is_power_of_two(scale: np.ndarray) -> bool:
         return True
     words = np.ascontiguousarray(scale, float32).view(np.uint32)
     normal = (words & 0x7FFFFF == 0) & (words > 0) & (words < 0x7F800000)
-    return bool((normal | (words == 0x400000)).all())       # the last is 2**-127, the smallest that E8M0 has
+    return bool((normal | (words == 0x400000)).all())       # The last is 2**-127, the smallest that E8M0 has.
 
 
 def _has_exponents(stored: StoredWeight) -> bool:

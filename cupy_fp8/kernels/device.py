@@ -18,7 +18,8 @@ _forced: ContextVar[str | None] = ContextVar("cupy_fp8_executor", default=None)
 # ---- executors ----
 @contextmanager
 def forced_executor(name: str) -> Iterator[None]:
-    """Within it NumPy arrays run the kernels on the CPU ('host') instead of the reference ('reference')."""
+    """Within this context NumPy arrays run the kernels on the CPU ('host') instead of the reference
+    ('reference')."""
     token = _forced.set(name)
     try:
         yield

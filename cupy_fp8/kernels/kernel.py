@@ -23,10 +23,11 @@ from .driver import driver
 
 COMPILE_OPTIONS = ("-std=c++17",)
 _ON_CPU = -1                        # the device of a launch of NumPy arrays
-#: Bytes of shared memory, static and dynamic, that a kernel has without asking for more.
+#: A kernel has so many bytes of static and dynamic shared memory without asking for more.
 _SHARED_BY_DEFAULT = 48 << 10
 
-#: Called with a line of text when a kernel is compiled; the command line prints it. None: no call.
+#: This callback gets a line of text when a kernel is compiled; the command line prints it. None stands for no
+#: callback.
 _announce: Callable[[str], None] | None = None
 
 
@@ -94,7 +95,7 @@ class Variant:
     def __init__(self, kernel: Kernel, block: int, shared: int, defines: tuple[tuple[str, str], ...]) -> None:
         self.kernel, self.block, self.shared, self.defines = kernel, block, shared, defines
         self.cooperative = kernel.cooperative
-        #: The handle of the loaded function by device.
+        #: Each device has its own handle of the loaded function.
         self.functions: dict[int, int] = {}
         self._modules: list[Any] = []                      # These keep the loaded code alive.
         self._lock = threading.Lock()
@@ -180,7 +181,7 @@ class Launch:
     def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int) -> None:
         self.variant, self.grid, self.values, self.shared = variant, grid, values, shared
         self.device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
-        self._kept = 0              # the address of a pointer to the packed struct, after `keep`
+        self._kept = 0              # After `keep` this is the address of a pointer to the packed struct.
 
     @property
     def pointer_positions(self) -> Sequence[int]:
@@ -230,7 +231,7 @@ class Launch:
 
 @contextmanager
 def recording() -> Iterator[list[Variant]]:
-    """Within it no thread launches a kernel: the list gets the variant of every launch instead."""
+    """Within this context no thread launches a kernel: the list gets the variant of every launch instead."""
     variants: list[Variant] = []
     start: Any = Launch.start
     Launch.start = lambda launch, *_: variants.append(launch.variant)  # type: ignore[method-assign]

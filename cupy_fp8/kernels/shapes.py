@@ -64,11 +64,11 @@ class Tile(NamedTuple):
         return _grid_of_tiles(shape, self.rows, self.columns)
 
 
-#: Tiles for both directions, which have long phases of loads and of stores. The NARROW one serves if 1024
-#: threads have too few registers, or if rows do not fill wide tiles.
+#: These tiles serve both directions, which have long phases of loads and of stores. The NARROW one serves if
+#: 1024 threads have too few registers, or if rows do not fill wide tiles.
 BOTH = Tile(256, 256, False)
 BOTH_NARROW = Tile(256, 128, False)
-#: The tile for arrays that fit into the L2, and for the CPU executor: it has blocks of 256 threads, and the
+#: This tile serves arrays that fit into the L2, and the CPU executor: it has blocks of 256 threads, and the
 #: sanitizers' time grows with the threads.
 SMALL = Tile(128, 128, False)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from . import sources
 
-#: Each type that a member can have: its code in the `struct` module and its size.
+#: Each type that a member can have has a code in the `struct` module and a size.
 _SCALARS = {
     "i64": ("q", 8),
     "u64": ("Q", 8),
@@ -178,7 +178,7 @@ def _statements(text: str, start: int) -> Iterator[str]:
             if depth == 0:
                 return
             depth -= 1
-            if depth == 0 and text[i + 1] != ";":           # the end of a method's body
+            if depth == 0 and text[i + 1] != ";":           # A method's body ends here.
                 begin = i + 1
         elif c == ";" and depth == 0:
             statement = " ".join(text[begin:i].split())

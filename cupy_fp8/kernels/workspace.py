@@ -13,7 +13,7 @@ from .device import capturing, current_stream
 from .owned import OwnedMemory
 
 _FEWEST = 64
-#: Workspaces by (address of the result, use, words), and by (device, stream, thread, use, words).
+#: Keys are (address of the result, use, words), and (device, stream, thread, use, words).
 _of_results: OwnedMemory[dict[tuple[int, str, int], Any]] = OwnedMemory(dict)
 _of_streams: dict[tuple[int, int, int, str, int], Any] = {}
 _ON_CPU = -1

@@ -20,7 +20,7 @@ from .style import BLUE, GREEN, ORANGE, VERMILION, axes, blue, integer_ticks
 
 __all__ = ["loss_histogram", "loss_map", "scale_histogram"]
 
-#: How a loss is called, its colour and dashes. Lines differ in both, for colour-blind readers.
+#: A loss has a label, a colour and dashes. Lines differ in both, for colour-blind readers.
 _LOSSES = {"saturated": ("saturated", VERMILION, "-"), "underflowed": ("underflowed", BLUE, "--"),
            "nan": ("NaN", ORANGE, ":"), "negative_zeros": ("−0", GREEN, "-.")}
 _MOST_BARS = 64
@@ -116,7 +116,7 @@ def loss_histogram(report: BlockReport, *, ax: Any = None) -> Any:
     known = {loss: counts for loss in _LOSSES
              if (counts := getattr(report, loss)) is not None and counts.size}
     largest = max((int(counts.max()) for counts in known.values()), default=0)
-    width = max(1, cdiv(largest, _MOST_BARS))                       # elements that share a step of the line
+    width = max(1, cdiv(largest, _MOST_BARS))                     # So many elements share a step of the line.
     for loss, (name, colour, dashes) in _LOSSES.items():
         if not (affected := int((known[loss] != 0).sum()) if loss in known else 0):
             continue

@@ -51,7 +51,7 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     binade_ticks(ax.xaxis, *ax.get_xlim())
     if present.size:
         ax.set_yscale("log")
-        ax.set_ylim(bottom=0.7)                     # a bar of one element is seen
+        ax.set_ylim(bottom=0.7)                     # A bar of one element is seen.
     ax.set_xlabel("|x|")
     ax.set_ylabel("elements")
     ax.set_title(f"Magnitudes of {sample.text}", fontsize="medium")

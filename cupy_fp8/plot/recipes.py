@@ -13,7 +13,7 @@ from .style import BLUE, GREEN, ORANGE, VERMILION, ink, list_of_axes, pair
 
 __all__ = ["comparison"]
 
-#: The colours and markers of a few tensors; more tensors than these are points of one kind.
+#: A few tensors have a colour and a marker each; more tensors than these are points of one kind.
 _LOOKS = ((BLUE, "o"), (VERMILION, "s"), (GREEN, "^"), (ORANGE, "D"))
 _LEAST = 1e-4                                   # % of lost values up to which the axis is linear
 

@@ -14,7 +14,7 @@ from ..formats import INPUT_DTYPES, names
 from ..reference.numerics import mul, widen
 from ..results import Quantized, Scaled
 
-#: An array of more elements is sampled: so many elements are drawn.
+#: Only so many elements of a larger array are drawn.
 MOST = 1 << 20
 #: A map has at most so many rows and columns of cells.
 MOST_CELLS = 1024

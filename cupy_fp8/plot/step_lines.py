@@ -14,7 +14,7 @@ from .sweeps import stacked
 
 __all__ = ["steps"]
 
-#: Counts that are drawn as a share: of what.
+#: These counts are drawn as a share of elements or of blocks.
 _SHARES = {**dict.fromkeys(("saturated", "underflowed", "nan", "nonfinite", "negative_zeros"), "elements"),
            **dict.fromkeys(("blocks_saturated", "blocks_underflowed", "blocks_nan", "blocks_negative_zeros",
                             "scale_zero", "scale_negative", "scale_infinite", "scale_nan"), "scales")}

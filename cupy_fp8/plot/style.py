@@ -15,7 +15,7 @@ from ..formats import integer
 
 MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: pip install matplotlib)"
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Colour-blind readers can tell the colours of Okabe and Ito's palette apart.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8C8C8C"
 SKY, PURPLE = "#56B4E9", "#CC79A7"
 

@@ -101,7 +101,7 @@ def fma(a: Any, b: Any, c: Any) -> np.ndarray:
         if tie.any():
             x, y, s = (np.broadcast_to(v, total.shape)[tie].astype(np.float64) for v in (product, c, total))
             part = s - x
-            # The exact error of s; NaN where s is not finite.
+            # This is the exact error of s, or NaN where s is not finite.
             error = (x - (s - part)) + (y - part)
             total[tie] = np.where(error == 0, s,
                                   np.nextafter(s,
@@ -109,8 +109,8 @@ def fma(a: Any, b: Any, c: Any) -> np.ndarray:
         return total.astype(np.float32)
 
 
-#: Constants of exp: log2 e; ln 2 in two parts; the polynomial's coefficients, that of r^5 first; and 1.5 *
-#: 2^23, which rounds to an integer what is added to it.
+#: exp needs log2 e, ln 2 in two parts, the polynomial's coefficients (that of r^5 first), and 1.5 * 2^23,
+#: which rounds to an integer what is added to it.
 _LOG2_E, _LN2, _LN2_REST = np.array([0x3FB8AA3B, 0x3F317218, 0xB102E308], np.uint32).view(np.float32)
 _EXP_COEFFICIENTS = np.array(
     [0x3C076C36, 0x3D2BA173, 0x3E2AAE85, 0x3EFFFED3, 0x3F7FFFF7, 0x3F800000], np.uint32).view(np.float32)
@@ -128,7 +128,7 @@ def exp(x: np.ndarray) -> np.ndarray:
         p = fma(p, r, coefficient)
     whole = np.where(np.isnan(x), 0, n).astype(np.int32)
     half = whole >> 1
-    # Two factors, so that a subnormal result is rounded once.
+    # The power is applied as two factors, so that a subnormal result is rounded once.
     return mul(mul(p, np.ldexp(F32_ONE, half)), np.ldexp(F32_ONE, whole - half))
 
 
@@ -183,7 +183,7 @@ def times_power_of_two(value: float, exponent: int) -> np.float32:
 def floor_to_power_of_two(v: np.ndarray) -> np.ndarray:
     """The largest power of two not above a finite v >= 0. Only a subnormal keeps a mantissa bit, its leading
     one. 0 stays 0."""
-    # v = fraction * 2^exponent, 0.5 <= fraction < 1
+    # frexp gives v = fraction * 2^exponent with 0.5 <= fraction < 1.
     fraction, exponent = np.frexp(v)
     return np.where(fraction == 0, v, np.ldexp(F32_ONE, exponent - 1)).astype(np.float32)
 

@@ -156,7 +156,7 @@ def test_other_dtypes_are_made_too(dtype, kind):
 def test_empty_like(dtype, kind):
     a = of_kind(kind, random(dtype))
     assert_fresh(fp8.empty_like(a), kind, (3, 5), dtype)
-    # C-contiguous, whatever it is like
+    # empty_like makes C-contiguous arrays, whatever they are like.
     assert_fresh(fp8.empty_like(a.T), kind, (5, 3), dtype)
     assert_fresh(fp8.empty_like(a, shape=7), kind, (7,), dtype)
     assert_fresh(fp8.empty_like(a, shape=()), kind, (), dtype)
@@ -224,7 +224,8 @@ def test_asarray_converts_as_astype(source, to, kind):
     []], ids=str)
 @pytest.mark.parametrize("to", [*FP8_DTYPES, bfloat16, float32], ids=str)
 def test_asarray_of_python_numbers(values, to, kind):
-    """As astype makes them from float32, however the dtype is spelled: out-of-range numbers saturate."""
+    """Numbers become what astype makes of them from float32, however the dtype is spelled: out-of-range
+    numbers saturate."""
     with np.errstate(over="ignore"):
         want = fp8.astype(np.asarray(values, np.float32), to)
     for spelled in (to, to.type, to.name):
@@ -356,7 +357,7 @@ def test_large_numpy_arrays_warn_once_and_name_the_users_line(monkeypatch):
     monkeypatch.setattr(backend, "NUMPY_WARNING_BYTES", 8)
     backend._warn_once.cache_clear()
 
-    with testing.executor("reference"):             # somebody chose the CPU
+    with testing.executor("reference"):             # Somebody chose the CPU.
         fp8.compute_amax(np.ones(4, np.float32))
 
     def twice():

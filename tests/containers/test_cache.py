@@ -19,7 +19,7 @@ from cupy_fp8.formats import bfloat16
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_a_step_of_training(recipe, run, launched):
-    """Miss; hits that launch nothing; an update at the same addresses; more directions."""
+    """A step has a miss, hits that launch nothing, an update at the same addresses, and more directions."""
     cache, weights = WeightCache(recipe), weights_of(run)
     scales = [1.0, 2.0, 3.0, 4.0] if isinstance(recipe, DelayedScaling) else None
     first = cache.quantize(weights, scales=scales)
@@ -33,7 +33,7 @@ def test_a_step_of_training(recipe, run, launched):
     for _ in range(10):
         again = cache.quantize(weights, update=False)
         assert all(a is b for a, b in zip(again, first, strict=True))
-    again.clear()                                           # the list is the caller's
+    again.clear()                                           # The list is the caller's.
     assert len(cache.quantize(weights, update=False)) == 4
     assert (launched, raw(first)) == ([], old)
     updated = cache.quantize(weights, scales=scales)
@@ -46,7 +46,7 @@ def test_a_step_of_training(recipe, run, launched):
         assert_same(q, expected(recipe, w, i + 1.0, True, True))
     change(weights)
     kept = addresses(both)
-    updated = cache.quantize(weights, scales=scales)                    # no direction becomes stale
+    updated = cache.quantize(weights, scales=scales)                    # No direction becomes stale.
     for i, (w, q) in enumerate(zip(weights, updated, strict=True)):
         assert_same(q, expected(recipe, w, i + 1.0, True, True))
     assert addresses(both) == kept
@@ -68,7 +68,7 @@ def test_one_fused_call(recipe, run, launched):
 
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
 def test_noop_decides(recipe, run, launched):
-    """Always launched; a miss ignores it."""
+    """A call with noop always launches; a miss ignores it."""
     cache, weights, flag = WeightCache(recipe), weights_of(run), run.array(one_element(1.0))
     first = cache.quantize(weights, noop=flag)
     for w, q in zip(weights, first, strict=True):
@@ -145,7 +145,7 @@ def test_other_lists_and_directions(run, launched):
                 for options in ({}, {"columnwise": True}, {"rowwise": False, "columnwise": True}):
                     found = cache.quantize(asked, update=False, **options)
                     assert [id(q) for q in found] == [id(known[id(w)]) for w in asked]
-        chosen[i] = others[i]                               # in the same list; the weight before lives on
+        chosen[i] = others[i]  # The list is the same; the weight before lives on.
     assert launched == []
 
 
@@ -221,7 +221,7 @@ def test_a_weight_that_was_reshaped_in_place(recipe, run):
     cache = WeightCache(recipe)
     a, b = (run.array(cases.values("normal", (8, 64), bfloat16, seed)) for seed in (1, 2))
     first = cache.quantize([a, b])
-    for shape in ((16, 32), (8, 4, 16), (8, 8, 8)):         # the latter of as many rows as at first
+    for shape in ((16, 32), (8, 4, 16), (8, 8, 8)):         # The last two keep the number of rows.
         reshape(a, shape)
         if len(shape) == 3 and isinstance(recipe, CurrentScaling):
             with pytest.raises(ValueError, match="expected an array of two dimensions"):
@@ -235,12 +235,12 @@ def test_a_weight_that_was_reshaped_in_place(recipe, run):
     reshape(a, (8, 64))
     assert cache.quantize([a, b], update=False)[0].shape == (8, 64)
     known = 3 if isinstance(recipe, CurrentScaling) else 5
-    assert len(cache) == (2 if a.base is None else known)       # a view in another shape is another view
+    assert len(cache) == (2 if a.base is None else known)       # A view in another shape is another view.
 
 
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
 def test_a_weight_that_got_another_dtype_in_place(recipe, run):
-    """Of as many bytes, which keep the shape, and of half as many, which keep the number of rows."""
+    """Another dtype of as many bytes keeps the shape; one of half as many keeps the number of rows."""
     cache = WeightCache(recipe)
     a, b = (run.array(cases.values("normal", (8, 64), bfloat16, seed)) for seed in (1, 2))
     if not isinstance(a, np.ndarray):
@@ -256,7 +256,7 @@ def test_a_weight_that_got_another_dtype_in_place(recipe, run):
 
 def reshape(a: Any, shape: tuple[int, ...]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")                     # newer versions of NumPy do not like it
+        warnings.simplefilter("ignore")                     # Newer versions of NumPy do not like it.
         a.shape = shape
 
 

@@ -31,7 +31,7 @@ def test_forgotten_while_quantised(run, monkeypatch):
         assert len(cache) == 0
     monkeypatch.undo()
     change(weights)
-    for w, q in zip(weights, cache.quantize(weights, update=False), strict=True):   # not what was before
+    for w, q in zip(weights, cache.quantize(weights, update=False), strict=True):  # It is not the old one.
         assert_same(q, CurrentScaling().quantize(w))
 
 
@@ -40,7 +40,7 @@ def test_forgotten_while_a_known_list_is_looked_up(run):
     cache, weights, others = WeightCache(CurrentScaling()), weights_of(run), weights_of(run, 7)
     for _ in range(2):
         first = cache.quantize(weights)
-        cache.quantize(others)                              # so that the other list is not the last one
+        cache.quantize(others)                              # The other list is then not the last one.
 
     class Cleared(dict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:

@@ -132,7 +132,8 @@ def test_one_launch_per_cast(rowwise, columnwise, transposed, shape, run, launch
 @where_kernels_run
 @pytest.mark.parametrize("shape", [(1, 1), (0, 5), (130, 257)], ids=str)
 def test_one_launch_per_call(shape, run, launched):
-    """Of everything else that quantises, and of compute_amax; conversions of nothing launch nothing."""
+    """Everything else that quantises takes one launch, and so does compute_amax; conversions of nothing
+    launch nothing."""
     x, scale = run.array(x_of(shape=shape)), run.array(np.array([2.0], np.float32))
     both = fp8.cast_transpose(x, scale)
     nothing = 0 in shape
@@ -165,7 +166,7 @@ def nodes_of(call: Callable[[], Any]) -> int:
         stream.synchronize()
         stream.begin_capture()
         try:
-            # memory must not go back to the pool before the capture ends
+            # Memory must not go back to the pool before the capture ends.
             kept = call()
         finally:
             graph = stream.end_capture()
@@ -183,7 +184,7 @@ def test_empty_puts_nothing_on_the_stream(directions):
     assert nodes_of(lambda: DelayedScaling().empty((300, 500), like="cupy", **directions)) == 0
     x = cp.zeros((300, 500), cp.float32)
     out = fp8.quantize_tensor(x, 2.0, **directions)
-    # the same count sees a kernel
+    # The same count sees a kernel.
     assert nodes_of(lambda: fp8.quantize_tensor(x, 2.0, out=out, **directions)) == 1
 
 

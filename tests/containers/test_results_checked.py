@@ -25,7 +25,7 @@ TENSOR: dict[str, Any] = {"block": None, "scale_layout": None, "scale_inv": np.o
 LAYOUT_NAMES = tuple(SCALE_DTYPES)
 
 
-#: How parts differ from those that fit, the error, and the start of its message.
+#: Parts differ from those that fit in one way each, which raises this error with this start of its message.
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     # The layout of the scales is forgotten, wrong, or given for a single scale.
     ({"scale_layout": None}, ValueError,
@@ -53,7 +53,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
      "scale_inv: expected one scale for the tensor, got shape (20, 3)"),
     ({**TENSOR, "scale_inv": np.ones(1, float8_e8m0fnu)}, TypeError,
      "scale_inv: expected dtype float32 of one scale, got float8_e8m0fnu"),
-    # The block is none.
+    # No block is like these.
     ({"block": (1, 100)}, ValueError,
      "block: expected (1, B), (B, 1) or (B, B'), a power of two of 32 or more each, or None"),
     *(({"block": block}, ValueError, "block: expected (1, B), (B, 1) or (B, B')")
@@ -89,7 +89,7 @@ def test_parts_that_do_not_fit(change, error, message):
 @pytest.mark.parametrize(("change", "error", "message"), [
     row for row in MISTAKES if not row[2].startswith(("transposed", "scale_layout: expected None"))])
 def test_a_call_refuses_them_too(change, error, message):
-    """In a result that no constructor has checked."""
+    """A call refuses them in a result that no constructor has checked."""
     s, out = Scaled._of(**{**GOOD, **change}), poisoned(np.empty(SHAPE, float32))
     for q in (s, Quantized(None, s)):
         check(error, f"q.{message.partition(' ')[0]} ", fp8.dequantize, (q,), {"out": out})

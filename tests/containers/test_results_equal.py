@@ -36,7 +36,7 @@ def edited(q: Any, path: str) -> Any:
     return again
 
 
-#: What makes a result, and an array of it.
+#: Each result has a function that makes it, and the names of its arrays.
 RESULTS: dict[str, tuple[Any, list[str]]] = {
     "Scaled": (lambda: fp8.quantize_mx(X).rowwise, ["data", "scale_inv"]),
     "Quantized": (lambda: fp8.cast_transpose(X, 2.0, dbias=True),
@@ -158,8 +158,8 @@ def test_on_the_gpu():
         a, b = run.array(Q), run.array(Q)
         assert a == b
         assert fp8.bytes_equal(a, b)
-        testing.assert_bytes_equal(a, Q)                    # of either kind
-        assert a != Q                                       # results of two kinds are never equal
+        testing.assert_bytes_equal(a, Q)                    # This holds for either kind.
+        assert a != Q                                       # Results of two kinds are never equal.
         with pytest.raises(TypeError, match=r"^b\.rowwise\.data: a numpy array among cupy arrays"):
             fp8.bytes_equal(a, Q)
         bits(b.data)[0, 0] ^= 1

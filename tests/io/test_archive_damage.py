@@ -55,7 +55,7 @@ def damaged(archive, seed):
     data = bytearray(archive)
     if rng.random() < 0.25:
         return bytes(data[:rng.randrange(len(data))])
-    ends = len(data) - 3000 if rng.random() < 0.5 else 0        # where the directory is, or the manifest
+    ends = len(data) - 3000 if rng.random() < 0.5 else 0        # The directory or the manifest is there.
     for _ in range(rng.choice((1, 1, 3, 20))):
         place = rng.randrange(max(ends, 0), len(data)) if ends else rng.randrange(min(4000, len(data)))
         data[place] ^= 1 << rng.randrange(8)
@@ -193,7 +193,7 @@ def test_state_and_containers(tmp_path):
     assert again.recipe == state.recipe
     assert again.scale.tolist() == state.scale.tolist()
     assert again.amax_history.tolist() == state.amax_history.tolist()
-    again.update()                                              # the run goes on
+    again.update()                                              # The run goes on.
 
 
 def test_a_safetensors_file_names_its_reader(tmp_path):

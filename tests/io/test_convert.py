@@ -291,11 +291,12 @@ def killed(source, out, seconds):
 
 @pytest.mark.parametrize("kills", [pytest.param(1), pytest.param(20, marks=pytest.mark.full)])
 def test_kills(tmp_path, kills):
-    """Killed at any moment: a shard is whole or not there, and the same command goes on to the same bytes."""
+    """A conversion may be killed at any moment: a shard is whole or not there, and the same command goes on
+    to the same bytes."""
     source = write(tmp_path / "in", model(layers=4, width=640, rows=2560), number=5)
     start = time.perf_counter()
     run(source, tmp_path / "whole", "--recipe", "block128")
-    length = time.perf_counter() - start + 1                # a child has to import the package first
+    length = time.perf_counter() - start + 1                # A child has to import the package first.
     rng, wanted = np.random.default_rng(0), contents(tmp_path / "whole")
     for i in range(kills):
         out = tmp_path / f"out{i}"

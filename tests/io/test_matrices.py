@@ -50,7 +50,7 @@ def assert_matrices(found, wanted):
 
 @pytest.mark.parametrize("padding", range(4))
 def test_safetensors(tmp_path, padding):
-    """Whatever the alignment of the data."""
+    """Tensors are read whatever the alignment of the data."""
     path = tmp_path / "model.safetensors"
     codes = np.full((2, 2), 0x39, np.uint8).view(fp8.float8_e4m3fn)
     write_safetensors(path, model() | {"fp8": codes}, padding)

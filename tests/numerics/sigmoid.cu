@@ -1,7 +1,7 @@
-// Functions of kernels_cu/include/numerics/sigmoid.cuh over every float that a test likes
-// (tests/numerics/test_sigmoid.py): FUNCTION 0 exp(-a), 1 sigma(a), 2 sigma(a) as eight neighbours get it, 3
-// the reciprocal, 4 that of any number from 1 on; and 5 the quotient of two neighbours, of
-// kernels_cu/include/scale/block_scale.cuh.
+// These kernels compute functions of kernels_cu/include/numerics/sigmoid.cuh over every float that a test
+// likes (tests/numerics/test_sigmoid.py). FUNCTION 0 is exp(-a), 1 is sigma(a), 2 is sigma(a) as eight
+// neighbours get it, 3 is the reciprocal, 4 is that of any number from 1 on, and 5 is the quotient of two
+// neighbours, of kernels_cu/include/scale/block_scale.cuh.
 #include "scale/block_scale.cuh"
 #include "numerics/sigmoid.cuh"
 

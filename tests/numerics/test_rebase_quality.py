@@ -23,7 +23,7 @@ def weights() -> np.ndarray:
 
 @functools.cache
 def gradients() -> np.ndarray:
-    """Heavy-tailed: Student's t with 3 degrees of freedom, rows of very different size."""
+    """Values are heavy-tailed: Student's t with 3 degrees of freedom, rows of very different size."""
     rng = np.random.default_rng(6)
     return (rng.standard_t(3, (1024, 1024)) * rng.lognormal(0, 2, (1024, 1))).astype(np.float32)
 

@@ -92,7 +92,7 @@ def test_halves_ignore_saturate(f):
     (E5M2, np.inf, 0x7B, 0x7C), (E5M2, 2.0**-17, 0, 0), (E5M2, 1.5 * 2.0**-16, 2, 2),
 ], ids=str)
 def test_values_of_the_specification(f, value, saturated, unsaturated):
-    """Written out, so that oracle and reference cannot be wrong together."""
+    """The values are written out, so that oracle and reference cannot be wrong together."""
     x = np.array([value, -value], np.float32)
     for saturate, code in ((True, saturated), (False, unsaturated)):
         mirrored = code if code == 0x7F else code | 0x80
@@ -165,7 +165,8 @@ def test_f32_is_kept():
 
 
 def test_products_are_correctly_rounded():
-    """Against the exact product in f64, rounded once; subnormal and overflowing results included."""
+    """Products are compared with the exact product in f64, rounded once; subnormal and overflowing results
+    are included."""
     rng = np.random.default_rng(3)
     for x in itertools.chain([oracle.boundaries(E5M2)], oracle.random_f32(chunks=2)):
         scale = rng.integers(0, 1 << 32, x.size, np.uint32).view(np.float32)
@@ -180,8 +181,8 @@ def test_quotients_are_correctly_rounded():
     rng = np.random.default_rng(4)
     a, b = (v[np.isfinite(v) & (v != 0)][:3000]
             for v in rng.integers(0, 1 << 32, (2, 4000), np.uint32).view(np.float32))
-    a[::3] = 1                                              # scale_inv is 1 / scale
-    b[::5] = (b[::5].view(np.uint32) | np.uint32(0x7E000000)).view(np.float32)          # subnormal quotients
+    a[::3] = 1                                              # scale_inv is 1 / scale.
+    b[::5] = (b[::5].view(np.uint32) | np.uint32(0x7E000000)).view(np.float32)  # Quotients are subnormal.
     keep = np.isfinite(b)
     a, b = a[keep], b[keep]
     quotients = numerics.div(a, b)
@@ -203,7 +204,7 @@ def test_quotients_are_correctly_rounded():
 
 @pytest.mark.parametrize("dtype", [*(f.dtype for f in HALVES), float32], ids=str)
 def test_amax(dtype):
-    """Against Python's max over the elements, one by one."""
+    """amax is compared with Python's max over the elements, one by one."""
     rng = np.random.default_rng(5)
     for size in (1, 2, 7, 100, 3000):
         x = rng.integers(0, 1 << 8 * dtype.itemsize, size, np.uint64).astype(f"u{dtype.itemsize}").view(dtype)

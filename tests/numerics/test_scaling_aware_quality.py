@@ -34,7 +34,7 @@ def row_values(s: Scaled) -> np.ndarray:
 
 
 def column_values(s: Scaled) -> np.ndarray:
-    """In the logical shape."""
+    """The column-wise values in the logical shape."""
     return widen(s.data).T * np.repeat(s.scale_inv, BLOCK, axis=0)[: s.shape[0], : s.shape[1]]
 
 
@@ -78,7 +78,7 @@ def normal() -> np.ndarray:
 
 @functools.cache
 def gradients() -> np.ndarray:
-    """Heavy-tailed: Student's t with 3 degrees of freedom, rows of very different size."""
+    """Values are heavy-tailed: Student's t with 3 degrees of freedom, rows of very different size."""
     rng = np.random.default_rng(6)
     return (rng.standard_t(3, (1024, 1024)) * rng.lognormal(0, 2, (1024, 1))).astype(np.float32)
 
@@ -101,7 +101,7 @@ def share_unchanged(q: Scaled, s: Scaled) -> float:
 
 
 def test_values_unchanged():
-    """Heavy-tailed gradients: a column's own target keeps most values, the published rule fewest."""
+    """Of heavy-tailed gradients a column's own target keeps most values, the published rule fewest."""
     q = quantize_rows(gradients())
     column, tile, trick = (share_unchanged(q, s) for s in (transposed(q), transposed(q, "tile"),
                                                            bit_trick(q)))
@@ -113,7 +113,7 @@ def test_values_unchanged():
     assert inflated[row_values(q) != 0].max() > 1000
     for target in ("column", "tile"):
         ours, given = np.abs(column_values(transposed(q, target))), np.abs(row_values(q))
-        # rounding up doubles at most, to the smallest subnormal
+        # Rounding up doubles at most, to the smallest subnormal.
         assert (ours <= 2 * given).all()
 
 

@@ -131,7 +131,7 @@ def check_in_order(chosen: Iterable[Recorded], order: str, seed: int,
 @pytest.mark.parametrize(("order", "seed"), [
     ("asc", 0), ("desc", 0), *(("random", seed) for seed in (0, 1, 2, 12345, 2**31))])
 def test_any_schedule(order, seed, monkeypatch):
-    """Of every entry point."""
+    """Every entry point is run."""
     check_in_order(covering.entry_cases(), order, seed, monkeypatch)
 
 
@@ -140,5 +140,5 @@ def test_any_schedule(order, seed, monkeypatch):
 @pytest.mark.parametrize(("order", "seed"), [("desc", 0), ("random", 1)])
 @pytest.mark.parametrize("op", OPS)
 def test_any_schedule_of_quick_cases(op, order, seed, monkeypatch):
-    """Of every option of an op."""
+    """Every option of an op is run."""
     check_in_order((one for one in covering.quick_cases() if one.case.op == op), order, seed, monkeypatch)

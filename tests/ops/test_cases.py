@@ -78,7 +78,7 @@ def test_large_shapes(shape):
     with testing.executor("cuda") as run:
         for case in CASES:
             if case.op == "scaling_aware_transpose" and len(shape) > 2:
-                continue                                            # of one matrix
+                continue                                            # It takes one matrix.
             if case.shape == cases.MATRIX and case.values == "bits":
                 check(OPS[case.op], dataclasses.replace(case, shape=shape), run)
 

@@ -17,7 +17,7 @@ PAGES = {page.name: page.read_text("utf-8") for page in (ROOT / "docs/api").glob
 
 
 def public_names() -> dict[str, object]:
-    """As users write them after `fp8.`; the package's name for what a module exports too."""
+    """The names as users write them after `fp8.`; the package's name for what a module exports too."""
     names = {name: getattr(fp8, name) for name in [*fp8.__all__, "xp", "reference"] if name not in MODULES}
     for module in MODULES:
         exported = {f"{module}.{name}": getattr(getattr(fp8, module), name)

@@ -117,7 +117,7 @@ def test_the_picture_of_losses_is_drawn(pictures, tmp_path):
     pictures.losses(tmp_path / "losses.png")
     drawn = (tmp_path / "losses.png").read_bytes()
     committed = (ROOT / "docs/pictures/losses.png").read_bytes()
-    assert drawn[:24] == committed[:24]                     # the signature and the size
+    assert drawn[:24] == committed[:24]                     # These are the signature and the size.
 
 
 def test_sections_begin_with_the_first_code_of_their_page():

@@ -15,7 +15,8 @@ from cupy_fp8 import methods
 
 PACKAGE = Path(__file__).resolve().parents[2] / "cupy_fp8"
 
-#: The modules and subpackages of cupy_fp8, from the bottom up. Parts of one layer do not import each other.
+#: The modules and subpackages of cupy_fp8 are listed from the bottom up. Parts of one layer do not import
+#: each other.
 LAYERS = (
     {"advice"},
     {"backend", "formats", "hostexec", "methods"},
@@ -33,7 +34,7 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
-#: What only tools may import: tests' helpers.
+#: Only these tools may import tests' helpers.
 TESTING_USERS = {"bench", "cli", "__main__"}
 
 
@@ -111,7 +112,7 @@ def test_every_part_has_a_layer():
 
 
 def test_imports_go_down():
-    """Also those inside functions: a method that is an op finds it in cupy_fp8/methods.py."""
+    """Imports inside functions go down too: a method that is an op finds it in cupy_fp8/methods.py."""
     assert not [i for i in all_imports() if not is_downward(i)]
 
 
@@ -121,7 +122,7 @@ def test_no_circle_of_modules():
         module = max((m for m in graph if f"{i.where}.".startswith(f"{m}.")), key=len)
         if i.target != module:
             graph[module].add(i.target)
-    TopologicalSorter(graph).prepare()          # CycleError names the modules
+    TopologicalSorter(graph).prepare()          # CycleError names the modules.
 
 
 def test_every_method_has_its_op():

@@ -14,7 +14,7 @@ COLUMNS = 110
 #: ruff checks Python and notebooks alone.
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
 FOLDERS = ("cupy_fp8", "kernels_cu", "tests", "docs", "benchmarks")
-#: Files beside these folders, as patterns.
+#: Files beside these folders match these patterns.
 OTHERS = ("*.md", "*.toml", ".*.yaml", ".ci/*", ".github/**/*.yml")
 
 

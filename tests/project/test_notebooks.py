@@ -32,7 +32,7 @@ def execute_in_place(path):
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.metadata = {}
-    with tempfile.TemporaryDirectory() as sockets:          # files: an open port would bring a warning
+    with tempfile.TemporaryDirectory() as sockets:  # They are files: an open port would bring a warning.
         config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         NotebookClient(notebook, kernel_name="python3", timeout=300, record_timing=False, config=config,
                        resources={"metadata": {"path": str(ROOT)}}).execute()

@@ -22,7 +22,7 @@ from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-_NICENESS = 10                              # the tests go first
+_NICENESS = 10                              # The tests go first.
 _SPAWN = get_context("spawn")
 
 Child = TypeVar("Child", subprocess.Popen[str], SpawnProcess)
@@ -56,7 +56,7 @@ class Worker:
         self._connection, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
-        theirs.close()                      # or the end of theirs would not be seen here
+        theirs.close()                      # Otherwise the end of theirs would not be seen here.
         return process
 
 
@@ -86,7 +86,7 @@ class Background:
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for _ in range(processors):
             self._idle.put(Worker(self._begin))
-        #: Of processes whose work was done once more.
+        #: Their work was done once more.
         self.deaths: list[str] = []
 
     def start(self, key: Hashable, job: Callable[[], Any]) -> None:
@@ -108,9 +108,9 @@ class Background:
 
     def run(self, command: Sequence[str], env: Mapping[str, str],
             timeout: float) -> subprocess.CompletedProcess[str]:
-        """As subprocess.run, with what the child prints."""
+        """Does what subprocess.run does, with what the child prints."""
         done = self._run(command, env, timeout)
-        if done.returncode == -signal.SIGKILL:          # other signals are findings
+        if done.returncode == -signal.SIGKILL:          # Other signals are findings.
             self._record(f"killed: {' '.join(command)}")
             done = self._run(command, env, timeout)
         return done
@@ -146,5 +146,5 @@ class Background:
         with self._beginning:
             self._stopping = True
             for child in self._children:
-                child.kill()                # nothing where it has ended
+                child.kill()                # This does nothing where it has ended.
         self._threads.shutdown()

@@ -12,7 +12,7 @@ from cupy_fp8.layouts import scale_shape, swap_last
 
 ROW, COLUMN = (1, 32), (32, 1)
 LAYOUTS = ("compact", "swizzled")
-#: Every way that MX data are stored: (block, scale layout, whether transposed).
+#: MX data are stored in all of these ways: (block, scale layout, whether transposed).
 MX = [(block, layout, transposed) for block in (ROW, COLUMN) for layout in LAYOUTS
       for transposed in (False, True)]
 

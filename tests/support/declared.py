@@ -107,11 +107,11 @@ class _Validated(Exception):
 
 
 def _never(*_: Any) -> None:
-    """In place of `describe`: no call is a remembered one."""
+    """Stands for `describe`: no call is a remembered one."""
 
 
 def _copy(a: np.ndarray) -> np.ndarray:
-    """With its strides, and writable."""
+    """Copies an array with its strides, writable."""
     copied = np.empty_like(a)
     copied[...] = a
     return copied
@@ -144,7 +144,7 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
     found = {}
     for one in declared:
         if (a := by_place.get((one.start, one.end - one.start))) is not None:
-            # an array with a part for each of a list has one name, also where the list has one member
+            # An array with a part for each of a list has one name, also where the list has one member.
             whole = any(a is value for value in tree[1].values())
             found[one.name.partition("[")[0] if whole else one.name] = a
         elif one.start < one.end:
@@ -215,7 +215,7 @@ def example_of(op: Registration, case: Case, quick: bool) -> Example:
     args, kwargs = op.inputs(case)
     before = [(a, a.copy()) for a in leaves((args, kwargs))]
     out = None if op.updates else op.function(*args, **kwargs)
-    for a, contents in before:                              # the call may have raised an amax
+    for a, contents in before:                              # The call may have raised an amax.
         a[...] = contents
     public = getattr(fp8, op.name, op.function)
     if "noop" in inspect.signature(public).parameters:
@@ -239,11 +239,11 @@ def takes_the_one_path(op: Registration) -> bool:
     return bool(_valid(functools.partial(op.function, *args, **kwargs))[0])
 
 
-#: By the names of an op and of an argument, of lists without the number.
+#: Keys are the names of an op and of an argument; that of a list has no number.
 DTYPES_OF_CASES: dict[tuple[str, str], set[np.dtype[Any]]] = {}
 _CHOSEN = [chosen for op in map(in_contract, cases.OPS.values()) if takes_the_one_path(op)
            for chosen in examples_of(op)]
-#: Few calls of each op, and those whose groups are aligned in other ways, for tests of sizes.
+#: Each op has few calls. Those whose groups are aligned in other ways are for tests of sizes.
 EXAMPLES = [example for kind, example in _CHOSEN if kind != "aligned"]
 ALIGNED = [example for kind, example in _CHOSEN if kind == "aligned"]
-DTYPES_OF_CASES["multi_cast_transpose", "xs"].update(INPUT_DTYPES)       # no case has float16
+DTYPES_OF_CASES["multi_cast_transpose", "xs"].update(INPUT_DTYPES)       # No case has float16.

@@ -20,10 +20,11 @@ from cupy_fp8.ops.matmul import cublaslt, library
 from cupy_fp8.reference import numerics
 from cupy_fp8.reference.scales.swizzle import unswizzle
 
-#: cudaDataType.
+#: These are numbers of cudaDataType.
 TYPES = {28: float8_e4m3fn, 29: float8_e5m2, 14: bfloat16, 2: float16, 0: float32}
 SUCCESS, INVALID_VALUE, NOT_SUPPORTED = 0, 7, 15
-#: Bytes of each attribute of cublasLtMatmulDescAttributes_t, MatrixLayoutAttribute_t, PreferenceAttributes_t.
+#: Attributes of cublasLtMatmulDescAttributes_t, MatrixLayoutAttribute_t and PreferenceAttributes_t have so
+#: many bytes.
 DESC_BYTES = {3: 4, 4: 4, 7: 4, 8: 8, 10: 8, 17: 8, 18: 8, 25: 1, 26: 4, 31: 4, 32: 4}
 LAYOUT_BYTES = {5: 4, 6: 8}
 PREFERENCE_BYTES = {1: 8, 5: 4, 6: 4, 7: 4, 8: 4}
@@ -187,10 +188,10 @@ def _operand(matrix: Matrix, address: int, i: int, mode: int, scale_at: int) -> 
         return values * at(scale_at, np.float32, (1,))
     if mode == 3:
         return values * at(scale_at, np.float32, (lines, 1))
-    if mode == 4:                           # [blocks along K][lines rounded up to 4]
+    if mode == 4:                           # Scales are [blocks along K][lines rounded up to 4].
         grid = at(scale_at, np.float32, (blocks, -(-lines // 4) * 4))[:, :lines].T
         return values * np.repeat(grid, 128, axis=1)[:, :k]
-    if mode == 5:                           # [blocks of lines][blocks along K rounded up to 4]
+    if mode == 5:                           # Scales are [blocks of lines][blocks along K rounded up to 4].
         grid = at(scale_at, np.float32, (-(-lines // 128), -(-blocks // 4) * 4))[:, :blocks]
         return values * np.repeat(np.repeat(grid, 128, axis=0)[:lines], 128, axis=1)[:, :k]
     per_line = -(-k // 32)

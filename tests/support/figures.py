@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import matplotlib
 import pytest
 
-matplotlib.use("agg")         # before pyplot chooses a backend that needs a display
+matplotlib.use("agg")         # pyplot must not choose a backend that needs a display.
 from matplotlib import pyplot as plt
 
 __all__ = ["close_figures", "plt"]
@@ -16,7 +16,7 @@ __all__ = ["close_figures", "plt"]
 
 @pytest.fixture(autouse=True)
 def close_figures() -> Iterator[None]:
-    """For every test of a module that imports it."""
+    """Serves every test of a module that imports it."""
     before = dict(plt.rcParams)
     yield
     plt.close("all")

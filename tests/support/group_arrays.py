@@ -22,7 +22,7 @@ BLOCKS = {"block": BlockScaling(), "square": BlockScaling(block=(128, 128)),
 ALL: dict[str, Any] = {"delayed": RECIPE, "current": CURRENT, **BLOCKS}
 DIRECTIONS: list[dict[str, Any]] = [
     {"rowwise": row, "columnwise": column} for row, column in ((True, False), (False, True), (True, True))]
-#: Names of a Grouped's arrays.
+#: A Grouped has these arrays.
 PARTS = ("splits", "offsets", "rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
 
 
@@ -42,7 +42,7 @@ def scales_for(recipe: Any, number: int, run: testing.Executor | None = None) ->
 
 
 def parts_of(g: Grouped, names: Iterable[str] = PARTS) -> dict[str, Any]:
-    """Those of its arrays that there are, by name."""
+    """Those of a Grouped's arrays that there are, by name."""
     return {name: a for name in names if (a := getattr(g, name)) is not None}
 
 

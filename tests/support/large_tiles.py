@@ -15,7 +15,7 @@ from cupy_fp8.kernels import Launch, shapes
 
 def check_those_that_ask(run: testing.Executor, cases: Iterable[Case],
                          monkeypatch: pytest.MonkeyPatch) -> set[shapes.Tile]:
-    """Of the cases those in which an op asks for a tile larger than SMALL, each with that tile. Returns what
+    """Checks those cases in which an op asks for a tile larger than SMALL, each with that tile. Returns what
     they asked for."""
     chosen = []
 
@@ -28,9 +28,9 @@ def check_those_that_ask(run: testing.Executor, cases: Iterable[Case],
     remembered.forget()
     for case in cases:
         op, before = OPS[case.op], len(chosen)
-        with monkeypatch.context() as idle:                         # first, what asks at all
+        with monkeypatch.context() as idle:                         # This finds what asks at all.
             idle.setattr(Launch, "start", lambda *_: None)
-            remembered.forget()                                     # a repeated call does not ask
+            remembered.forget()                                     # A repeated call does not ask.
             args, kwargs = run.array_arguments(*op.inputs(case))
             op.function(*args, **kwargs)
         if len(chosen) > before:

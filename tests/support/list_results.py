@@ -12,7 +12,7 @@ from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Qu
 from cupy_fp8.cases.quantize.tensor_list import GROUPS
 from cupy_fp8.formats import bfloat16
 
-#: The launches of a list of arrays that are not empty.
+#: A list of arrays that are not empty takes these launches.
 LAUNCHES = {DelayedScaling: ["multi_cast_transpose"],
             CurrentScaling: ["multi_amax_scale", "multi_cast_transpose"],
             BlockScaling: ["group_quantize_block"], MXScaling: ["group_quantize_mx"]}
@@ -42,7 +42,6 @@ def assert_same(actual: Quantized, desired: Quantized) -> None:
 
 # ---- lists of matrices ----
 DELAYED = DelayedScaling()
-#: One of each kind.
 KINDS: tuple[Any, ...] = (DELAYED, CurrentScaling(), BlockScaling(), MXScaling())
 
 

@@ -12,7 +12,7 @@ from scale_arrays import guarded_like
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
 
-#: For what concerns NumPy arrays only: the fixture `run` of these executors.
+#: Tests that concern NumPy arrays only take the fixture `run` of these executors.
 on_the_cpu = pytest.mark.parametrize("run", ["reference", "host"], indirect=True)
 
 

@@ -193,9 +193,9 @@ _FAULTS = (
     Fault("include/tile/warp_tile.cuh", "unit * 16 < rows_left ? columns_left : 0",
           "unit * 16 + 16 < rows_left ? columns_left : 0", "quantize_mx", "quantize/mx"),
 )
-#: By file: what is wrong there.
+#: Each file has one fault.
 FAULTS = {fault.file: fault for fault in _FAULTS}
-#: Another order of two operands, which changes no byte.
+#: The order of these two operands changes no byte.
 EQUIVALENT = Fault("scales/amax.cu", "blockIdx.x * kBlock;", "kBlock * blockIdx.x;", "compute_amax")
 
 
@@ -232,7 +232,7 @@ def finding(fault: Fault) -> str:
     with testing.executor("host") as run:
         for one in chosen(fault):
             for variant in one.variants:
-                variant.compile(None)               # an error of the compiler finds nothing
+                variant.compile(None)               # An error of the compiler finds nothing.
             try:
                 check(OPS[fault.op], one.case, run)
             except (AssertionError, hostexec.HostError) as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from cupy_fp8.kernels import sources
 from cupy_fp8.kernels.kernel import COMPILE_OPTIONS
 
-# What CuPy appends to the user's options.
+# CuPy appends these to the user's options.
 CUPY_OPTIONS = ("-ftz=true",)
 #: Where there is a driver, NVRTC may keep results. One that was kept comes without the assembler's report.
 _REPORT = ("--ptxas-options=-v", "--no-cache")
@@ -26,7 +26,7 @@ def wheel_files(pattern: str) -> list[Path]:
     return sorted(path for folder in folders for path in Path(folder).glob(pattern))
 
 
-#: Major versions of the CUDA toolkits whose NVRTC the extras `cuda13` and `cuda12` bring.
+#: NVRTC of these CUDA toolkits comes with the extras `cuda13` and `cuda12`.
 TOOLKITS = (13, 12)
 
 
@@ -60,7 +60,7 @@ class Compiled:
 
 def compile_variant(source: str, entry: str, defines: tuple[tuple[str, str], ...], arch: str,
                     toolkit: int) -> Compiled:
-    """As cupy_fp8.kernels compiles it, through CuPy, for `arch` (sm_90, …)."""
+    """Compiles as cupy_fp8.kernels does, through CuPy, for `arch` (sm_90, …)."""
     return compile_text(sources.program(source, entry, defines), arch, toolkit)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 
 def _f64(values: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):                 # a signalling NaN
+    with np.errstate(invalid="ignore"):                 # A signalling NaN raises it.
         return values.astype(np.float64)
 
 
@@ -67,7 +67,7 @@ class FloatFormat:
         """Codes of the nearest values, ties to the even code; past the last midpoint the maximum, or Inf (NaN
         without one)."""
         magnitude = np.abs(_f64(values))
-        code = np.searchsorted(self.midpoints, magnitude, side="left")      # so many midpoints lie below
+        code = np.searchsorted(self.midpoints, magnitude, side="left")      # So many midpoints lie below.
         tie = magnitude == self.midpoints[np.minimum(code, self.codes - 1)]
         code += tie & (code % 2 == 1)
         past = code >= self.codes
@@ -112,7 +112,7 @@ def with_neighbours(magnitudes: np.ndarray) -> np.ndarray:
 
 
 def boundaries(f: FloatFormat) -> np.ndarray:
-    """Where rounding to `f` can go wrong: around every value, every midpoint, and the limits of f32
+    """Values where rounding to `f` can go wrong: around every value, every midpoint, and the limits of f32
     itself."""
     limits = np.array([0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**127, np.finfo(np.float32).max, np.inf,
                        np.nan])
@@ -121,7 +121,7 @@ def boundaries(f: FloatFormat) -> np.ndarray:
 
 
 def e8m0_boundaries() -> np.ndarray:
-    """Around every power of two, every 1.5 * 2**e, and the limits of f32."""
+    """Values around every power of two, every 1.5 * 2**e, and the limits of f32."""
     return with_neighbours(np.concatenate([[0, 2.0**-149, np.finfo(np.float32).max, np.inf], _POWERS,
                                            1.5 * _POWERS]))
 
@@ -133,7 +133,7 @@ def random_f32(f: FloatFormat | None = None, chunks: int = 16, size: int = 1 << 
     for _ in range(chunks):
         bits = rng.integers(0, 1 << 32, size, np.uint32)
         if f is not None:
-            smallest, largest = np.frexp(f.magnitudes[[1, -2]])[1] + 126  # exponent fields in f32
+            smallest, largest = np.frexp(f.magnitudes[[1, -2]])[1] + 126  # These are exponent fields in f32.
             exponent = rng.integers(max(smallest - 2, 0), min(largest + 2, 254), size, np.uint32,
                                     endpoint=True)
             bits = bits & np.uint32(0x807FFFFF) | exponent << np.uint32(23)

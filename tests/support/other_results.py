@@ -38,7 +38,7 @@ def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
         yield from (("longer", made([*out, out[0]])), ("shorter", out[:-1]))
         if len(out) > 1:
             yield "turned", out[::-1]
-        if made is tuple:                               # a list may be given as a tuple too
+        if made is tuple:                               # A list may be given as a tuple too.
             yield "list", list(out)
         for i, part in enumerate(out):
             if part is not None:
@@ -55,7 +55,7 @@ def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
 
 
 def other_values(value: Any) -> Iterator[Any]:
-    """In place of a field of a result."""
+    """Values that stand in the place of a field of a result."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):

@@ -19,7 +19,7 @@ from cupy_fp8.cli.selftest import assert_agrees
 from cupy_fp8.formats import FORMATS, INPUT_DTYPES
 from cupy_fp8.routing import Routing
 
-#: Of arrays that a call does not know.
+#: Calls do not know arrays of all these dtypes.
 DTYPES = (*FORMATS, *(np.dtype(t) for t in ("f8", "i1", "u1", "i4", "i8", "?", "c8", "O", ">f4", ">f2")))
 
 
@@ -50,8 +50,8 @@ def error_of(example: Example) -> str | None:
 
 
 def refused(example: Example, pattern: str, how: str = "") -> None:
-    """AssertionError unless the call raises TypeError or ValueError with this message, and writes nothing.
-    how: what is wrong with the call."""
+    """Raises AssertionError unless the call raises TypeError or ValueError with this message, and writes
+    nothing. how: what is wrong with the call."""
     message = outcome(example)
     assert message is not None, f"{example} {how}: was accepted, but expected {pattern}"
     assert re.search(pattern, message), f"{example} {how}: {message!r}, expected {pattern}"
@@ -65,7 +65,7 @@ def named(*names: str) -> str:
 def parameters(example: Example) -> list[str]:
     """What messages may name: the public function's parameters, and what is declared."""
     public = getattr(fp8, example.op.name, example.op.function)
-    also = "columnwise"                         # since cast_transpose is quantize_tensor in both directions
+    also = "columnwise"                         # cast_transpose is quantize_tensor in both directions.
     return [*inspect.signature(public).parameters, *(found.name for found in example.declared), also]
 
 
@@ -87,14 +87,14 @@ def on_host(example: Example) -> tuple[Any, Any]:
 
 
 def compare(example: Example, args: Any, kwargs: Any) -> None:
-    """AssertionError unless a call wrote what the reference makes of these arguments (or what the op says
-    agrees with it). Both may have updated some."""
+    """Raises AssertionError unless a call wrote what the reference makes of these arguments (or what the op
+    says agrees with it). Both may have updated some."""
     op = example.op
     kwargs = {name: value for name, value in kwargs.items() if name != "noop"}
-    if op.name == "permute":                            # its reference moves compact scales alone
+    if op.name == "permute":                            # Its reference moves compact scales alone.
         args = (_with_compact_scales(args[0]), *args[1:])
     want = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
-    if example.kwargs.get("amax") is None:              # nobody looks at the one that the call had
+    if example.kwargs.get("amax") is None:              # Nobody looks at the one that the call had.
         want.pop("amax", None)
     returned = example.args[:len(op.updates)] if op.updates else example.out
     found = {name: a.reshape(want[name].shape) if a.size == 1 else a
@@ -163,7 +163,7 @@ def backwards(a: np.ndarray) -> np.ndarray:
 
 
 def misaligned(a: np.ndarray) -> np.ndarray:
-    """At an address that is no multiple of the element size."""
+    """The same array at an address that is no multiple of the element size."""
     return at_address(np.empty(a.nbytes + 64, np.uint8), 1 if a.itemsize > 1 else 0, a)
 
 

@@ -17,8 +17,8 @@ from tiers import quick_if
 from cupy_fp8 import backend, device_errors, testing
 from cupy_fp8.arrays import bits
 
-#: Every place that arrays can be at, and those on devices. The quick tier has the stand-in alone: NumPy takes
-#: the same way but for devices and captures.
+#: Arrays can be at every place, or on devices alone. The quick tier has the stand-in alone: NumPy takes the
+#: same way but for devices and captures.
 DEVICES = ["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)]
 EVERYWHERE = [pytest.param("numpy", marks=pytest.mark.full), *DEVICES]
 
@@ -42,7 +42,7 @@ class Place:
         lead = a.ctypes.data % a.itemsize + before
         with cp.cuda.Device(self.devices[0] if device is None else device):
             made = cp.ndarray(a.shape, a.dtype, cp.cuda.alloc(lead + after + a.itemsize) + lead, a.strides)
-            if a.ctypes.data % a.itemsize:          # CuPy's own kernels want aligned elements
+            if a.ctypes.data % a.itemsize:          # CuPy's own kernels want aligned elements.
                 made.data.copy_from_host_async(a.ctypes.data, a.nbytes)
             elif a.size:
                 bits(made)[...] = cp.asarray(bits(np.ascontiguousarray(a)))

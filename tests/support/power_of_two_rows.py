@@ -62,7 +62,7 @@ def nearest_code(v: Fraction, dtype: np.dtype[Any]) -> int:
 
 
 def exponent_of(products: list[Fraction], dtype: np.dtype[Any]) -> int:
-    """That of the scale of a block whose values have these magnitudes."""
+    """The exponent of the scale of a block whose values have these magnitudes."""
     if not any(products):
         return 0
     e = -127

@@ -83,12 +83,12 @@ class Processes:
         own = set(self._own)
         self._chunks = chunks([i for i in range(len(self._items)) if i not in own],
                               lambda i: self._items[i].path)
-        #: Of the tests of other processes: reports that no plugin has got yet.
+        #: No plugin has got these reports of other processes' tests yet.
         self._reports: dict[int, list[Any]] = {}
         self._waiting = {n: set(chunk) for n, chunk in enumerate(self._chunks)}
         self._chunk_of = {i: n for n, chunk in enumerate(self._chunks) for i in chunk}
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        self._children: dict[int, int | None] = {}      # process ids, and the tests that they run
+        self._children: dict[int, int | None] = {}  # Keys are process ids, values the tests that they run.
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all processes
         self._tokens, end = os.pipe()
         os.write(end, b"".join(n.to_bytes(_TOKEN, "little") for n in range(len(self._chunks))))
@@ -102,15 +102,15 @@ class Processes:
         ours, theirs = Pipe(duplex=False)
         sys.stdout.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)     # NumPy's threads end before a fork
+            warnings.simplefilter("ignore", DeprecationWarning)     # NumPy's threads end before a fork.
             child = os.fork()
         # Each has a group of its own, which ends with whatever its tests have started.
         with suppress(OSError):
             os.setpgid(child, child)
         if child == 0:
-            ours.close()                # or it would not see the end of the session's process
+            ours.close()                # Otherwise it would not see the end of the session's process.
             self._serve(theirs)
-        theirs.close()                  # or the end of the child would not be seen here
+        theirs.close()                  # Otherwise the end of the child would not be seen here.
         self._children[child] = None
         return ours
 
@@ -122,7 +122,7 @@ class Processes:
                 connection.send(Message(0, i))
                 self._run_test(i, following)
                 connection.send(Message(0, i, sender.take()))
-            self._session.config._ensure_unconfigure()      # raises what pytest finds at the end of a session
+            self._session.config._ensure_unconfigure()      # This raises what pytest finds at the end.
         except BaseException:
             problem = traceback.format_exc()
         finally:
@@ -161,12 +161,12 @@ class Processes:
                 self._report_what_came(wait=True)
                 self._heed()
             lost = sorted(itertools.chain.from_iterable(self._waiting.values()))
-            for i, following in with_next(lost):        # of processes that died
+            for i, following in with_next(lost):        # Their processes died.
                 self._run_test(i, following)
                 self._count(i)
                 self._heed()
         finally:
-            for i in sorted(self._reports):             # of chunks that an interrupted session left
+            for i in sorted(self._reports):             # An interrupted session left them.
                 self._report(i)
 
     def _heed(self) -> None:

@@ -9,7 +9,8 @@ from cupy_fp8.kernels import compute_capability
 from cupy_fp8.kernels.cubin import nvrtc_version
 from cupy_fp8.ops.matmul import wgmma
 
-#: Their entry points: Hopper's kernel, and that of other GPUs and of what Hopper's does not take.
+#: The first entry point is Hopper's kernel. The second one is for other GPUs, and for what Hopper's does not
+#: take.
 HOPPER, PORTABLE = KERNELS = "wgmma_products", "product_tiles"
 
 

@@ -62,5 +62,5 @@ def machine(capability: int = 90, **options: Any) -> Iterator[Machine]:
     import stand_in
 
     with places.place("stand-in") as place, fake_cublaslt.installed(
-            FakeCublasLt(record=stand_in._recorded_or_run, **options), capability) as fake:
+            FakeCublasLt(record=stand_in._record_or_run, **options), capability) as fake:
         yield Machine(place, fake)

@@ -11,7 +11,7 @@ from cupy_fp8 import BlockScaling, CurrentScaling, Scaled
 from cupy_fp8.cases.matmul.dense import operand
 from cupy_fp8.formats import float8_e4m3fn, float32
 
-#: Distributions of values without outlier columns, and one with outliers anywhere.
+#: Values have no outlier columns; one distribution has outliers anywhere.
 DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
     "positive mean": lambda rng, shape: rng.uniform(0, 2, shape),
@@ -31,13 +31,13 @@ def integers(shape: tuple[int, ...], dtype: Any, seed: int) -> Scaled:
     return Scaled(data, np.array([0.25], np.float32), shape)
 
 
-def drawn(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+def draw(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Values of one of DRAWS."""
     return DRAWS[kind](np.random.default_rng(seed), shape).astype(np.float32)
 
 
 def quantized(kind: str, shape: tuple[int, ...], scaling: str, seed: int) -> Scaled:
     """Values of one of DRAWS under the scales that fit them."""
-    found = RECIPES[scaling].quantize(drawn(kind, shape, seed)).rowwise
+    found = RECIPES[scaling].quantize(draw(kind, shape, seed)).rowwise
     assert found is not None
     return found

@@ -8,7 +8,7 @@ from cupy_fp8.cases import OPS, Registration
 from cupy_fp8.diagnostics import on_gpu
 from cupy_fp8.kernels import Variant
 
-#: Sources of kernels that no op launches: the benchmark's delay, and the sums of diagnostics.error.
+#: No op launches the kernels of these sources: the benchmark's delay, and the sums of diagnostics.error.
 WITHOUT_OP = frozenset({"bench/delay", "diagnostics/error_sums"})
 
 

@@ -8,7 +8,7 @@ _INSTRUCTION = re.compile(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s")
 _FLOAT = re.compile(r"\.(?:b?f16(?:x2)?|[tb]?f32|f64)\b")
 _MOVES = ("mov.", "ld.", "st.", "selp.")
 _ROUNDING = re.compile(r"(?:add|sub|mul|fma|mad|div|rcp|sqrt)\.(?!rn\.)")
-#: `reciprocal` of numerics/arith.cuh, which starts from an approximation and is exact (test_sigmoid.py).
+#: `reciprocal` of numerics/arith.cuh starts from an approximation and is exact (test_sigmoid.py).
 _RECIPROCAL = re.compile(r"rcp\.approx\.ftz\.f32 (%\w+), (%\w+);\s+neg\.f32 e, \2;\s+"
                          r"fma\.rn\.f32 e, e, \1, 0f3F800000;\s+fma\.rn\.f32 \1, e, \1, \1;")
 

@@ -15,7 +15,7 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.formats import float8_e8m0fnu, float32, int32
 from cupy_fp8.layouts import cdiv, round_up, scale_shape
 
-#: Of a matrix [60, 200].
+#: These are views of a matrix [60, 200].
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "rows": lambda a: a[:50:2, :],
     "columns": lambda a: a[:, 3:160],

@@ -27,7 +27,7 @@ from cupy_fp8.kernels import OwnedMemory, Variant, errors, kernel, tensor_map
 from cupy_fp8.kernels.driver import Driver
 from cupy_fp8.ops.quantize import single_read, tensor_current
 
-#: Device numbers that no machine has, since some facts of devices are cached.
+#: No machine has devices of these numbers, since some facts of devices are cached.
 DEVICES = (40, 41)
 _ALIGNMENT, _POISON = 512, 0xAA
 _workspaces = sys.modules["cupy_fp8.kernels.workspace"]
@@ -212,7 +212,7 @@ class Graph:
             run()
 
 
-#: The variants that were loaded, by the handles of their functions.
+#: Handles of functions lead to the variants that were loaded.
 _loaded: dict[int, Variant] = {}
 
 
@@ -229,8 +229,8 @@ def _launch(function: int, grid: int, _y: int, _z: int, block: int, _block_y: in
     at = ctypes.c_void_p.from_address(pointers).value
     assert at is not None
     packed, on_cpu = ctypes.string_at(at, variant.kernel.params.size), variant._host_function()
-    _recorded_or_run(lambda: on_cpu((grid,), (block,), packed, shared_mem=shared,
-                                    resident=variant.cooperative, cluster=variant.kernel.cluster))
+    _record_or_run(lambda: on_cpu((grid,), (block,), packed, shared_mem=shared,
+                                  resident=variant.cooperative, cluster=variant.kernel.cluster))
 
 
 def _module() -> Any:
@@ -266,11 +266,11 @@ def install(patch: pytest.MonkeyPatch) -> Any:
             (tensor_current, "_gpu", lambda device: tensor_current._CPU),
             (tensor_map, "_encoded", tensor_map.on_host)):
         patch.setattr(owner, name, value)
-    fake_cublaslt.install(patch, fake_cublaslt.FakeCublasLt(record=_recorded_or_run))
+    fake_cublaslt.install(patch, fake_cublaslt.FakeCublasLt(record=_record_or_run))
     return module
 
 
-def _recorded_or_run(run: Callable[[], Any]) -> None:
+def _record_or_run(run: Callable[[], Any]) -> None:
     if _state.recorded is None:
         run()
     else:

@@ -67,7 +67,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
         patch.setattr(ndarray, name, _wrapped(getattr(np.ndarray, name)), raising=False)
     for name in _FUNCTIONS:
         setattr(module, name, _wrapped(getattr(np, name)))
-    rng: Any = np.random.default_rng(0)          # for mypy, one of these without a shape is a number
+    rng: Any = np.random.default_rng(0)          # For mypy, one of these without a shape is a number.
     module.random = SimpleNamespace(
         standard_normal=lambda shape, dtype: stand_in._placed(rng.standard_normal(shape, dtype)),
         uniform=lambda low, high, shape: stand_in._placed(rng.uniform(low, high, shape)),

@@ -23,9 +23,9 @@ Value = TypeVar("Value")
 
 # ---- marks that modules use ----
 _HOST_PROBLEM = testing.executor_problem("host")
-#: For tests of the CPU executor.
+#: Tests of the CPU executor have this mark.
 needs_host = pytest.mark.skipif(_HOST_PROBLEM is not None, reason=str(_HOST_PROBLEM))
-#: For tests of launches: the fixture `run` without the reference, which launches nothing.
+#: Tests of launches use the fixture `run` without the reference, which launches nothing.
 where_kernels_run = pytest.mark.parametrize("run", ["host", pytest.param("cuda", marks=pytest.mark.gpu)],
                                             indirect=True)
 
@@ -91,7 +91,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if ids is not None and not callable(ids):
             names_of_ids = list(ids)
             ids = [names_of_ids[i] for i in chosen]
-        kwargs.pop("_param_mark", None)         # else a mark of several tests keeps the ids of the first one
+        kwargs.pop("_param_mark", None)         # Otherwise a mark of several tests keeps the first ids.
         parametrize(names, [values[i] for i in chosen], *args, ids=ids, **kwargs)
 
     metafunc.parametrize = parametrize_wanted           # type: ignore[method-assign, assignment]

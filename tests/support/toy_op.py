@@ -34,7 +34,7 @@ def reference(x: np.ndarray, scale: np.ndarray, dtype: Any = float8_e4m3fn) -> n
 
 # ---- cupy_fp8/ops/<family>/scale_rows.py ----
 _THREADS = 256
-#: In the package: Kernel("<family>/scale_rows", …), for kernels_cu/<family>/scale_rows.cu.
+#: In the package this is Kernel("<family>/scale_rows", …), for kernels_cu/<family>/scale_rows.cu.
 _KERNEL = Kernel(Path(__file__).resolve().with_name("toy_op.cu"), "scale_rows", block=_THREADS)
 
 
@@ -118,7 +118,7 @@ SCALE_ROWS = cases.Registration(
     timed=_timed)
 
 
-# In the package: register(SCALE_ROWS), so that importing the module of the cases registers the op.
+# In the package this is register(SCALE_ROWS), so that importing the module of the cases registers the op.
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """`pytest -p toy_op` calls this before anything walks over the ops."""

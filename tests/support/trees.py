@@ -10,7 +10,7 @@ import numpy as np
 import cupy_fp8 as fp8
 from cupy_fp8.arrays import Result, is_array
 
-#: What leads to no array. Arguments can be lists of thousands of numbers.
+#: These lead to no array. Arguments can be lists of thousands of numbers.
 _SCALARS = (bool, int, float, str, type(None))
 
 

@@ -34,10 +34,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels
 
 HAS_SHORT_JOBS = True
 
-#: Selects the integer conversions of sm_80 on a chip that converts in hardware (numerics/formats.cuh).
+#: This selects the integer conversions of sm_80 on a chip that converts in hardware (numerics/formats.cuh).
 BITCODE = (("CUPY_FP8_BITCODE", "1"),)
-#: Bytes of shared memory that a block can have on the chips that have least, sm_89 and sm_120, and on those
-#: that have kernels of their own.
+#: A block can have so many bytes of shared memory on the chips that have least, sm_89 and sm_120, and on
+#: those that have kernels of their own.
 LEAST_SHARED, SHARED = 99 << 10, {"sm_90a": 227 << 10}
 #: Every choice of options is compiled for two of these, each pair of them in turn. All options and input
 #: types are compiled for sm_90 with CUDA 13.
@@ -115,7 +115,7 @@ PROGRAMS = [
 ]
 #: Programs for any alignment take the compiler longest, so others represent their entry points.
 PROGRAMS.sort(key=lambda program: ("ALIGNED", "0") in program[0].defines)
-#: One program of every entry point and input type. Registers do not matter: only exactness is tested.
+#: Every entry point has one program for each input type. Registers do not matter: only exactness is tested.
 BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + BITCODE)
                          for v in ALL}.values())
 
@@ -219,7 +219,7 @@ def launched_by(name: str) -> set[Program]:
     op = OPS[name]
     with launches() as seen, base.values_made_by(base.zeros):
         for case in op.cases():
-            args, kwargs = op.inputs(case)          # made once for all calls, since they write nothing
+            args, kwargs = op.inputs(case)          # They are made once for all calls, which write nothing.
             remembered.forget()
             op.function(*args, **kwargs)
             with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from cupy_fp8 import backend, kernels, testing
 from cupy_fp8.kernels import errors, sources
 from cupy_fp8.ops.scales import swizzle
 
-#: What sizes of groups can be.
+#: Sizes of groups can be wrong in these ways.
 WRONG_SIZES = (errors.MESSAGES[errors.Fact.SPLIT_NEGATIVE], errors.MESSAGES[errors.Fact.SPLIT_SUM])
 
 
@@ -136,7 +136,7 @@ def test_every_device_has_its_own_word(on_gpu):
         fp8.device_errors(clear=True)
         s, splits = on_gpu.array(scales(9, 4)), cp.asarray([4, 6])
         cp.cuda.Device(1).synchronize()
-    fp8.swizzle_scales(s, splits=splits)  # runs where its array is, whatever device is current
+    fp8.swizzle_scales(s, splits=splits)  # It runs where its array is, whatever device is current.
     assert fp8.device_errors() == ()
     with cp.cuda.Device(1):
         assert len(fp8.device_errors(clear=True)) == 1

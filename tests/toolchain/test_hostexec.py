@@ -27,11 +27,11 @@ from cupy_fp8.hostexec import executor  # noqa: E402
 pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 
 MODES = ("fast", "asan", "tsan")
-# bug -> order in which the fast mode computes wrong bytes
+# With each bug the fast mode computes wrong bytes in this order.
 WRONG_BYTES = {
     "uninitialised_shared": "random", "missing_syncthreads": "random", "missing_second_syncthreads": "random",
     "missing_syncwarp": "random", "cp_async": "random", "refilled_buffer": "desc", "cluster_store": "asc"}
-# bug -> what the error of the fast mode says, and whether it names the planted line
+# With each bug the fast mode's error says this, and names the planted line or not.
 ERRORS = {
     "dynamic_shared": ("outside dynamic shared memory", False),
     "divergent_shuffle": ("deadlock.*16 thread.* wait in __shfl_sync|deadlock.*32 thread.* wait in "
@@ -44,7 +44,7 @@ ERRORS = {
     "bulk_store": ("1 bulk store.* not waited for", False), "look_back": ("deadlock.*poll", True),
     "cluster_begin": ("block [01] has not begun", True),
     "cluster_end": ("block 1 has not begun or has ended", True)}
-# bug -> mode, and what the sanitizer calls it
+# With each bug this mode's sanitizer reports this.
 REPORTS = {
     "global_read": ("asan", "heap-buffer-overflow"), "global_write": ("asan", "heap-buffer-overflow"),
     "static_shared": ("asan", "global-buffer-overflow|insufficient space"),

@@ -26,7 +26,8 @@ from cupy_fp8.kernels import sources
 pytestmark = [pytest.mark.full,
               pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
 HAS_SHORT_JOBS = True
-#: Signals with which a process dies of an address that is not its own, or of an error of the executor.
+#: A process dies of these signals after an access to an address that is not its own, or an error of the
+#: executor.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
@@ -50,7 +51,7 @@ def child(name: str, cache: Path, background: Background) -> str:
 
 @functools.cache
 def cache_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where the session's children put what they compile: nobody needs a faulty kernel again."""
+    """The folder where the session's children put what they compile: nobody needs a faulty kernel again."""
     return tempfile.TemporaryDirectory(prefix="cupy-fp8-mutations-")
 
 
@@ -70,7 +71,7 @@ def test_cases_find_the_fault(name, background_result):
 
 @pytest.mark.parametrize("name", ["equivalent"])
 def test_a_change_of_no_byte_survives(name, background_result):
-    """So what finds faults is the bytes, not the harness."""
+    """So the bytes find faults, not the harness."""
     assert background_result(name) == SURVIVED
 
 
@@ -81,7 +82,7 @@ def test_a_fault_that_nothing_launches_is_an_error():
 
 
 def test_every_kernel_file_has_a_fault():
-    """But for those that no op launches: cases of ops find the faults."""
+    """Files that no op launches have none, since cases of ops find the faults."""
     kernels = {name.removesuffix(".cu") for name in FAULTS if name.endswith(".cu")}
     lacking = set(sources.names()) - WITHOUT_OP - kernels
     assert not lacking, f"{sorted(lacking)}: add a Fault to tests/support/mutations.py"

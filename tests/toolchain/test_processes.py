@@ -31,7 +31,7 @@ def pytest_unconfigure(config):
     if os.environ.get("BREAK") and os.getpid() != int(os.environ["SESSION"]):
         raise OSError("broken at the end")
 """
-#: Three files of a hundred tests. Those of the session's process wait until others have taken some.
+#: There are three files of a hundred tests. Those of the session's process wait until others have taken some.
 TESTS = """
 import os, subprocess, time
 import pytest
@@ -111,7 +111,7 @@ def test_every_test_runs_once(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("arguments", [("--processes", "1"), ("-s",), ("-k", "7")], ids=str)
 def test_one_process(tmp_path, arguments):
-    """On demand, where output is shown as it comes, and for few tests."""
+    """One process runs on demand, where output is shown as it comes, and for few tests."""
     code, out, ran = session(tmp_path, "", *arguments)
     assert code == 0, out
     assert len({process for *_, process in ran}) == 1
@@ -129,7 +129,7 @@ def test_failures_and_their_output_come_back(tmp_path):
 def test_the_first_failure_can_end_the_session(tmp_path):
     code, out, ran = session(tmp_path, "assert number != 7", "-x")
     assert code == 1, out
-    assert re.search(r"\b[123] failed", out)             # of each file one, at most
+    assert re.search(r"\b[123] failed", out)             # At most one of each file fails.
     assert "stopping after 1 failures" in out
     assert len(ran) < 300
 

@@ -40,15 +40,15 @@ pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hos
 
 Check = Callable[[testing.Executor], None]
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-# exit code of a child in which a sanitizer found something
+# A child in which a sanitizer found something exits with this code.
 FOUND = 66
-#: In which orders threads run; elsewhere in tests ("random", 0). Which addresses are wrong depends on orders
-#: only where threads race.
+#: Threads run in these orders; elsewhere in tests in ("random", 0). Which addresses are wrong depends on
+#: orders only where threads race.
 SCHEDULES = {"asan": (("desc", 0),), "tsan": (("random", 0), ("random", 1), ("desc", 0))}
 
 
 # ---- what a child runs ----
-#: Types that stand for all in jobs of `widths`: what a kernel accesses depends on how wide types are.
+#: These types stand for all in jobs of `widths`: what a kernel accesses depends on how wide types are.
 TYPES = (bfloat16, float32, float8_e4m3fn)
 
 
@@ -86,7 +86,7 @@ def edge_check(case: Case, lead: int, run: testing.Executor) -> None:
         return there
 
     args, kwargs = op.inputs(case)
-    # of two- and four-byte elements, misaligned for an odd lead
+    # Elements of two and four bytes are misaligned for an odd lead.
     args = (moved(args[0], elements=False), *args[1:])
     out = moved(op.function(*args, **kwargs), elements=True)
     desired = cases.outputs(op.reference(*args, **kwargs), kwargs)
@@ -130,7 +130,7 @@ def few_blocks() -> Iterator[Case]:
 
 
 def chosen_blocks() -> Iterator[Case]:
-    # four tiles of 128 x 128; five blocks of 2048 elements
+    # These are four tiles of 128 x 128, and five blocks of 2048 elements.
     tiles, flat = (130, 136), (17, 500)
     for directions in DIRECTIONS:
         for dtype in (bfloat16, float32) if directions["columnwise"] else INPUT_DTYPES:
@@ -140,7 +140,7 @@ def chosen_blocks() -> Iterator[Case]:
     for directions in DIRECTIONS[:3]:
         yield Case("quantize_tensor", bfloat16, (260, 136), "normal",
                    options={"amax": 0.0, "dbias": True, **directions})
-    # two blocks that meet
+    # These two blocks meet.
     yield Case("quantize_tensor", float16, (150, 100), "normal", options={"amax": 0.0, "scale": None})
     for transposed, shape in ((False, flat), (True, tiles)):
         yield Case("dequantize", float8_e5m2, shape, options={"dtype": float16, "transposed": transposed})
@@ -167,8 +167,7 @@ def entry_checks() -> Iterator[Check]:
 
 
 def few_block_entry_checks() -> Iterator[Check]:
-    """Of the cases with few blocks, which are those that ThreadSanitizer can run, one or more for every entry
-    point."""
+    """Cases with few blocks, which ThreadSanitizer can run, one or more for every entry point."""
     candidates = covering.observe(few_blocks())
     for one in covering.cover(candidates, covering.launched_entries):
         yield partial(check, OPS[one.case.op], one.case)
@@ -176,16 +175,16 @@ def few_block_entry_checks() -> Iterator[Check]:
 
 SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
 PRODUCTS = ("matmul_nt", "grouped_matmul_nt")
-#: Ops of many kernels or cases, which have jobs of their own.
+#: These ops have many kernels or cases, and jobs of their own.
 BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize",
        "multi_quantize", *SWIGLU, *PRODUCTS)
 
-#: The jobs of the quick tier: one case or more of every entry point. To choose them takes seconds, under ASan
-#: many, so a child is told their names.
+#: The jobs of the quick tier have one case or more of every entry point. To choose them takes seconds, under
+#: ASan many, so a child is told their names.
 QUICK_JOBS = ("asan-entries", "tsan-entries")
-#: name -> sanitizer, its checks. Beside the jobs of the quick tier, what is compiled for one is compiled for
-#: no other of its sanitizer.
-JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # the longest first
+#: A job has a sanitizer and its checks. Beside the jobs of the quick tier, what is compiled for one is
+#: compiled for no other of its sanitizer.
+JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # The longest jobs come first.
     "asan-entries": ("asan", entry_checks),
     "tsan-entries": ("tsan", few_block_entry_checks),
     "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in BIG))),
@@ -222,13 +221,13 @@ def schedules(job: str) -> tuple[tuple[str, int], ...]:
 # ---- planted errors ----
 def planted(kind: str) -> None:
     """A launch of the real `cast` kernel with one wrong parameter."""
-    n = 4096                                            # two blocks
+    n = 4096                                            # These are two blocks.
     x = np.zeros(n - (kind == "short-input"), bfloat16)
     if kind == "misaligned":
         x = np.zeros(2 * n + 16, np.uint8)[2:].view(bfloat16)[:n]
     data = np.zeros(n - (kind == "short-output"), float8_e4m3fn)
     scale_inv = np.zeros(1, np.float32)
-    # the second block's
+    # An overlapping scale_inv lies among the data of the second block.
     address = scale_inv.ctypes.data if kind != "overlapping" else data.ctypes.data + 3000
     variant = tensor._CAST.variant(IN=x.dtype, OUT=data.dtype)
     variant.bind(x, 2, x=x.ctypes.data, data=data.ctypes.data, scale_inv=address, n=n, scale_value=1.0,
@@ -267,7 +266,7 @@ def child(job: str, names: list[str], background: Background) -> subprocess.Comp
     path = os.pathsep.join(p for p in (package, str(SUPPORT), os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_HOST_MODE": mode, "PYTHONPATH": path} | hostexec.sanitizer_env(mode)
     command = hostexec.sanitizer_command(mode, [sys.executable, __file__, job, *names])
-    return background.run(command, env, timeout=2400)       # beside other tests it has less than a processor
+    return background.run(command, env, timeout=2400)       # Beside other tests it has less than a processor.
 
 
 def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -275,7 +274,7 @@ def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[
     for item in items:
         if hasattr(item, "callspec") and "job" in item.callspec.params:
             job = item.callspec.params["job"]
-            names = case_names(job) if job in QUICK_JOBS else []    # not in a thread: it records launches
+            names = case_names(job) if job in QUICK_JOBS else []  # No thread may record launches.
             yield job, partial(child, job, names, background)
 
 
@@ -291,7 +290,7 @@ def test_no_sanitizer_finds_anything(job, background_result):
 
 
 def test_quick_jobs_are_of_every_family():
-    """But of those that no op launches."""
+    """Kernels that no op launches have no jobs."""
     reached = {source for one in covering.entry_cases() for source, _ in covering.launched_entries(one)}
     assert reached == set(sources.names()) - WITHOUT_OP
 

@@ -96,7 +96,7 @@ def test_operands_of_products_have_the_names_of_the_struct():
         layout.values({**fields, "pitches": 1})
 
 
-#: Members that are 0 in every launch of an entry point, since its struct serves another one too.
+#: These members are 0 in every launch of an entry point, since its struct serves another one too.
 _NEVER_NAMED = {
     "cast": {"data_t", "rows", "columns", "aligned", "column_sums"},
     "quantize_whole_vectors": {"square"}, "group_quantize_whole_vectors": {"along_columns"},

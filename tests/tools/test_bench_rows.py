@@ -20,7 +20,7 @@ from cupy_fp8.cases.covering import record
 
 pytestmark = needs_host
 
-#: Sides of small matrices: several tiles and blocks, and more rows and columns than checks compare.
+#: Small matrices have several tiles and blocks, and more rows and columns than checks compare.
 _MOST = 512
 _MOST_MATRICES = 2
 
@@ -32,7 +32,7 @@ def small(case: Case) -> Case:
     options = dict(case.options)
     if "rows" in options:
         options["rows"] = options["rows"] * shape[-2] // rows
-    if case.op.startswith("multi_"):                        # a list of matrices
+    if case.op.startswith("multi_"):                        # They take a list of matrices.
         return replace(case, shape=(5,), options={**options, "group": "whole"})
     return replace(case, shape=shape[1:], options=options)
 
@@ -49,7 +49,7 @@ def timed() -> Iterator[tuple[str, str, Case]]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_arithmetic.install(monkeypatch)
-    monkeypatch.setattr(data, "_LARGE", 1 << 17)            # bytes: most first arguments are made on the GPU
+    monkeypatch.setattr(data, "_LARGE", 1 << 17)            # Most first arguments are then made on the GPU.
 
 
 @pytest.mark.parametrize(("name", "label", "case"), first_of_each(lambda row: row[0], timed()))

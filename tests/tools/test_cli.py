@@ -144,7 +144,7 @@ def test_info(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert all(len(line) <= 80 or " " not in line.strip() for line in out.splitlines())     # but paths
+    assert all(len(line) <= 80 or " " not in line.strip() for line in out.splitlines())  # Paths are longer.
     found = re.findall(r"^(\S.*?)  +(.*(?:\n +.*)*)", out, re.MULTILINE)
     lines = {name: " ".join(value.split()) for name, value in found}
     assert lines["cupy_fp8"] == fp8.__version__
@@ -154,7 +154,7 @@ def test_info(monkeypatch, capsys):
         problem = testing.executor_problem(name)
         assert lines[f"{name} executor"].startswith("works" if problem is None else f"no: {problem}")
     assert {"ml_dtypes", "cupy", "matplotlib", "rich"} <= lines.keys()
-    assert out.count("pip install 'cupy-cuda13x") <= 1      # a long reason is given once
+    assert out.count("pip install 'cupy-cuda13x") <= 1      # A long reason is given once.
     assert backend.gpu_problem() is not None or lines["compute capability"]
 
 

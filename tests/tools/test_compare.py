@@ -47,7 +47,7 @@ def test_rows_are_what_the_recipes_do(x):
 
 
 def test_names():
-    assert recipe_name(fp8.BlockScaling()) == "1×128 E4M3 pow2"        # the profile's own choice
+    assert recipe_name(fp8.BlockScaling()) == "1×128 E4M3 pow2"        # It is the profile's own choice.
     assert recipe_name(fp8.BlockScaling(profile="vllm", eps=0.5)) == "1×128 E4M3 eps 0.5 vllm"
     assert recipe_name(fp8.BlockScaling((None, 1), pow2_scale=False)) == "column E4M3"
     assert recipe_name(fp8.MXScaling(block=(32, 32), profile="torchao")) == "MX 32×32 E4M3 torchao"
@@ -59,7 +59,7 @@ def test_duplicates_are_one_row():
     x = values(64, 100)
     found = diagnostics.compare(x)
     assert found.same["delayed E4M3"] == "tensor E4M3"
-    assert found.same["1×128 E4M3"] == "row E4M3"               # rows of 100 are one block
+    assert found.same["1×128 E4M3"] == "row E4M3"               # Rows of 100 are one block.
     assert [row.name for row in found.distinct] == [name for name in NAMES if name not in found.same]
     text = repr(found)
     assert re.findall(r"^(?:row|1×128) E4M3  ", text, re.MULTILINE) == ["row E4M3  "]
@@ -93,7 +93,7 @@ def test_data_with_scales_are_their_values():
     assert found.dtype == "float8_e4m3fn, block 1×32"
     assert found.rows == diagnostics.compare(q.dequantize()).rows
     assert found["MX E4M3"].error.sqnr_db == math.inf
-    assert found.verdict.startswith("Take tensor E4M3 pow2: ")        # many dB are as good as exact
+    assert found.verdict.startswith("Take tensor E4M3 pow2: ")        # So many dB are as good as exact.
     one = fp8.quantize_tensor(x).rowwise
     assert diagnostics.compare(one, [fp8.MXScaling()]).dtype == "float8_e4m3fn, one scale"
 
@@ -112,7 +112,7 @@ def test_rows_come_one_by_one():
     assert next(rows).name == "tensor E4M3"
     assert calls == [(8, 32)]
     with pytest.raises(ValueError, match="two or three dimensions"):
-        each(values(8))                                         # at the call, not at the first row
+        each(values(8))                                         # It raises at the call, not at the first row.
 
 
 @pytest.mark.parametrize(("x", "recipes", "error", "message"), [
@@ -139,7 +139,7 @@ def test_verdicts():
     assert plain.verdict.startswith("Take tensor E4M3: 31.")
     assert "none has fewer bytes" in plain.verdict
     assert wild["tensor E4M3"].lost > 0.9
-    assert max(wild, key=lambda row: row.error.sqnr_db).lost > 0.3      # its few large values are exact
+    assert max(wild, key=lambda row: row.error.sqnr_db).lost > 0.3      # Its few large values are exact.
     chosen = wild[verdict.recommended([wild.rows])]
     assert chosen.lost <= min(row.lost for row in wild) + 0.01
     assert wild.verdict.startswith(f"Take {chosen.name}: ")

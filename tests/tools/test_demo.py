@@ -335,9 +335,9 @@ def test_data(part, monkeypatch):
     assert w.tobytes() != demo_data.weight(256, 128, seed=4).tobytes()
     f = w.astype(np.float64)
     assert 0.5 < f.std() * math.sqrt(128) < 2
-    assert np.abs(f).max() > 6 * f.std()                    # a normal distribution of this size has less
+    assert np.abs(f).max() > 6 * f.std()                    # A normal distribution of this size has less.
     per_channel = np.abs(x.astype(np.float64))[1:].mean(axis=0)
-    assert (per_channel > 6 * np.median(per_channel)).sum() >= 4     # outlier channels
+    assert (per_channel > 6 * np.median(per_channel)).sum() >= 4     # These are outlier channels.
 
 
 @needs_host

@@ -15,7 +15,7 @@ from cupy_fp8 import diagnostics, testing
 from cupy_fp8.diagnostics import ErrorReport, error, losses, on_gpu, pieces
 
 E4M3, E5M2 = fp8.float8_e4m3fn, fp8.float8_e5m2
-# The largest value that still rounds to the maximum, and the smallest that overflows, in f32.
+# These are the largest value that still rounds to the maximum, and the smallest that overflows, in f32.
 BORDER = {E4M3: (np.float32(464), np.nextafter(np.float32(464), np.float32(500))),
           E5M2: (np.nextafter(np.float32(61440), np.float32(0)), np.float32(61440))}
 
@@ -39,7 +39,7 @@ def figures(report):
 
 def sample(shape=(37, 53), dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
-    with np.errstate(over="ignore"):        # the largest become Inf in float16, which is a case of its own
+    with np.errstate(over="ignore"):        # The largest become Inf in float16, which is a case of its own.
         return (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(dtype)
 
 
@@ -118,7 +118,7 @@ def test_saturation_is_overflow_of_the_rounding(dtype):
     x = np.array([top, inside, -inside, beyond, -beyond, 2 * beyond, np.inf, np.nan, 0.0, 1.0], np.float32)
     report = error(x, fp8.quantize_tensor(x, 1.0, dtype=dtype))
     assert (report.saturated, report.nan, report.nonfinite) == (3, 1, 2)
-    unsaturated = fp8.astype(x, dtype, saturate=False).astype(np.float32)       # defines the same otherwise
+    unsaturated = fp8.astype(x, dtype, saturate=False).astype(np.float32)  # This defines the same otherwise.
     assert int((~np.isfinite(unsaturated) & np.isfinite(x)).sum()) == 3
 
 
@@ -185,7 +185,7 @@ def test_a_broken_result_has_no_signal_left():
 
 
 def test_signalling_nan_is_silent():
-    x = np.array([[0x7F800001, 0x3F800000]], np.uint32).view(np.float32)        # pytest makes warnings errors
+    x = np.array([[0x7F800001, 0x3F800000]], np.uint32).view(np.float32)  # pytest makes warnings errors.
     q = fp8.quantize_tensor(x, 1.0)
     assert (error(x, q).nonfinite, error(x, q).nan) == (1, 1)
     assert diagnostics.blocks(x, fp8.quantize_block(x)).nan.tolist() == [[1]]

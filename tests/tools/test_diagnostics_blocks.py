@@ -103,7 +103,7 @@ def test_pieces_are_small_and_have_every_element_once(monkeypatch, shape, block)
         for axis, (part, there, size) in enumerate(zip(elements, of_blocks, block, strict=True)):
             stop = min(part.stop, shape[axis])
             assert (there.start, there.stop) == (part.start // size, -(-stop // size))
-            # Either whole blocks from the first to the last, or a part of one.
+            # A piece has either whole blocks from the first to the last, or a part of one.
             assert there.stop - there.start == 1 or part.start % size == 0
     assert (seen == 1).all()
 
@@ -128,7 +128,7 @@ def test_a_batch_is_its_matrices(dtype):
     x = sample((3, 40, 70), dtype)
     exponent = np.random.default_rng(2).integers(110, 140, (3, 40, 3)).astype(np.uint8)
     q = Quantized(quantized(x, exponent, ROW), quantized(x, np.full((3, 2, 70), 120, np.uint8), COLUMN))
-    report = blocks(x, q)                                                   # of the row-wise part
+    report = blocks(x, q)                                                   # This is about the row-wise part.
     assert report.saturated.shape == report.exponents.shape == (3, 40, 3)
     for i in range(3):
         alone = blocks(x[i], quantized(x[i], exponent[i], ROW))
@@ -157,7 +157,7 @@ def test_the_limits_of_the_scales():
     s = quantized(x, np.array([[246], [247], [0], [0]], np.uint8), ROW)
     assert bits(s.data)[:, 0].tolist() == [0x7E, 0x78, 0x40, 0x00]
     report = blocks(x, s)
-    assert report.saturated.ravel().tolist() == [1, 0, 0, 0]                # FLT_MAX is 512 * 2**119
+    assert report.saturated.ravel().tolist() == [1, 0, 0, 0]                # FLT_MAX is 512 * 2**119.
     assert report.underflowed.ravel().tolist() == [0, 0, 0, 1]
     assert report.nan.ravel().tolist() == [0, 0, 0, 0]
     assert report.exponents.ravel().tolist() == [119, 120, -127, -127]

@@ -26,7 +26,7 @@ COUNTS = ("zero", "negative", "infinite", "nan")
 
 def by_hand(scale_inv: np.ndarray) -> dict[str, Any]:
     """The fields, from all scales at once in f64."""
-    with np.errstate(invalid="ignore"):                 # of signalling NaN
+    with np.errstate(invalid="ignore"):                 # Signalling NaN raise it.
         s = widen(scale_inv).astype(np.float64).ravel()
     good = s[np.isfinite(s) & (s > 0)]
     want: dict[str, Any] = {"scales": s.size, "zero": int((s == 0).sum()), "negative": int((s < 0).sum()),
@@ -152,7 +152,7 @@ def test_one_scale_of_zero_is_named():
 
 
 def test_good_scales_are_silent():
-    x = np.zeros((4, 64), np.float32)                   # blocks of zeros have scales of 2**-127
+    x = np.zeros((4, 64), np.float32)                   # Blocks of zeros have scales of 2**-127.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for s in (fp8.quantize_mx(x), fp8.quantize_block(x), fp8.quantize_tensor(x, 1.0)):

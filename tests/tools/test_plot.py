@@ -63,7 +63,7 @@ def test_histogram_counts_every_finite_nonzero_element():
     labels = [t.get_text() for t in ax.get_legend().get_texts()]
     v = q.dequantize()
     assert labels[:2] == ["x (2 zeros)", f"quantised ({int((v == 0).sum())} zeros)"]
-    # The smallest subnormal and the maximum, in units of x.
+    # The lines are at the smallest subnormal and the maximum, in units of x.
     assert [line.get_xdata()[0] for line in ax.lines] == [2.0**-9 / 16, 448 / 16]
 
 

@@ -41,7 +41,7 @@ def test_places_are_spread_evenly_and_always_the_same(size):
     assert size - 2 * size // sample.MOST - 1 <= at[-1] < size
     np.testing.assert_array_equal(at, sample.places(size))
     stride = size // sample.MOST
-    assert stride < 4 or np.ptp(np.diff(at[:100])) > 1                  # no regular pattern
+    assert stride < 4 or np.ptp(np.diff(at[:100])) > 1                  # The places have no regular pattern.
 
 
 @pytest.mark.parametrize("name", ["mx", "mx columns", "1x128", "128x128", "128x128 columns", "rows", "tensor",
@@ -113,7 +113,7 @@ def test_a_large_heat_map_is_sampled(monkeypatch):
     ax = plot.scale_heat_map(s)
     assert ax.get_title() == "8×6 of 40×6 scales (sampled)"
     assert ax.images[0].get_array()[:, 0].tolist() == [0, 5, 10, 15, 20, 25, 30, 35]
-    assert ax.get_ylim() == (39.5, -0.5)                # the axis counts blocks of the matrix
+    assert ax.get_ylim() == (39.5, -0.5)                # The axis counts blocks of the matrix.
 
 
 @quiet
@@ -121,7 +121,7 @@ def test_a_heat_map_of_scales_in_any_layout():
     x = outliers()
     q = fp8.quantize_block(x, block=(128, 128), columnwise=True)
     want = np.log2(q.to_layout("compact").rowwise.scale_inv)
-    for part in (q.rowwise, q.columnwise):                          # the matrix is the same, the storage not
+    for part in (q.rowwise, q.columnwise):  # The matrix is the same, the storage is not.
         np.testing.assert_array_equal(plot.scale_heat_map(part).images[0].get_array(), want)
     q = fp8.quantize_mx(x, columnwise=True)
     for drawn in (q.rowwise, q, q.to_layout("swizzled")):
@@ -153,7 +153,7 @@ def test_loss_map_shows_shares():
 
 def test_a_large_loss_map_shows_the_worst_of_several_blocks(monkeypatch):
     monkeypatch.setattr(block_losses, "MOST_CELLS", 4)
-    x = outliers()[None].repeat(2, axis=0)              # a batch: its matrices are drawn one below the other
+    x = outliers()[None].repeat(2, axis=0)              # Matrices of a batch are drawn one below the other.
     report = diagnostics.blocks(x, fp8.quantize_mx(x))
     ax = plot.loss_map(report)
     share = np.pad((100 * report.underflowed / 32).astype(np.float32).reshape(128, 10), ((0, 0), (0, 2)))
@@ -180,7 +180,7 @@ def test_loss_histogram_counts_blocks():
 def test_loss_histogram_of_large_blocks_and_of_none():
     x = np.ones((1024, 128), np.float32)
     x[:, :127] = np.where(np.arange(1024) // 128 < 7, 2.0**-9, 1)[:, None]
-    for block, lost in enumerate((1, 2, 3, 300, 301, 302, 1000)):       # the eighth block loses nothing
+    for block, lost in enumerate((1, 2, 3, 300, 301, 302, 1000)):       # The eighth block loses nothing.
         at = np.arange(lost)
         x[128 * block + at // 127, at % 127] = 1e-9
     report = diagnostics.blocks(x, fp8.quantize_block(x, block=(128, 128)))
@@ -229,8 +229,8 @@ def test_steps_draws_a_log(tmp_path):
     assert panels[0].lines[0].get_ydata().tolist() == [a["sqnr_db"]] * 3
     assert panels[1].lines[0].get_ydata()[0] == 100 * a["blocks_underflowed"] / 640
     assert panels[2].lines[1].get_ydata()[2] == 100 * b["underflowed"] / b["elements"]
-    assert np.isnan(panels[2].lines[1].get_ydata()[0])              # b was not logged at step 0
-    assert np.isnan(panels[1].lines[1].get_ydata()).all()           # and has no blocks
+    assert np.isnan(panels[2].lines[1].get_ydata()[0])              # b was not logged at step 0.
+    assert np.isnan(panels[1].lines[1].get_ydata()).all()           # It has no blocks either.
     assert panels[3].get_xlabel() == "step"
     (alone,) = plot.steps(records, ["saturated"], tensors=["b"])
     assert [line.get_label() for line in alone.lines] == ["b"]

@@ -26,7 +26,7 @@ def test_one_tensor():
     assert right.lines[0].get_xdata().tolist() == [100 * one[name].lost for name in recipes]
     assert right.get_xlim()[1] > max(right.lines[0].get_xdata()) > 10
     assert left.get_title(loc="left") == "What each recipe does to 4×256 float32"
-    assert left.get_ylim() == (len(recipes) - 0.5, -0.5)                # in the table's order
+    assert left.get_ylim() == (len(recipes) - 0.5, -0.5)                # Recipes are in the table's order.
     assert right.get_legend() is None
     left.figure.canvas.draw()
 

@@ -229,12 +229,12 @@ def test_progress_on_a_terminal(monkeypatch):
     line = progress.Progress()
     line.clear()
     line.show("one")
-    line.show("two [1/2]")                              # not rich's markup
+    line.show("two [1/2]")                              # This is not rich's markup.
     line.clear()
     line.clear()
     shown = screen.getvalue()
     assert "two [1/2]\n" in shown
-    assert shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")    # the cursor is back, and the line is empty
+    assert shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")    # The cursor is back, and the line is empty.
 
 
 @pytest.mark.parametrize("without", ["a terminal", "rich", "a terminal that moves its cursor"])
@@ -247,11 +247,11 @@ def test_progress_elsewhere_is_a_plain_line_now_and_then(without, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     line = progress.Progress()
-    for at, text in ((0, "one"), (4, "two"), (6, "three"), (8, "four")):    # two and four come too early
+    for at, text in ((0, "one"), (4, "two"), (6, "three"), (8, "four")):    # Two and four come too early.
         now[0] = at
         line.show(text)
     now[0] = 10
-    line.printed()                                      # something else
+    line.printed()                                      # Something else is printed.
     for at, text in ((12, "five"), (15, "six")):
         now[0] = at
         line.show(text)

@@ -112,7 +112,7 @@ def test_steps_are_appended(tmp_path):
         log_step(str(path), step, tensors)
     assert [(line["step"], line["tensor"]) for line in lines(path)] == [
         (step, name) for step in range(3) for name in "ab"]
-    assert len({tuple(line) for line in lines(path)}) == 1      # one set of keys, for tables
+    assert len({tuple(line) for line in lines(path)}) == 1      # Tables need one set of keys.
     assert log_step(path, 3, {}) == []
     assert len(lines(path)) == 6
 

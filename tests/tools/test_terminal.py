@@ -18,7 +18,7 @@ from cupy_fp8.cli import terminal, written
 
 ROOT = Path(fp8.__file__).resolve().parent.parent
 HOST_PROBLEM = testing.executor_problem("host")
-#: Terminals as Python sees them: with its own choice of UTF-8 for the C locale, and without.
+#: Python sees the terminal so: with its own choice of UTF-8 for the C locale, and without.
 ASCII = {"C locale": {"LC_ALL": "C"},
          "strictly ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
          "ASCII output": {"PYTHONIOENCODING": "ascii"}}
@@ -64,7 +64,7 @@ def test_a_reader_that_has_gone(arguments):
     finally:
         os.close(writer)
     assert done.stderr == b""
-    assert done.returncode == 141 or arguments == ["demo", "--help"]        # argparse may hide the error
+    assert done.returncode == 141 or arguments == ["demo", "--help"]        # argparse may hide the error.
 
 
 @pytest.mark.skipif(HOST_PROBLEM is not None, reason=str(HOST_PROBLEM))

@@ -24,7 +24,7 @@ from ...recipes import BlockScaling, CurrentScaling
 from ...results import Scaled
 from ..measure import DELAY, Call
 
-#: M, N, K. The last one is the gradient of a weight over 32768 tokens.
+#: These are M, N, K of the products. The last one is the gradient of a weight over 32768 tokens.
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 2048, 7168), (2048, 7168, 32768))
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("vector", "vector"))
 _BURSTS, _CALLS, _PAUSE, _WARM = 5, 10, 0.2, 0.5

@@ -21,7 +21,7 @@ def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
     yield "grouped_matmul_nt", lambda: product(shape, a, b, splits, out)
     if not shape.accumulate:
         yield "cuBLASLt for each group", partial(_each_group, shape, out)
-    # PyTorch does not accumulate. Sizes that are no multiples of 16 it refuses on the device, which ends the
+    # PyTorch does not accumulate. It refuses sizes that are no multiples of 16 on the device, which ends the
     # process.
     if shape.accumulate or (shape.group == "k" and shape.multiple % 16):
         return

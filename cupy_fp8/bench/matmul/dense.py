@@ -18,7 +18,7 @@ from ..measure import Call, Check, Spec
 from .compare import PAIRS, SHAPES, operand
 
 _FIRST = slice(0, 8)                # rows of a whose products are compared
-#: Rows that do not begin at multiples of 16 bytes, which cuBLASLt does not take.
+#: The rows do not begin at multiples of 16 bytes, so cuBLASLt does not take the product.
 _MISALIGNED = (4096, 4096, 4100)
 
 

@@ -22,15 +22,15 @@ from ..registry import Arguments, Registration, Timed, register
 _MX: Any = (1, 32)
 _ROW: Any = (1, 128)
 _SQUARE: Any = (128, 128)
-#: Tails of every tile; rows that allow wide accesses and rows that do not; matrices; nothing.
+#: These have tails of every tile, rows with and without wide accesses, several matrices, or no elements.
 _SHAPES: tuple[tuple[int, ...], ...] = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (33, 640),
                                         (127, 129), (130, 257), (144, 272), (2, 3, 40, 24), (3, 0, 4),
                                         (2, 133, 144))
 _TIMED_SHAPES = ((4096, 7168), (16384, 8192))
-#: Exponents of scales: equal ones, different ones by block, ones whose values vanish beside others, the whole
-#: range, and what only f32 has.
+#: Exponents are equal, differ by block, make values vanish beside others, span the whole range, or are those
+#: that only f32 has.
 _EXPONENTS = {"same": (-3, -3), "near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
-#: New blocks of MX data that take other tiles: of a few rows, larger than a tile, and whole rows.
+#: New blocks of MX data take other tiles if they have a few rows, are larger than a tile, or are whole rows.
 _BLOCKS: tuple[Any, ...] = ((1, 32), (1, 64), (1, 256), (1, 2048), (1, None), (32, 32), (64, 64), (32, 256),
                             (256, 32), (256, 256), (1024, 32), (128, 4096))
 
@@ -52,7 +52,7 @@ def _inputs(case: Case) -> Arguments:
     exponents = rng.integers(low, high, grid, endpoint=True)
     scale_inv = powers_of_two(exponents, held)
     if scales in _EXPONENTS and held == float8_e8m0fnu:
-        bits(scale_inv).reshape(-1)[11::29] = 255                   # NaN
+        bits(scale_inv).reshape(-1)[11::29] = 255                   # This is NaN.
     elif scales in _EXPONENTS:
         scale_inv.reshape(-1)[7::31] = 0
     if layout != "compact":
@@ -92,7 +92,7 @@ def _cases() -> Iterator[Case]:
         yield case(float8_e5m2, (2, 65, 100), block=block)
     for block in ((1, None), (1, 65536), (1, 8192), (32, 4096)):
         yield case(float8_e4m3fn, (33, 17000), "normal", block=block)
-    # Old blocks that are larger, of other kinds, or one scale for the tensor.
+    # Old blocks may be larger, of other kinds, or the whole tensor.
     for before, block in product((_ROW, _SQUARE, (1, None), (32, 64), None),
                                  (_MX, _ROW, (64, 32), (1, None))):
         for transposed in (False, True):

@@ -22,12 +22,12 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128),
            (272, 520), (144, 264), (33, 640),
            (500, 272))
-#: (rows, experts). Some experts are empty. There is one, or more of them than rows, or enough for several
-#: rounds of the search; some columns end in half a sector.
+#: A pair is (rows, experts). Some experts are empty. There is one, or more of them than rows, or enough for
+#: several rounds of the search. Some columns end in half a sector.
 _EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (40, 0), (512, 3), (1281, 1),
             (1296, 1), (2700, 2))
 _TIMED_SHAPES = ((16384, 8192), (32768, 7168))
-#: Exponents of scales: equal ones, different ones by row, the whole range, and beyond it.
+#: Exponents differ little by row, differ much, span the whole range, or go beyond it.
 _EXPONENTS = {"near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
 
 
@@ -51,7 +51,7 @@ def _inputs(case: Case) -> Arguments:
     exponents[7::11] = exponents[:1]
     scale_inv = powers_of_two(exponents, float8_e8m0fnu if block == 32 else float32)
     if block == 32 and scales in _EXPONENTS:
-        bits(scale_inv)[11::29] = 255                                   # NaN
+        bits(scale_inv)[11::29] = 255                                   # This is NaN.
     return (Scaled(data, asarray(scale_inv, like=data), case.shape, False, (1, block), "compact"),), options
 
 

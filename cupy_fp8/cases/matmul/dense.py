@@ -18,13 +18,13 @@ from ..base import Case, powers_of_two, values
 from ..registry import Arguments, Registration, register
 from .tolerance import assert_within
 
-#: The blocks of each kind of scaling.
 BLOCKS: dict[str, Any] = {"tensor": None, "row": (1, None), "vector": (1, 128), "block": (128, 128)}
 _PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"),
           ("vector", "vector"))
-#: Pairs that cuBLASLt does not take.
+#: cuBLASLt does not take these pairs.
 _OTHER_PAIRS = (("block", "block"), ("tensor", "row"), ("row", "block"), ("tensor", "vector"))
-#: [M, N, K] or [B, M, N, K]: small; tails of blocks and tiles; what cuBLASLt does not take.
+#: Shapes are [M, N, K] or [B, M, N, K]. The odd ones, which cuBLASLt does not take, have tails of blocks and
+#: tiles.
 _ALIGNED: tuple[tuple[int, ...], ...] = ((16, 8, 16), (128, 128, 128), (68, 72, 272), (4, 264, 400))
 _ODD: tuple[tuple[int, ...], ...] = ((1, 1, 1), (7, 5, 3), (33, 17, 129), (130, 9, 130), (5, 64, 256))
 _EMPTY: tuple[tuple[int, ...], ...] = ((0, 8, 16), (8, 0, 16), (5, 8, 0))
@@ -88,7 +88,7 @@ def _cases() -> Iterator[Case]:
         yield case((2, 16, 24, 144), pair, bias=bfloat16, accumulate=True)
         yield case((33, 17, 129), pair, bias=float32)
         yield case((5, 8, 0), pair, bias=float16, accumulate=True)
-    # Rows that are copied to where tensor copies can read them, for tiles of several parts.
+    # These rows are copied to where tensor copies can read them, for tiles of several parts.
     for pair in (("tensor", "tensor"), ("vector", "block")):
         yield case((1, 300, 236, 130), pair, bias=float32)
         yield case((2, 257, 256, 68), pair, dtype=float32)

@@ -21,12 +21,13 @@ from ..registry import Arguments, Registration, register
 from .dense import BLOCKS, operand
 from .tolerance import assert_within
 
-#: What a and b of "m" can be, and how a's scales are stored.
+#: a and b of "m" can have these scalings.
 _ROWS = (("vector", "block"), ("tensor", "tensor"), ("row", "row"), ("vector", "vector"), ("row", "block"),
          ("tensor", "vector"))
 _OF_GROUPS = ("tensor", "row", "vector", "block")
 _COLUMNS = (("vector", "vector"), ("tensor", "tensor"), ("row", "row"), ("vector", "row"))
-#: [all rows or columns, N, K or M]: tiles and blocks with tails; rows at odd addresses.
+#: Shapes are [all rows or columns, N, K or M]. Tiles and blocks have tails, and some rows are at odd
+#: addresses.
 _SHAPES = ((300, 72, 272), (260, 136, 144), (137, 9, 131), (40, 5, 3))
 
 
@@ -70,14 +71,14 @@ def _flat(shape: tuple[int, int], groups: int, dtype: np.dtype[Any], layout: str
 def _splits(total: int, groups: int, division: str, spare: int) -> np.ndarray:
     """Sizes of groups, `spare` less than there is room for."""
     used = max(total - spare, 0)
-    if division == "blocks":                                        # all but the last are multiples of 128
+    if division == "blocks":                                        # All but the last are multiples of 128.
         found = np.diff(np.round(np.linspace(0, used // 128, groups + 1)).astype(np.int64) * 128)
         found[-1:] += used % 128
         return found
     if division == "even":
         return np.full(groups, used // max(groups, 1), np.int64)
     found = sizes(used, groups, seed=used)
-    if division == "empty" and groups > 2:                          # the first, a middle and the last one
+    if division == "empty" and groups > 2:                          # Three groups become empty.
         found[groups // 2 - 1] += found[0] + found[-1] + found[groups // 2]
         found[0] = found[groups // 2] = found[-1] = 0
     return found

@@ -9,14 +9,14 @@ import numpy as np
 from ...arrays import asnumpy
 from ...formats import FORMATS, float32
 
-#: The error of sums, relative to the sum of magnitudes.
+#: Sums may have this error, relative to the sum of magnitudes.
 SUMS = 2.0**-8
 
 
 def assert_within(actual: Any, desired: np.ndarray, magnitudes: np.ndarray, name: str = "result") -> None:
-    """AssertionError unless |actual - desired| <= 2^-8 · magnitude + one unit in the last place of desired,
-    element by element, and actual is Inf or NaN wherever a term of the sum is. magnitudes: the sums of the
-    terms' magnitudes in f64; where one is beyond f32, sums may overflow, and anything is right."""
+    """Raises AssertionError unless |actual - desired| <= 2^-8 · magnitude + one unit in the last place of
+    desired, element by element, and actual is Inf or NaN wherever a term of the sum is. magnitudes: the sums
+    of the terms' magnitudes in f64; where one is beyond f32, sums may overflow, and anything is right."""
     got = asnumpy(actual)
     if (got.dtype, got.shape) != (desired.dtype, desired.shape):
         raise AssertionError(f"{name}: actual {got.dtype} {got.shape}, desired {desired.dtype} "

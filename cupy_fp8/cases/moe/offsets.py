@@ -15,17 +15,18 @@ from ..base import Case, laid_out
 from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
-#: The offsets that an expert layer needs: ends, starts, and element starts of three matrices.
+#: An expert layer needs these offsets: ends, starts, and element starts of three matrices.
 TYPICAL: dict[str, Any] = {"strides": (1, 1, 7168, 2048, 4096),
                            "include_leading_zero": (False, True, True, True, True),
                            "dtypes": ("int32", "int64", "int64", "int64", "int64")}
 _TWO: dict[str, Any] = {"strides": (1, 3), "include_leading_zero": (True, False),
                         "dtypes": ("int64", "int32")}
-#: The sizes of warps, tiles, and of as many tiles as each block adds up itself, and one more or less of each.
+#: These are the sizes of warps, of tiles, and of as many tiles as each block adds up itself, and one more or
+#: less of each.
 _NUMBERS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193,
             10007)
-#: Upper bounds of sizes, a third of which are 0: around the limit of the kernel's 32-bit sums; None: the
-#: largest.
+#: Sizes have these upper bounds, and a third of them are 0. Two bounds are around the limit of the kernel's
+#: 32-bit sums. None stands for the largest sizes.
 _SIZES = {"few": 300, "zeros": 0, "below 2**26": 2**26 - 1, "around 2**26": 2**26 + 5, "most": None}
 
 

@@ -72,15 +72,15 @@ def _sort_inputs(case: Case) -> Arguments:
     return (_source(case, options), splits, order), options
 
 
-#: Rows from one byte to several blocks of threads, some no multiple of 4 or 16 bytes, and more rows than a
-#: block takes.
+#: Rows have from one byte to several blocks of threads. Some are no multiple of 4 or 16 bytes, and some
+#: arrays have more rows than a block takes.
 _SHAPES: tuple[tuple[Any, tuple[int, ...]], ...] = (
     (float8_e4m3fn, (300, 64)), (bfloat16, (77, 264)), (float32, (700,)), (float8_e5m2, (1000,)),
     (bfloat16, (130, 129)), (float32, (65, 3, 5)), (float8_e4m3fn, (9, 4, 7)), (float8_e4m3fn, (5, 40_000)),
     (bfloat16, (5, 16_500)), (float8_e5m2, (3, 32_785)), (float32, (1, 1)), (bfloat16, (3, 0)))
 
 
-#: Rows of 16-byte multiples and others; scales of 16, 4, 7 and 3 bytes a row; one scale for all.
+#: Rows are multiples of 16 bytes or not. Their scales take 16, 4, 7 or 3 bytes a row, or all rows share one.
 _SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
     ((300, 512), (1, 128), float32), ((77, 200), (1, 32), float8_e8m0fnu), ((40, 129), (1, None), float32),
     ((9, 3, 70), (1, 32), float8_e8m0fnu), ((65, 96), None, float32), ((5, 40_000), (1, 128), float32),
@@ -103,9 +103,9 @@ def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
             yield case(float8_e4m3fn, (300, 48), groups=7, sizes=division, **given)
         for number in (0, 1, 4):
             yield case(bfloat16, (0, 24), groups=number, **given)
-    for number in (127, 128, 129, 1023, 1025, 3000):            # rounds and windows of the kernel's scans
+    for number in (127, 128, 129, 1023, 1025, 3000):            # Scans take several rounds and windows.
         yield case(bfloat16, (650, 8), groups=number, **options[0])
-    # Rows that take four to eight loads of a thread, and rows that blocks share.
+    # These rows take four to eight loads of a thread, or are shared by blocks.
     for columns in (16384, 10240, 24576, 14336, 32768, 40960):
         yield case(float8_e4m3fn, (9, columns), groups=3, **options[0])
     for layout in ("offset", "strided"):

@@ -33,8 +33,8 @@ _OTHERS: tuple[dict[str, Any], ...] = (
 _FEW: tuple[dict[str, Any], ...] = (
     {"topk": 2, "experts": 4, "align": 8}, {"topk": 3, "experts": 5, "form": "mask"},
     {"topk": 2, "experts": 3, "align": 16, "form": "mask of any"})
-#: One token and many for each block of threads; rows of whole chunks, of words, and of odd lengths; rows that
-#: blocks share.
+#: A block of threads has one token or many. Rows have whole chunks, words or odd lengths, or are shared by
+#: blocks.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (40, 64), (70, 264), (33, 5), (9, 37), (1100, 16), (3, 17_000), (300, 1), (65, 3, 5), (0, 24), (5, 0),
     (1, 8), (20, 4, 10))
@@ -127,7 +127,7 @@ def _cases() -> Iterator[Case]:
 
 def _unpermute_cases() -> Iterator[Case]:
     yield from _cases_of("unpermute", INPUT_DTYPES, (None, "slot", "expert"), ("normal", "bits", "edges"))
-    # Numbers of routes that have programs, for tokens that have all of them, and other numbers.
+    # Programs exist for some numbers of routes, if tokens have all of them; other numbers share one.
     for i, (topk, dtype) in enumerate(product((1, 2, 4, 6, 8), INPUT_DTYPES)):
         for kind in ("distinct", "any"):
             options = {"topk": topk, "experts": 11, "kind": kind, "probs": (None, "slot")[i % 2]}
@@ -141,13 +141,13 @@ def _permute_backward_cases() -> Iterator[Case]:
 def _unpermute_backward_cases() -> Iterator[Case]:
     yield from _cases_of("unpermute_backward", INPUT_DTYPES, ("slot", "expert", None),
                       ("normal", "bits", "edges"))
-    for columns in (2047, 2048, 4097, 8192, 8200):                    # tiles of the kernel's sums
+    for columns in (2047, 2048, 4097, 8192, 8200):                    # Sums take one tile or several.
         yield Case("unpermute_backward", float32, (3, columns), "normal",
                    options={**_ROUTED[0], "probs": "slot"})
     yield Case("unpermute_backward", bfloat16, (3, 24_579), "normal", options={**_ROUTED[0], "probs": "slot"})
 
 
-#: The layer of timed calls: 64 experts, 8 for each of 8192 tokens.
+#: The timed layer has 64 experts, 8 for each of 8192 tokens.
 _LAYER: dict[str, Any] = {"topk": 8, "experts": 64, "kind": "distinct"}
 _TOKENS = (8192, 7168)
 

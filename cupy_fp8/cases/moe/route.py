@@ -15,8 +15,8 @@ from ..base import Case, laid_out, maker
 from ..registry import Arguments, Registration, Timed, all_but, register
 
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
-#: Where routes go. 'any': to any expert, also twice to one, or nowhere; 'distinct': to different ones; 'one':
-#: all to the same; 'none': nowhere.
+#: Routes of 'any' go to any expert, also twice to one, or nowhere. Those of 'distinct' go to different
+#: experts, those of 'one' all to the same one, and those of 'none' nowhere.
 KINDS = ("any", "distinct", "one", "none")
 
 
@@ -94,14 +94,14 @@ def _cases() -> Iterator[Case]:
             if kind != "distinct" or topk <= experts:
                 dtype = _INT64 if tokens % 2 else _INT32
                 yield case(dtype, tokens, topk, kind, num_experts=experts, align=16)
-    for experts in (31, 32, 33, 255, 256, 257, 1023, 1024):          # warps and rounds of the kernel's scans
+    for experts in (31, 32, 33, 255, 256, 257, 1023, 1024):          # Scans take several warps and rounds.
         yield case(_INT32, 200, 4, num_experts=experts, align=8)
         yield case(_BOOL, 60, experts, topk=6, align=32)
     # A warp holds 128 routes between its two passes.
     for topk in (0, 32, 33, 63, 64, 65, 127, 128, 129, 200):
         yield case(_INT32, 70, topk, num_experts=40)
     yield case(_INT32, 2, 1024, num_experts=9, align=64)
-    # More routes than a warp holds at once, in as many blocks as there can be.
+    # These are more routes than a warp holds at once, in as many blocks as there can be.
     yield case(_INT32, 9000, 3, num_experts=12, align=16)
     yield case(_INT32, 70_000, 1, num_experts=64)
     yield case(_BOOL, 9000, 8, topk=2, align=16)

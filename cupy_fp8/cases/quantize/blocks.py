@@ -22,11 +22,11 @@ _SQUARE: dict[str, Any] = {"block": (128, 128)}
 _WHOLE_ROWS: dict[str, Any] = {"block": (1, None)}
 _COMPACT = {"scale_layout": "compact"}
 _VLLM = {"profile": "vllm"}
-#: Shapes for every kernel with wide accesses.
+#: These options launch every kernel with wide accesses.
 _WIDE: tuple[dict[str, Any], ...] = (_ROW, {**_ROW, **_VLLM}, _COLUMN, _BOTH, {**_BOTH, **_COMPACT},
                                      _COLUMN_AS_IS, _AS_IS, {**_ROW, **_SQUARE}, {**_COLUMN, **_SQUARE},
                                      {**_BOTH, **_SQUARE})
-#: Shapes with short blocks, one and several warp tiles, tails of every tile, empty ones, batches.
+#: These have short blocks, one warp tile or several, tails of every tile, no elements, or a batch.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (128, 128), (130, 257), (260, 132), (129, 64), (1, 640),
     (640, 1), (48, 1100),
@@ -71,7 +71,7 @@ def _cases() -> Iterator[Case]:
 
 def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
     """Cases of blocks along rows alone, of whole rows and columns, and of other memory orders."""
-    # Rows of whole blocks: a warp has eight blocks down or across, or fewer.
+    # In rows of whole blocks a warp has eight blocks down or across, or fewer.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for options in (_ROW, {**_ROW, **_VLLM}):
             yield case(dtype, (21, 384), "edges", dtype=to, **options)
@@ -87,12 +87,11 @@ def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(dtype, (21, 384), "normal", "offset", **_ROW)
     for options in _WIDE:
         yield case(bfloat16, (160, 144), "normal", "strided", **options)
-    # Whole rows and columns that are divided: with the quick division in one and several steps, and without
-    # it.
+    # Whole rows and columns take the quick division in one step or several, or do without it.
     for dtype, to, direction in product((bfloat16, float32), FP8_DTYPES, (_BOTH, _AS_IS)):
         yield case(dtype, (67, 1101), "normal", dtype=to, **direction, **_WHOLE_ROWS, **_VLLM)
         yield case(dtype, (300, 21), "bits", dtype=to, **direction, **_WHOLE_ROWS, **_VLLM)
-    # Squares with the quick division and without it.
+    # Squares take the quick division or do without it.
     for values, direction in product(("normal", "bits"), (_ROW, _COLUMN, _BOTH, _AS_IS)):
         yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)
 

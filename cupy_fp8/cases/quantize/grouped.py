@@ -20,10 +20,9 @@ from ..base import DIRECTIONS, Case, maker, nbytes, poison, source
 from ..groups import sizes
 from ..registry import Arguments, HostCalls, Registration, Timed, register
 
-#: The directions: row-wise, column-wise, and both.
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
 _BOTH: dict[str, Any] = _DIRECTIONS[2]
-#: Recipes of timed calls.
+#: Timed calls have these options.
 _BLOCKS: dict[str, Any] = {"family": "block"}
 _MX: dict[str, Any] = {"family": "mx", "scale_layout": "swizzled"}
 _WHOLE_ROWS: dict[str, Any] = {"family": "block", "block": (1, None), "scale_layout": "compact"}
@@ -90,7 +89,7 @@ def _cases() -> Iterator[Case]:
     yield case(bfloat16, (150, 48), groups=3, sizes="aligned", spare=10, **both)
     yield case(float32, (40, 37), groups=2, spare=7, wide=False, **both)
     yield case(float16, (20, 24), groups=4, with_amax=False, with_offsets=True, columnwise=True)
-    yield case(bfloat16, (150, 129), groups=3, spare=9, current=(), **both)    # its (eps, pow2_scale)
+    yield case(bfloat16, (150, 129), groups=3, spare=9, current=(), **both)
     yield case(bfloat16, (150, 72), groups=3, family="block", **both)
     yield case(bfloat16, (150, 35), groups=3, spare=9, family="mx", align=32, **both)
     yield case(bfloat16, (140, 48), groups=3, spare=9, align=16, **both)
@@ -136,7 +135,7 @@ def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
     yield from _small_cases(case, (*_SMALL, (257, 16)), (both, {"current": ()}))
     for division in ("even", "one"):
         yield case(bfloat16, (512, 128), groups=4, sizes=division, **both)
-    for number in (127, 128, 129, 400):                              # rounds of the kernel's scan
+    for number in (127, 128, 129, 400):                              # The scan takes several rounds.
         yield case(bfloat16, (200, 16), groups=number, spare=3, **both)
         yield case(bfloat16, (200, 16), groups=number, spare=3, current=(0.0, True),
                    with_amax=number % 2 == 0)
@@ -167,7 +166,7 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
                                                           ((1, 128), (128, 128))):
         yield case(source_dtype, (1344, 36), "bits", groups=2, sizes=division, family="block", block=block,
                    **options)
-    # Options that the kernel gets at run time.
+    # The kernel gets these options at run time.
     for family, options in product(layouts, _DIRECTIONS):
         for layout in layouts[family]:
             for shape in ((272, 144), (150, 40)):
@@ -189,7 +188,7 @@ def _block_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
     both = {"columnwise": True}
     for family in ("block", "mx"):
         yield from _small_cases(case, _SMALL, ({"family": family, **both},))
-        for number in (128, 129, 400):                               # rounds of the kernel's scan
+        for number in (128, 129, 400):                               # The scan takes several rounds.
             yield case(bfloat16, (200, 16), groups=number, spare=3, family=family, wide=False, **both)
         yield from _edge_cases(case, family=family, **both)
 
@@ -212,7 +211,7 @@ def _whole_row_cases(case: Callable[..., Case]) -> Iterator[Case]:
                                         (False, True), (rows, columns)):
         yield case(bfloat16, (70, 40), "edges", groups=3, profile=profile, pow2_scale=pow2, columnwise=True,
                    **block)
-    # Rows that one, two, four and eight warps hold, and longer ones, which blocks share.
+    # One, two, four or eight warps hold such a row, or blocks share it.
     for source_dtype, widths in ((float16, (1032, 1027, 3000, 6000, 17_000)),
                                  (float32, (520, 1500, 4100, 9001))):
         for width in widths:
@@ -221,24 +220,24 @@ def _whole_row_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for block in (rows, columns):
         yield from _small_cases(case, _SMALL, [{**block, **options} for options in _DIRECTIONS])
         for options in _DIRECTIONS[::2]:
-            for number in (128, 129, 400):                           # rounds of the kernels' scans
+            for number in (128, 129, 400):                           # Scans take several rounds.
                 yield case(bfloat16, (200, 16), groups=number, spare=3, wide=False, **block, **options)
             yield from _edge_cases(case, **block, **options)
         for options in _DIRECTIONS:
-            for width, align in ((136, 16), (35, 128)):              # lines that end in padding
+            for width, align in ((136, 16), (35, 128)):              # Lines end in padding.
                 yield case(bfloat16, (150, width), "edges", groups=4, spare=5, align=align, **block,
                            **options)
         yield case(bfloat16, (0, 8), groups=3, align=16, columnwise=True, **block)
 
 
 def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    # Tiles without padding, tiles that end in padding, and tiles of padding alone.
+    # Some tiles have no padding, some end in padding, and some are padding alone.
     for source_dtype, columns in product(INPUT_DTYPES, (264, 133)):
         yield case(source_dtype, (300, columns), "bits", groups=4, spare=9, align=256, columnwise=True)
     for columns in (136, 35):
         yield case(bfloat16, (150, columns), "edges", groups=4, align=32, current=(), wide=False,
                    columnwise=True)
-    # Blocks that end in padding, and their scales.
+    # Some blocks, and their scales, end in padding.
     for options in _DIRECTIONS:
         for columns, layout, recipe in ((136, "gemm_ready", {}), (35, "compact", {"block": (128, 128)}),
                                         (136, "deepgemm_sm90", {}),
@@ -250,7 +249,7 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
             yield case(float32, (150, columns), "edges", groups=4, family="mx", scale_layout=layout,
                        align=128, **recipe, **options)
     yield case(float16, (150, 136), groups=4, family="block", profile="vllm", align=2)
-    for block, columns in product(((1, 128), (1, None)), (136, 21)):  # divisors of any size, and padding
+    for block, columns in product(((1, 128), (1, None)), (136, 21)):  # Divisors have any size.
         values = "edges" if columns > 64 else "bits"
         yield case(bfloat16, (150, columns), values, groups=4, family="block", block=block, profile="vllm",
                    align=16, columnwise=True)
@@ -287,7 +286,7 @@ def _timed_row(label: str, shape: tuple[int, int], division: str = "ragged", **o
 
 
 def _timed_per_tensor(shape: tuple[int, int]) -> Iterator[Timed]:
-    amaxes: dict[str, Any] = {"starts": (0,)}                       # the amaxes that are raised
+    amaxes: dict[str, Any] = {"starts": (0,)}                       # Amaxes start from these and are raised.
     yield _timed_row("both, 64 groups", shape, "even", **_BOTH, **amaxes)
     yield _timed_row("both, ragged, 64 groups", shape, **_BOTH, **amaxes)
     yield _timed_row("both, ragged in multiples of 16, 64 groups", shape, "aligned", **_BOTH, **amaxes)

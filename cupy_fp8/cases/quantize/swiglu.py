@@ -29,8 +29,8 @@ from ..groups import sizes
 from ..registry import Arguments, HostCalls, Registration, Timed, all_but, register
 
 _BOTH = DIRECTIONS[2]
-#: How many experts have biases of their own, for 133 rows. Some are empty; there is one, or more than rows,
-#: or enough for several rounds of the search; or none.
+#: So many experts share 133 rows and have biases of their own. There is one, or more than rows, or enough for
+#: several rounds of the search, or none. Some experts are empty.
 _EXPERTS = (1, 3, 9, 200, 0)
 _DELAYED: dict[str, Any] = {"recipe": DelayedScaling(), "scale": 0.37, "amax": 0.0}
 _RECIPES: tuple[dict[str, Any], ...] = (
@@ -39,21 +39,21 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"probs": "normal"}, {"bias": "normal"}, {"clamp": 0.75}, {"form": "gpt_oss", "clamp": 7.0},
     {"interleaved": True}, {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "probs": "edges",
                             "bias": "normal"})
-#: Shapes of x: short rows, one tile and several, tails of every kind, rows with and without wide accesses,
-#: empty ones.
+#: x has short rows, one tile or several, tails of every kind, rows with and without wide accesses, or no
+#: elements.
 _SHAPES = ((1, 2), (1, 6), (5, 2), (0, 8), (5, 0), (0, 0), (3, 74), (16, 16), (128, 256), (130, 514),
            (144, 272), (129, 264), (1, 1280), (300, 16))
-_ALIGNED = (144, 528)                           # wide accesses, and tails of the tile
+_ALIGNED = (144, 528)                           # It has wide accesses, and tails of the tile.
 _GPT_OSS = _OPTIONS[-1]
-#: Shapes for gradients with wide accesses, whose halves are whole tiles (paths rows and tiles). Rows end with
-#: a patch of the tile, or within one.
+#: Gradients of these shapes have wide accesses, and their halves are whole tiles (paths rows and tiles). Rows
+#: end with a patch of the tile, or within one.
 _HALVES = ((150, 512), (16, 256))
 _SCALES: tuple[Any, ...] = (
     *(BlockScaling(block, scale_layout=layout) for block,
       layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS)),
     *(MXScaling(mode=mode, profile=profile, scale_layout=layout)
       for mode, profile, layout in product(MX_MODES[:1], MX_PROFILES, MX_SCALE_LAYOUTS)))
-#: Options of most cases of gradients.
+#: Most cases of gradients have this option.
 _WEIGHTED = {"probs": "normal"}
 
 
@@ -61,7 +61,7 @@ def _inputs(case: Case) -> Arguments:
     options = dict(case.options)
     rows, width = case.shape
     experts = options.pop("experts", None)
-    if isinstance(options.get("scale"), tuple):                 # an array that a GPU reads
+    if isinstance(options.get("scale"), tuple):                 # A GPU reads it from an array.
         options["scale"] = np.array(options["scale"], np.float32)
     of_bias = (width,) if experts is None else (experts, width)
     if experts is not None:
@@ -141,7 +141,7 @@ def _backward_cases() -> Iterator[Case]:
         # Row-wise results alone have programs of their own.
         for how in _in_blocks(to):
             yield case(dtype, _HALVES[0], "edges", recipe=how, **_WEIGHTED)
-    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
+    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # Recipes take turns.
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
         yield case(dtype, (20, 528), "normal", **_RECIPES[(i + 2) % 4], **{**_WEIGHTED, **options})
@@ -166,7 +166,7 @@ def _backward_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(float32, (21, 768), "normal", **recipe, **_WEIGHTED)
         for options in _OPTIONS[2:]:
             yield case(bfloat16, _HALVES[1], "normal", **recipe, **options, **_BOTH)
-            for directions in DIRECTIONS[:2]:                                       # halves of no whole tiles
+            for directions in DIRECTIONS[:2]:                                     # Halves are no whole tiles.
                 yield case(bfloat16, (133, 2 * 200), "normal", **recipe, **{**_WEIGHTED, **options},
                            **directions)
 
@@ -176,21 +176,21 @@ def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for scaling in _SCALES:
         yield case(bfloat16, (133, 256), "normal", recipe=scaling, **_BOTH)
         yield case(bfloat16, (37, 512), recipe=scaling, **_WEIGHTED)
-        # da ends, and db starts, within a tile.
+        # The columns of da end, and those of db start, within a tile.
         for half in (160, 192, 224):
             yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **_WEIGHTED, **_BOTH)
         yield case(bfloat16, (133, 2 * 200), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
         # The second tile does not exist.
         yield case(bfloat16, (133, 2 * 72), "edges", recipe=scaling, interleaved=True, **_BOTH)
-    # Wide rows with all options at once.
+    # Wide rows get all options at once.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             yield case(dtype, (130, 2 * 136), "edges", recipe=how, **_scale(how), **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, _WEIGHTED)
-    # Rows past the end repeat this one, times 0.
+    # Rows past the end repeat this row, times 0.
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 512), "normal", **how, probs=0.25, **_BOTH)
-    for interleaved in (False, True):                                               # sums of many tiles
+    for interleaved in (False, True):                                               # Sums take many tiles.
         yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
         yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
 
@@ -211,7 +211,7 @@ def _cases() -> Iterator[Case]:
         # Row-wise results alone have programs of their own.
         for how in (DelayedScaling(to), *_in_blocks(to)):
             yield case(dtype, (133, 272), "edges", recipe=how, probs="normal", **_scale(how))
-    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
+    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # Recipes take turns.
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
     for recipe in _RECIPES:
@@ -237,7 +237,7 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS):
         for shape in (_ALIGNED, (133, 290)):
             yield case(bfloat16, shape, "normal", recipe=BlockScaling(block, scale_layout=layout), **_BOTH)
-    # Wide rows with all options at once.
+    # Wide rows get all options at once.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             yield case(dtype, (133, 272), "edges", recipe=how, **_scale(how), **_GPT_OSS, **_BOTH)
@@ -247,10 +247,10 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for scaling in _SCALES:
         yield case(bfloat16, (133, 272), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, {"probs": "edges"})
-    # Rows past the end repeat this one, times 0.
+    # Rows past the end repeat this row, times 0.
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 272), "normal", **how, probs=0.25)
-    # Rows past the end, whose weight is 1, have a larger amax, of biases alone.
+    # Rows past the end, whose weight is 1, have a larger amax, which comes from biases alone.
     yield case(bfloat16, (133, 272), "normal", **_DELAYED, bias="normal", probs=2.0**-20, **_BOTH)
     # Zeros times weights that are Inf or NaN do not reach scales in the padding.
     yield case(bfloat16, (133, 272), "edges", recipe=MXScaling(profile="torchao", scale_layout="swizzled"),
@@ -267,7 +267,7 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
 _PER_TENSOR: dict[str, Any] = {"recipe": DelayedScaling(), "scale": (4.0,)}
 _BLOCKS: dict[str, Any] = {"recipe": BlockScaling()}
 _MX: dict[str, Any] = {"recipe": MXScaling()}
-#: The layer of gpt-oss, by what its labels say: one bias for all rows, or one for each expert.
+#: The layer of gpt-oss has one bias for all rows, or one for each expert.
 _OF_GPT_OSS: dict[str, dict[str, Any]] = {
     label: {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "bias": "normal", **experts}
     for label, experts in (("gpt-oss", {}), ("gpt-oss, biases of 32 experts", {"experts": 32, "spare": 0}))}
@@ -323,7 +323,7 @@ def _host_calls(x: Array) -> Iterator[HostCalls]:
     yield HostCalls.both("", swiglu.swiglu_quantize, x, MXScaling())
 
 
-#: Bytes that a call must move. "[1].result" is the gradient of probs.
+#: These arrays are too small to count. "[1].result" is the gradient of probs.
 _MOVES = all_but("probs", "bias", "splits", "[1].result")
 
 register(

@@ -18,9 +18,9 @@ from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import Case, laid_out, values
 from ..registry import Arguments, HostCalls, Registration, Timed, all_but, register
 
-#: Lists with a few blocks of threads, also with chunked access; with whole patches only; with tails of every
-#: tile and every alignment; empty; with many arrays; with arrays of one shape and several blocks each; with
-#: as many as fit into a launch's arguments; and two.
+#: Lists have a few blocks of threads, also with chunked access; whole patches only; tails of every tile and
+#: every alignment; no arrays; many arrays; arrays of one shape with several blocks each; as many arrays as
+#: fit into a launch's arguments; or two.
 GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "few": ((130, 16), (0, 5), (9, 5)),
     "fits": ((130, 136), (0, 8), (1, 8), (400, 16)),
@@ -39,7 +39,7 @@ BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "batches": ((3, 5, 9), (130, 150), (2, 33, 72), (2, 0, 7)),
     "wide": ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8)),
 }
-#: Experts' weights, that `bench` times. With the small ones, the time for finding each block's matrix shows.
+#: `bench` times these experts' weights. Small ones show the time for finding each block's matrix.
 _WEIGHTS = {f"{number} of {rows}×{columns}": ((rows, columns),) * number for number, rows, columns in (
     (8, 2048, 5120), (32, 2048, 5120), (64, 2048, 5120), (8, 4096, 7168), (256, 2048, 1408), (128, 256, 256))}
 _SCALES = (0.37, 1.0, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)

@@ -34,7 +34,7 @@ def _inputs(case: Case) -> Arguments:
         scales = values("bits", stored, float32).view(int32)
     elif case.dtype == float32 and case.options.get("dtype", scale_dtype(case.dtype, target)) != float32:
         scales = reference.astype(values("bits", stored, float8_e8m0fnu), float32)
-        if source != "compact":  # padding has a 3, which E8M0 does not have
+        if source != "compact":  # Padding has a 3, which E8M0 does not have.
             used = scale_shape(case.shape, block, "compact")
             scales[..., used[-2] if block[0] == 1 else used[-1]:] = 3
     else:
@@ -49,7 +49,8 @@ def _cases() -> Iterator[Case]:
         return Case("convert_scales", held or SCALE_DTYPES[source][-1], shape, "bits", layout,
                     {"source": source, "target": target, "block": block, **options})
 
-    # The first cases launch every variant of the kernel on a few blocks: f32 or E8M0 to f32 or E8M0.
+    # The first cases launch every variant of the kernel on a few blocks: they convert f32 or E8M0 to f32 or
+    # E8M0.
     for source, target in (("gemm_ready", "swizzled"), ("compact", "gemm_ready"),
                            ("swizzled", "deepgemm_sm90"),
                            ("deepgemm_sm100", "swizzled")):
@@ -74,7 +75,7 @@ def _cases() -> Iterator[Case]:
         yield case(target, "compact", (20, 500), (None, 1), dtype=float32)
 
 
-#: (block, layouts) of the conversions between a model's quantisers and its matrix products.
+#: A model has these conversions (block, layouts) between its quantisers and its matrix products.
 _CONVERSIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
     (_ROW, "compact", "gemm_ready"), (_ROW, "compact", "deepgemm_sm100"),
     (_COLUMN, "compact", "deepgemm_sm100"), (_ROW, "gemm_ready", "compact"),

@@ -24,8 +24,8 @@ def _cases() -> Iterator[Case]:
         for pow2 in (False, True):
             for kind in ("bits", "edges", "normal"):
                 yield case(float32, MATRIX, kind, dtype=to, pow2_scale=pow2)
-            # Margins that make large scales overflow, small ones subnormal or 0, and the target itself Inf or
-            # 0.
+            # These margins make large scales overflow, small ones subnormal or 0, and the target itself Inf
+            # or 0.
             for margin in (1, -3, -130, 12, 140, 1 << 40):
                 yield case(float32, (9, 64), "edges", dtype=to, pow2_scale=pow2, margin=margin)
     for eps in (2.0**-149, 1e-39, 1e-12, 0.1, 3e38):
@@ -66,8 +66,8 @@ def _update_cases() -> Iterator[Case]:
             for kind in ("bits", "edges", "normal"):
                 for length in (1, 2, 3, 19):
                     yield case(float32, (length, 131), kind, **e4m3, algo=algo, amax=reduced)
-    # One round of loads and several, row segments of one row and of many, every number of columns in a block,
-    # and tails of each.
+    # Columns take one round of loads or several, and row segments have one row or many. A block has every
+    # number of columns, and tails of each.
     for shape in ((1, 1), (2, 1), (16, 512), (1024, 1), (1025, 2), (513, 3), (700, 5), (1030, 17), (6000, 1),
                   (9001, 3), (300, 70),
                   (16, 0)):

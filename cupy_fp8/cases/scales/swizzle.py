@@ -21,8 +21,8 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5),
            (256, 32), (257, 33), (31, 130),
            (1000, 7), (272, 48), (1, 3, 2), (2, 140, 33), (3, 0, 4), (3, 128, 32), (0, 9, 9))
-#: (extent of the groups' axis, groups). Some groups are empty. There is one, or more of them than lines, or
-#: as many as a round of the search takes, one less or one more, or enough for several rounds.
+#: A pair is (extent of the groups' axis, groups). Some groups are empty. There is one, or more of them than
+#: lines, or about as many as a round of the search takes, or enough for several rounds.
 _GROUPED = ((300, 1), (700, 4), (90, 40), (5, 64), (1500, 300), (0, 3), (0, 0),
             *((700, groups) for groups in (31, 32, 127, 128, 129, 300, 1025)))
 

@@ -1,4 +1,4 @@
-// cp.async, mbarriers and bulk copies. When each lands is described in shim/async_copy.h.
+// This file implements cp.async, mbarriers and bulk copies. shim/async_copy.h says when each copy lands.
 #include <string.h>
 
 #include "runtime.h"
@@ -14,7 +14,7 @@ static void check_aligned(const char* what, const void* memory, unsigned alignme
 }
 
 // ---- cp.async ----
-// memcpy on purpose: the sanitizers see it as an access by the thread that waits for the copy.
+// memcpy shows the sanitizers an access by the thread that waits for the copy.
 static void land(const CopyToShared& copy) {
     memcpy(copy.shared, copy.global, copy.source_bytes);
     if (copy.bytes > copy.source_bytes)
@@ -24,8 +24,8 @@ template <class Copy> static void append(std::vector<Copy>& queue, const Copy& c
     TsanIgnore ignore;
     queue.push_back(copy);
 }
-// Lands what lies in groups older than the `keep` newest committed ones (keep == ~0: everything), the rest
-// stays.
+// Lands the copies in groups older than the `keep` newest committed ones (keep == ~0: all of them). The rest
+// stays in the queue.
 template <class Copy, class Land>
 static void land_groups(std::vector<Copy>& queue, unsigned filling, unsigned keep, Land land) {
     size_t left = 0;
@@ -56,7 +56,7 @@ extern "C" void host_cp_async_wait(unsigned pending_groups) {
 // ---- mbarrier ----
 struct MBarrier {
     uint16_t expected, pending;   // arrivals of a phase, and those still to come
-    // announced and not yet copied, times 2, plus the parity of the current phase
+    // It is twice the bytes that are announced and not yet copied, plus the parity of the current phase.
     int32_t bytes_and_phase;
     int32_t bytes() const { return bytes_and_phase >> 1; }
     unsigned phase() const { return bytes_and_phase & 1; }
@@ -113,7 +113,8 @@ static void check_bulk(const char* what, const void* shared, const void* global,
     check_range(what, shared, bytes);
     check_range(what, global, bytes);
 }
-// The thread that waits does the copying: what the one that started the copy has seen has happened before.
+// The thread that waits does the copying: whatever the thread that started the copy has seen has happened
+// before.
 static void land_load(const BulkLoad& load) {
     tsan_acquire(load.barrier);
     if (load.swizzle == kNoSwizzle) memcpy(load.shared, load.global, load.bytes);
@@ -130,7 +131,7 @@ static void land_load(const BulkLoad& load) {
     barrier->bytes_and_phase -= (int32_t)load.bytes * 2;
     end_phase_if_complete(barrier);
 }
-// The block whose shared memory has the barrier: with clusters not always the one that starts the copy.
+// This block's shared memory has the barrier. With clusters it is not always the block that starts the copy.
 static Worker* owner_of(const void* barrier) {
     Worker* worker = own_worker();
     for (Worker* other : worker->launch->worker_of_block)

@@ -1,4 +1,4 @@
-// A fiber: a stack and the place where it was left. Switching costs about as much as a function call on
+// A fiber is a stack and the place where it was left. Switching costs about as much as a function call on
 // x86-64; other processors (or -DHOST_UCONTEXT) use the slower portable ucontext.
 #pragma once
 #include <stdint.h>
@@ -102,7 +102,7 @@ inline void fiber_switch(Fiber& from, Fiber& to) {
 #endif
 }
 
-// The first thing a fiber's entry function does.
+// A fiber's entry function calls this first.
 inline void fiber_entered() {
 #ifdef HOST_ASAN
     __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);

@@ -1,4 +1,4 @@
-// Launches: workers, the order of blocks, turns.
+// This file runs launches: it has the workers, the order of blocks, and the turns that blocks take.
 #include <linux/futex.h>
 #include <link.h>
 #include <pthread.h>
@@ -26,8 +26,8 @@ static std::string error_text;
 extern "C" const char* host_error() { return error_text.c_str(); }
 
 // ---- waiting ----
-// A system call, because std::atomic::wait yields the processor four times before it sleeps: beside other
-// processes a resident launch, whose blocks take turns, then takes several times as long.
+// This is a system call because std::atomic::wait yields the processor four times before it sleeps: beside
+// other processes a resident launch, whose blocks take turns, then takes several times as long.
 static void sleep_while(std::atomic<int>& value, int unwanted) {
     while (value == unwanted) syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, unwanted, nullptr, nullptr, 0);
 }
@@ -45,8 +45,8 @@ static void raise(std::atomic<int>& flag) {
 
 // ---- turns ----
 // Under AddressSanitizer static shared memory is one plain array in the library (only so does it get red
-// zones), so blocks that take turns must take their contents with them. Copied by hand: the red zones between
-// the variables are no business of memcpy.
+// zones), so blocks that take turns must take their contents with them. The loop copies by hand because
+// memcpy would report the red zones between the variables.
 static void copy_raw(char* to, const char* from, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) ((volatile char*)to)[i] = from[i];
 }
@@ -86,7 +86,7 @@ static void prepare_static_shared(Worker* worker) {
     free(worker->static_saved);
     worker->static_saved = nullptr;
     if (kernel->shared_anchor) {
-        kernel->shared_anchor();  // makes this thread's copy exist
+        kernel->shared_anchor();  // This makes the thread's copy exist.
         ThreadLocals found = {(uintptr_t)kernel->call, nullptr, 0};
         dl_iterate_phdr(find_thread_locals, &found);
         worker->static_shared = found.begin;
@@ -98,7 +98,7 @@ static void prepare_static_shared(Worker* worker) {
     }
 }
 static void prepare_dynamic_shared(Worker* worker) {
-    // AddressSanitizer's malloc brings its own red zones
+    // AddressSanitizer's malloc brings its own red zones.
     constexpr size_t alignment = 1024, margin = kAsan ? 0 : 1024;
     const unsigned bytes = worker->launch->options->shared_bytes;
     if (bytes == worker->dynamic_bytes) return;
@@ -111,7 +111,7 @@ static void prepare_dynamic_shared(Worker* worker) {
 }
 
 // ---- a worker's thread ----
-// The index of a block in the grid, of its number among those that run.
+// Returns the index in the grid of a block, from its number among those that run.
 static uint64_t block_of(const Launch* launch, uint64_t number) {
     const HostBlocks* range = launch->ranges;
     while (number >= range->count) number -= range++->count;
@@ -197,7 +197,7 @@ static void trim_fibers(uint64_t workers, unsigned threads) {
     for (size_t i = 0; i < pool->workers.size(); i++)
         drop_threads(pool->workers[i], i < workers ? threads : 0);
 }
-// A cheap permutation of the blocks: multiplication by something coprime to their number.
+// Multiplies by something coprime to the number of blocks, which is a cheap permutation.
 static void permute_blocks(Launch& launch) {
     if (launch.options->order != HOST_RANDOM || launch.blocks < 3) return;
     uint64_t multiplier = (launch.options->seed * 2654435761ull + 12345) % launch.blocks | 1;
@@ -227,7 +227,7 @@ static int run_workers(Launch& launch, uint64_t workers) {
     return 0;
 }
 
-// Runs the blocks of the ranges: those chosen of the grid, or a cluster's.
+// Runs the blocks of the ranges, which are those chosen of the grid, or a cluster's.
 static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, const HostBlocks* blocks,
                          unsigned ranges) {
     Launch launch = {};

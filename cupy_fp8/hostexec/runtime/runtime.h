@@ -1,5 +1,5 @@
-// The runtime's own records. One Worker is one operating-system thread that runs whole blocks, the CUDA
-// threads of a block as fibers. A worker's state is touched by its own thread only, so nothing in it is
+// These are the runtime's own records. One Worker is one operating-system thread that runs whole blocks, the
+// CUDA threads of a block as fibers. A worker's state is touched by its own thread only, so nothing in it is
 // atomic except how it is woken.
 #pragma once
 #include <atomic>
@@ -10,7 +10,7 @@
 #include "fiber.h"
 
 constexpr unsigned kMaxThreads = 1024, kMaxBarriers = 16;
-// what shared memory holds before a block: NaN in every float format
+// Shared memory holds this before a block, which is NaN in every float format.
 constexpr uint64_t kUninitialised = ~0ull;
 
 struct CopyToShared {  // cp.async
@@ -55,7 +55,7 @@ struct Barrier {
     std::vector<Thread*> waiting;
 };
 
-// Threads that can run. Each is in it at most once.
+// The queue holds the threads that can run. Each is in it at most once.
 struct ReadyQueue {
     Thread* entries[kMaxThreads];
     unsigned first = 0, count = 0;
@@ -77,8 +77,9 @@ struct ClusterBarrier {
     char clock[2];  // by parity of the generation
 };
 
-// One launch. In exclusive mode (ThreadSanitizer, resident grids) every block has a worker of its own and one
-// worker runs at a time: the one whose turn it is. Only that one touches `unfinished` and what follows it.
+// In exclusive mode (ThreadSanitizer, resident grids) every block of a launch has a worker of its own, and
+// one worker runs at a time: the one whose turn it is. Only that one touches `unfinished` and what follows
+// it.
 struct Launch {
     const HostKernel* kernel;
     const HostLaunch* options;
@@ -87,7 +88,7 @@ struct Launch {
     const HostBlocks* ranges;                         // of the blocks that run
     uint64_t blocks;                                  // in all ranges
     bool exclusive;
-    // block number b runs as (b * multiplier + offset) mod blocks
+    // Block number b runs as (b * multiplier + offset) mod blocks.
     uint64_t block_multiplier = 1, block_offset = 0;
     std::atomic<uint64_t> next_block{0};
     std::atomic<bool> failed{false};
@@ -100,7 +101,7 @@ struct Launch {
 struct HostWorker {};
 struct Worker : HostWorker {
     Thread main;                    // the operating-system thread's own context
-    // kept between launches; the first threads_per_block belong to the current block
+    // They are kept between launches; the first threads_per_block belong to the current block.
     std::vector<Thread*> threads;
     std::vector<HostWarp*> warps;
     ReadyQueue ready;
@@ -124,10 +125,10 @@ struct Worker : HostWorker {
 inline Thread* self() { return static_cast<Thread*>(host_thread); }
 inline Worker* own_worker() { return static_cast<Worker*>(host_thread->worker); }
 
-// scheduler.cpp
+// These are defined in scheduler.cpp.
 void make_ready(Worker* worker, Thread* thread);
-void wait_here(Worker* worker, const char* what);     // the current thread stops until make_ready
-void poll_here(Worker* worker);                       // the current thread lets others run
+void wait_here(Worker* worker, const char* what);     // The current thread stops until make_ready.
+void poll_here(Worker* worker);                       // The current thread lets others run.
 void maybe_pass_turn(Worker* worker);
 uint32_t random_below(Worker* worker, uint32_t bound);
 [[noreturn]] void fail_here(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -135,19 +136,19 @@ void run_block(Worker* worker, uint64_t block);
 void create_threads(Worker* worker, unsigned count);
 void drop_threads(Worker* worker, unsigned keep);
 
-// synchronisation.cpp
+// These are defined in synchronisation.cpp.
 void reset_synchronisation(Worker* worker);
 void thread_left_warp(Worker* worker, Thread* thread);
 
-// async_copy.cpp
+// These are defined in async_copy.cpp.
 void reset_copies(Thread* thread);
-void finish_copies(Worker* worker, Thread* thread);   // when the thread returns
-const char* unfinished_copies(Worker* worker);        // when the block ends; nullptr if none
+void finish_copies(Worker* worker, Thread* thread);   // This runs when the thread returns.
+const char* unfinished_copies(Worker* worker);        // Returns nullptr if there are none.
 long mbarrier_missing_bytes(const void* barrier);
 
-// launch.cpp
+// These are defined in launch.cpp.
 void pass_turn(Worker* worker, Worker* next);
-// "the launch has begun", "a thread is done", for ThreadSanitizer
+// ThreadSanitizer takes their addresses for "the launch has begun" and "a thread is done".
 extern char launch_clock, done_clock;
 
 #define CALLED_FROM_KERNEL() (host_thread->call_site = __builtin_return_address(0))

@@ -26,7 +26,7 @@ void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
 }
 constexpr bool kTsan = true;
-// only barriers order threads, never the order in which we happen to run them
+// Only barriers order threads, never the order in which we happen to run them.
 constexpr unsigned kTsanSwitchWithoutOrder = 1;
 inline void tsan_acquire(const void* clock) { __tsan_acquire(const_cast<void*>(clock)); }
 inline void tsan_release(const void* clock) { __tsan_release(const_cast<void*>(clock)); }

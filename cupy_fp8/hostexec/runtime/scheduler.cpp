@@ -1,4 +1,5 @@
-// Which thread of a block runs next, how a block starts and ends, and what is said when it cannot go on.
+// This file chooses the thread of a block that runs next, begins and ends blocks, and reports why a block
+// cannot go on.
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <string.h>
@@ -11,7 +12,7 @@ __thread HostBlock host_block __attribute__((tls_model("initial-exec")));
 }
 
 #ifndef HOST_UCONTEXT
-// Saves what a function must preserve, swaps the stacks, restores.
+// Saves what a function must preserve, swaps the stacks, and restores.
 asm(R"(
 .text
 .p2align 4
@@ -39,7 +40,7 @@ host_switch_context:
 #endif
 
 uint32_t random_below(Worker* worker, uint32_t bound) {
-    uint64_t& state = worker->random_state;  // xorshift64
+    uint64_t& state = worker->random_state;  // This is xorshift64.
     state ^= state << 13;
     state ^= state >> 7;
     state ^= state << 17;
@@ -110,7 +111,7 @@ extern "C" void host_fail(const char* format, ...) {
     fail_thread(format_text(format, arguments));
 }
 
-// Says who waits where, equal places once.
+// Says who waits where, and names equal places once.
 static void record_deadlock(Worker* worker) {
     TsanIgnore ignore;
     const unsigned count = worker->launch->threads_per_block;
@@ -190,14 +191,14 @@ void maybe_pass_turn(Worker* worker) {
 void poll_here(Worker* worker) {
     const Launch* launch = worker->launch;
     const uint64_t threads = launch->exclusive ? launch->threads_per_block * launch->blocks : worker->live;
-    // enough rounds that everybody who can do something has done it
+    // After so many rounds everybody who can do something has done it.
     if (++*worker->idle > 2000 + 100 * threads) {
         record_deadlock(worker);
         abandon_block(worker);
     }
     worker->ready.push(self());
     if (launch->options->resident && worker->polls_until_pass-- == 0) {
-        // About once per round of polls, at a moment that differs from round to round.
+        // This happens about once per round of polls, at a moment that differs from round to round.
         worker->polls_until_pass = launch->options->order == HOST_RANDOM
                                        ? random_below(worker, 2 * worker->ready.count)
                                        : worker->ready.count;
@@ -221,7 +222,7 @@ static void thread_returned(Worker* worker, Thread* thread) {
 }
 static void fiber_main() {
     fiber_entered();
-    for (;;) {  // once per block
+    for (;;) {  // Each round is a block.
         Worker* worker = own_worker();
         tsan_acquire(&launch_clock);
         worker->launch->kernel->call(worker->launch->params);
@@ -253,8 +254,8 @@ void drop_threads(Worker* worker, unsigned keep) {
 constexpr unsigned kCanaryBytes = 64;
 constexpr unsigned char kCanary = 0xA7;
 
-// By hand, because memset and memcpy are watched by the sanitizers and these bytes (red zones among them) are
-// nobody's business.
+// The loop writes by hand because the sanitizers watch memset and memcpy, and would report these bytes (red
+// zones among them).
 static void fill(char* memory, size_t bytes, char value) {
     volatile char* p = memory;
     for (; bytes && (uintptr_t)p % 8; bytes--) *p++ = value;
@@ -291,7 +292,8 @@ static void set_index(const HostLaunch* options, uint64_t block) {
 }
 static void reset_worker(Worker* worker, uint64_t block) {
     const Launch* launch = worker->launch;
-    // By block, not by worker: the same seed gives the same schedule however many workers there are.
+    // The state depends on the block, not on the worker, so the same seed gives the same schedule however
+    // many workers there are.
     worker->random_state =
         ((launch->options->seed * 0x9E3779B97F4A7C15ull) ^ ((block + 1) * 0xD1B54A32D192ED03ull)) | 1;
     worker->live = launch->threads_per_block;
@@ -345,6 +347,6 @@ void run_block(Worker* worker, uint64_t block) {
     reset_threads(worker);
     run_threads(worker);
     if (!worker->failed && !launch->failed) check_ended_block(worker);
-    if (worker->live)  // abandoned in the middle
+    if (worker->live)  // The block was abandoned in the middle.
         for (Thread* thread : worker->threads) fiber_restart(thread->fiber, fiber_main, thread->linear);
 }

@@ -1,4 +1,4 @@
-// Barriers of a block and of a cluster, and collectives of a warp.
+// This file implements barriers of a block and of a cluster, and collectives of a warp.
 #include "runtime.h"
 
 void reset_synchronisation(Worker* worker) {
@@ -23,7 +23,7 @@ static void release_barrier(Worker* worker, Barrier& barrier) {
     for (Thread* thread : barrier.waiting) make_ready(worker, thread);
     barrier.waiting.clear();
 }
-// Counts the current thread in. True when it was the last one.
+// Counts the current thread in. Returns true when it was the last one.
 //
 // Every thread of the block counts, also one that has returned: the GPU may forgive a barrier after an early
 // return, but it is undefined behaviour, and this project's kernels shall not do it.
@@ -115,7 +115,8 @@ void thread_left_warp(Worker* worker, Thread* thread) {
     for (unsigned used = warp->in_use; used; used &= used - 1)
         complete_if_all_here(worker, warp, warp->operations[__builtin_ctz(used)], 0);
 }
-// The operation that the current lane joins: the one with its mask that still waits for it, or a new one.
+// Returns the operation that the current lane joins: the one with its mask that still waits for it, or a new
+// one.
 static unsigned join(HostWarp* warp, unsigned mask, unsigned caller, int kind) {
     for (unsigned used = warp->in_use; used; used &= used - 1) {
         const unsigned slot = (unsigned)__builtin_ctz(used);
@@ -149,14 +150,14 @@ extern "C" const HostCollective* host_collective(unsigned mask, int kind, uint64
         fail_here("%s: the calling lane %u is not in the mask %08x", collective_name(kind), lane, mask);
     const unsigned slot = join(warp, mask, caller, kind);
     HostCollective& op = warp->operations[slot];
-    if (kind == HOST_SYNCWARP) tsan_release(&warp->clock[slot]);  // the others order no memory
+    if (kind == HOST_SYNCWARP) tsan_release(&warp->clock[slot]);  // The others order no memory.
     op.value[lane] = value;
     op.arrived |= caller;
     complete_if_all_here(worker, warp, op, caller);
     if (!op.complete) wait_here(worker, collective_name(kind));
     if (kind == HOST_SYNCWARP) tsan_acquire(&warp->clock[slot]);
     op.departed |= caller;
-    // nobody else runs before the caller has read it
+    // Nobody else runs before the caller has read the operation.
     if (op.departed == op.arrived) warp->in_use &= ~(1u << slot);
     return &op;
 }

@@ -1,4 +1,4 @@
-// Atomics, fences, loads and stores with an order or a cache hint.
+// This file has atomics, fences, and loads and stores with an order or a cache hint.
 //
 // Plain CUDA atomics are relaxed. For ThreadSanitizer the fence counts: an atomic by a thread that has
 // executed __threadfence() publishes what the thread has done and seen; an atomic always sees what was
@@ -23,7 +23,7 @@ HOST_INLINE void __threadfence() {
 #endif
 }
 
-// ld.relaxed / st.relaxed, ld.acquire / st.release (device scope): what flags between blocks must use.
+// Flags between blocks must use ld.relaxed / st.relaxed and ld.acquire / st.release (device scope).
 template <class T> HOST_INLINE T host_load_relaxed(const T* p) {
     return host_from_bits<T>(__atomic_load_n(reinterpret_cast<const host_bits_t<T>*>(p), __ATOMIC_RELAXED));
 }

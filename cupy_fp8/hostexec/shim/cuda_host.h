@@ -1,5 +1,5 @@
-// Included before every kernel: CUDA C++ as the host executor understands it, without any of NVIDIA's
-// headers.
+// This file is included before every kernel. It defines CUDA C++ as the host executor understands it,
+// without any of NVIDIA's headers.
 //
 // `__shared__` is not a macro: build.py replaces it in the preprocessed text, because `extern __shared__ T
 // name[];` (dynamic shared memory) and `__shared__ T name[N];` need different declarations.
@@ -22,8 +22,8 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 
-// always_inline: the return address that the runtime reports must lie in the kernel, and unused ones must
-//     cost nothing.
+// They are always_inline because the return address that the runtime reports must lie in the kernel, and
+// unused ones must cost nothing.
 #define HOST_INLINE static inline __attribute__((always_inline, unused))
 
 #define threadIdx (*const_cast<const uint3*>(&host_thread->thread_index))
@@ -41,8 +41,8 @@ template <> struct HostBits<4> { using type = uint32_t; };
 template <> struct HostBits<8> { using type = uint64_t; };
 template <class T> using host_bits_t = typename HostBits<sizeof(T)>::type;
 
-// The bytes of a value as an integer, and back. memcpy needs variables in memory, which AddressSanitizer
-// poisons and checks at every call: kernels are then slower to compile and to run.
+// These convert the bytes of a value to an integer and back. memcpy would need variables in memory, which
+// AddressSanitizer poisons and checks at every call: kernels are then slower to compile and to run.
 template <class T> HOST_INLINE uint64_t host_to_bits(T value) {
     return __builtin_bit_cast(host_bits_t<T>, value);
 }
@@ -55,7 +55,7 @@ template <class T> HOST_INLINE T host_from_bits(uint64_t bits) {
 #include "atomics.h"
 #include "async_copy.h"
 
-// The single by-value parameter of a kernel.
+// This describes the single by-value parameter of a kernel.
 template <class Function> struct HostParams {
     static_assert(sizeof(Function) == 0, "a kernel must take exactly one parameter, a struct by value");
 };

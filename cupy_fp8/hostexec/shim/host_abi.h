@@ -8,7 +8,7 @@
 struct HostWarp;
 struct HostWorker;
 
-// One CUDA thread. It runs as a fiber; the runtime derives its own, larger record from this one.
+// This is one CUDA thread. It runs as a fiber; the runtime derives its own, larger record from this one.
 struct HostThread {
     uint3 thread_index;
     unsigned lane;               // 0..31, within the warp
@@ -22,7 +22,7 @@ struct HostThread {
     const void* waiting_object;  // the mbarrier it polls, for the deadlock report
 };
 
-// The block that the current operating-system thread runs.
+// The current operating-system thread runs this block.
 struct HostBlock {
     uint3 block_index;
     uint3 block_dim, grid_dim;
@@ -31,7 +31,7 @@ struct HostBlock {
 
 enum HostCollectiveKind { HOST_SYNCWARP = 1, HOST_SHUFFLE, HOST_BALLOT, HOST_REDUCE, HOST_MATCH };
 
-// A warp-wide operation. A caller may read it until it next calls the runtime.
+// This is a warp-wide operation. A caller may read it until it next calls the runtime.
 struct HostCollective {
     unsigned mask, arrived, departed;
     int kind;
@@ -41,18 +41,18 @@ struct HostCollective {
 
 enum HostBarrierKind { HOST_BARRIER_PLAIN, HOST_BARRIER_AND };
 
-// Exported by every kernel library under the name host_kernel.
+// Every kernel library exports it under the name host_kernel.
 struct HostKernel {
     void (*call)(const void* params);
     size_t param_bytes;
-    // address of one of the library's thread_locals; nullptr: __shared__ is plain static
+    // Returns the address of one of the library's thread_locals. It is nullptr if __shared__ is plain static.
     void* (*shared_anchor)();
     char *shared_begin, *shared_end;  // plain static shared memory
 };
 
 enum HostOrder { HOST_ASCENDING, HOST_DESCENDING, HOST_RANDOM };
 
-// Neighbouring blocks of a grid, by their linear indices.
+// These are neighbouring blocks of a grid, by their linear indices.
 struct HostBlocks {
     uint64_t first, count;
 };
@@ -72,7 +72,7 @@ extern "C" {
 extern __thread HostThread* host_thread __attribute__((tls_model("initial-exec")));
 extern __thread HostBlock host_block __attribute__((tls_model("initial-exec")));
 
-// 0, or 1 with a message in host_error(). In it, <pc 0x...> stands for an address inside the kernel's
+// Returns 0, or 1 with a message in host_error(). In it, <pc 0x...> stands for an address inside the kernel's
 // library.
 int host_launch(const HostKernel* kernel, const HostLaunch* launch);
 const char* host_error();
@@ -88,7 +88,7 @@ void host_cluster_barrier(unsigned blocks);
 void* host_shared_of_block(void* own, unsigned block);
 const HostCollective* host_collective(unsigned mask, int kind, uint64_t value);
 
-// Asynchronous copies; see async_copy.h for the meaning.
+// async_copy.h describes the asynchronous copies.
 void host_cp_async(void* shared, const void* global, unsigned bytes, unsigned source_bytes);
 void host_cp_async_commit();
 void host_cp_async_wait(unsigned pending_groups);

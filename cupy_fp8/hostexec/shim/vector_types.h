@@ -1,4 +1,4 @@
-// CUDA's built-in vector types, with the sizes and alignments they have on the GPU.
+// These are CUDA's built-in vector types, with the sizes and alignments they have on the GPU.
 #pragma once
 
 #define HOST_VECTOR_TYPE(T, name)                                             \

@@ -40,7 +40,7 @@ def block_scales(s: Scaled) -> np.ndarray:
     """scale_inv by rows and columns of blocks of the logical matrix."""
     assert s.block is not None
     shape, block, swapped = s.shape, s.block, s.block[1] == 1
-    if s.transposed and 1 not in block:  # these scales follow the order in which data are stored
+    if s.transposed and 1 not in block:  # These scales follow the order in which data are stored.
         shape, block, swapped = swap_last(shape), (block[1], block[0]), True
     scales = lines_by_blocks(s.scale_inv, str(s.scale_layout), shape, block)
     return transpose(scales) if swapped else scales

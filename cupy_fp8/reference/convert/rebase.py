@@ -63,6 +63,6 @@ def _laid_out(scales: np.ndarray, s: Scaled, block: Block, layout: str) -> np.nd
     rows = s.shape[-2]
     if block[1] == 1:
         scales = transpose(scales)
-    elif s.transposed and 1 not in block:       # these scales follow the order in which data are stored
+    elif s.transposed and 1 not in block:       # These scales follow the order in which data are stored.
         scales, block, rows = transpose(scales), (block[1], block[0]), s.shape[-1]
     return convert.stored(scales, layout, block, rows)

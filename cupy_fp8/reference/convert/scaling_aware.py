@@ -88,7 +88,7 @@ def exponents(scale_inv: np.ndarray) -> Exponents:
         e = scale_inv.view(np.uint8).astype(np.int64)
         return Exponents(e - 127, e != 255, np.zeros(e.shape, bool), np.zeros(e.shape, bool))
     fraction, exponent = np.frexp(scale_inv)
-    # False for 0, negative values, Inf and NaN.
+    # This is False for 0, negative values, Inf and NaN.
     right = fraction == 0.5
     zero = scale_inv.view(np.uint32) == 0
     return Exponents(np.where(right, exponent - 1, 0).astype(np.int64), right, zero, ~(right | zero))
@@ -136,8 +136,8 @@ def target_exponent(top: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     """log2 of the smallest power of two not below top / fp8_max, within -127 and 127; 0 where top is 0. top:
     f64."""
     fraction, exponent = np.frexp(np.where(np.isinf(top), 0, top))
-    # fp8_max is 1.75 * 2^emax. A product with a mantissa of up to 1.75 needs its own exponent, any other the
-    # next one.
+    # fp8_max is 1.75 * 2^emax. A product with a mantissa of up to 1.75 needs its own exponent; any other
+    # needs the next one.
     t = exponent - 1 - int(np.log2(FORMATS[dtype].max)) + (fraction > 0.875)
     return np.where(top == 0, 0, np.clip(np.where(np.isinf(top), 127, t), -127, 127)).astype(np.int64)
 

@@ -74,7 +74,7 @@ def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
             yield scaled_values(member.rowwise, 0, 0, member.shape[0])
         return
     s = row_wise(a)
-    padded = 0                                          # rows of scales before the group
+    padded = 0                                          # So many rows of scales lie before the group.
     for start, end in ranges:
         if s.scale_inv.ndim == 1 and s.block is not None:
             blocks, pitch = cdiv(s.shape[1], 128), round_up(end - start, 4)

@@ -41,7 +41,7 @@ def _move_all(x: Any, rows: int, *how: Any) -> Any:
 def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
           order: np.ndarray | None = None) -> np.ndarray:
     """Fills each row of the result with the row of x that belongs there, or with 0."""
-    sizes = np.clip(np.asarray(splits, np.int64), 0, max(len(x), rows) + 1)        # int64 holds their sum
+    sizes = np.clip(np.asarray(splits, np.int64), 0, max(len(x), rows) + 1)        # int64 holds their sum.
     order = np.arange(len(sizes)) if order is None else order
     exists = (order >= 0) & (order < len(sizes))
     group = np.where(exists, order, 0)
@@ -49,7 +49,8 @@ def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
     placed = np.where(exists, sizes[group], 0) if len(sizes) else sizes
     to_start = _starts(placed, align_to)
     row = np.arange(rows)
-    at = np.searchsorted(to_start, row, side="right") - 1       # the last group that begins here or before
+    # This is the last group that begins here or before.
+    at = np.searchsorted(to_start, row, side="right") - 1
     result = zeros((rows, *x.shape[1:]), x.dtype, like=np)
     if len(sizes) == 0:
         return result

@@ -33,7 +33,7 @@ def unpermute(y: np.ndarray, routing: Routing, *, probs: np.ndarray | None = Non
     """narrow(sum of fl(row * prob)) over a token's rows, from the last row to the first."""
     columns = y.shape[1:]
     given = _row_map(routing)
-    order = np.argsort(-given, axis=1, kind="stable")  # dropped slots (-1) come last
+    order = np.argsort(-given, axis=1, kind="stable")  # Dropped slots (-1) come last.
     row_map = np.take_along_axis(given, order, 1)
     total = np.zeros((routing.tokens, *columns), np.float32)
     for slot in range(routing.topk):

@@ -38,7 +38,7 @@ def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float
 
     row = direction(block, False) if rowwise else None
     if row is not None and columnwise and not transposed and block[0] == block[1]:
-        return Quantized(row, row)  # both directions have the same bytes
+        return Quantized(row, row)  # Both directions have the same bytes.
     return Quantized(row, direction((block[1], block[0]), transposed) if columnwise else None)
 
 

@@ -66,7 +66,7 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
             here = slice(start * columns, start * columns + part.data.size)
             bits(flat[name])[here] = bits(part.data).reshape(-1)
         block = cast(Block, empty.block)
-        if block[0] is None:            # a group without rows has a line of scales too, that of zeros
+        if block[0] is None:            # A group without rows has a line of scales too, that of zeros.
             parts = [part if part.shape[0] else row_of_zeros.parts[name] for part in parts]
         scales = zeros(grouped_scale_shape((rows, columns), len(groups), block, recipe.scale_layout,
                                            empty.transposed), empty.scale_inv.dtype, like=np)
@@ -76,7 +76,7 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
         flat["scale_inv" if name == "rowwise" else "columnwise_scale_inv"] = scales
     row, column = without_rows._row, without_rows._column
     if row and column and recipe.block[0] == recipe.block[1] and not column.transposed:
-        flat["columnwise"] = flat["rowwise"]                    # both directions have the same codes
+        flat["columnwise"] = flat["rowwise"]                    # Both directions have the same codes.
     row_block = row.block if row else cast(Scaled, column).T.block
     return Grouped(np.asarray(splits), starts * columns if offsets is None else offsets, (rows, columns),
                    block=row_block, scale_layout=recipe.scale_layout,

@@ -17,7 +17,7 @@ def swizzle(s: np.ndarray) -> np.ndarray:
     rows, columns = round_up(lines, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLUMNS)
     padded = np.zeros((*batch, rows, columns), np.uint8)
     padded[..., :lines, :blocks] = s.view(np.uint8)
-    # tile, line / 32, line % 32, tile, block % 4
+    # The axes become (tile, line / 32, line % 32, tile, block % 4).
     tiles = padded.reshape(*batch, rows // 128, 4, 32, columns // 4, 4)
     return np.moveaxis(tiles, (-5, -2, -3, -4, -1), range(-5, 0)).reshape(padded.shape).view(s.dtype)
 

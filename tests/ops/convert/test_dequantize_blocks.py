@@ -119,8 +119,8 @@ def by_loop(s: Scaled) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(1, 1), (33, 70), (70, 33), (2, 45, 140), (130, 36)], ids=str)
 def test_by_loop(shape, block, layout, transposed, run):
     s = result(shape, block, layout, transposed)
-    bits(s.data)[...] &= 0x77                                               # numbers,
-    bits(s.scale_inv)[...] = bits(s.scale_inv) % 64 + 96                    # whose products are f32 normals
+    bits(s.data)[...] &= 0x77                                               # These are numbers.
+    bits(s.scale_inv)[...] = bits(s.scale_inv) % 64 + 96                    # Their products are f32 normals.
     testing.assert_bytes_equal(run.numpy(fp8.dequantize(run.array(s))), by_loop(s))
 
 

@@ -52,8 +52,8 @@ def differing(before: np.ndarray, after: np.ndarray) -> int:
 def test_in_exact_arithmetic(dtype, spread):
     rng = np.random.default_rng(spread)
     codes = rng.integers(0, 256, (6, 70), np.uint8)
-    codes[rng.random(codes.shape) < 0.4] &= 0x8F            # small ones
-    codes[(codes & 0x7C) == 0x7C] &= 0xBF                   # neither Inf nor NaN, but for one
+    codes[rng.random(codes.shape) < 0.4] &= 0x8F            # These become small.
+    codes[(codes & 0x7C) == 0x7C] &= 0xBF                   # Neither Inf nor NaN is left, but for one.
     codes[3] &= 0x80
     codes[2, 40] = NAN
     exponents = rng.integers(-spread, spread, (6, 3), endpoint=True)
@@ -105,7 +105,7 @@ def test_every_code_alone_in_its_block(dtype, run):
     got, changed = rebased(q, (1, 128), run)
     before, after = values(q), values(got)
     v = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
-    low = np.ldexp(np.abs(v)[:, None] / FORMATS[dtype].max, power) < 2.0**-127       # below every scale
+    low = np.ldexp(np.abs(v)[:, None] / FORMATS[dtype].max, power) < 2.0**-127  # These are below every scale.
     finite = (np.isfinite(v)[:, None] & ~low).reshape(-1)
     np.testing.assert_array_equal(after[finite], before[finite])
     np.testing.assert_array_equal(np.delete(bits(got.data), 40, axis=1), np.delete(bits(q.data), 40, axis=1))
@@ -188,8 +188,8 @@ def test_layouts_are_those_of_to_layout(shape, block, layouts, run):
 @pytest.mark.parametrize("wrong", [3.0, -0.0, -1.0, float("inf"), float("nan"), 3 * 2.0**-149])
 @pytest.mark.parametrize(("block", "dtype"), [((1, 256), float32), ((128, 256), float8_e8m0fnu)], ids=str)
 def test_scales_that_are_no_powers_of_two(block, dtype, wrong, run, monkeypatch):
-    """Refused where they can be looked at. On the device: the old block and the new scale become NaN, all
-    else stays, and nothing of them counts as changed."""
+    """NumPy refuses them, since they can be looked at. On the device the old block and the new scale become
+    NaN, all else stays, and nothing of them counts as changed."""
     rng = np.random.default_rng(4)
     codes, exponents = rng.integers(0, 0x78, (140, 300), np.uint8), rng.integers(-30, -3, (140, 3))
     q = scaled(codes, exponents, float8_e4m3fn)
@@ -202,7 +202,7 @@ def test_scales_that_are_no_powers_of_two(block, dtype, wrong, run, monkeypatch)
     got, changed = rebased(q, block, run, scale_dtype=dtype)
     assert fp8.device_errors(clear=True) == (() if run.name == "reference"
                                              else (errors.MESSAGES[errors.Fact.SCALE_NOT_POWER_OF_TWO],))
-    codes[9, 128:256] = 0                                   # takes no part in targets
+    codes[9, 128:256] = 0                                   # This row takes no part in targets.
     right, count = rebased(scaled(codes, exponents, float8_e4m3fn), block, testing.Executor("reference"),
                            scale_dtype=dtype)
     assert changed == count
@@ -220,7 +220,7 @@ def test_scales_of_zero_and_nan(run):
     q = scaled(np.full((1, 256), 0xB8, np.uint8), np.array([[-3, 90]]), float8_e4m3fn)
     q.scale_inv[0, 1] = 0
     got, changed = rebased(q, (1, 256), run)
-    assert bits(got.data)[0, ::128].tolist() == [0xF8, 0x80]                 # 1 is 256 * 2^-8
+    assert bits(got.data)[0, ::128].tolist() == [0xF8, 0x80]                 # 1 is 256 * 2^-8.
     assert got.scale_inv.tolist() == [[2.0**-11]]
     assert changed == 0
     q = scaled(np.full((1, 64), 0xB8, np.uint8), np.array([[-3, 0]]), float8_e4m3fn, 32)
@@ -238,4 +238,4 @@ def test_inf_becomes_the_largest_value(run):
     got, changed = rebased(scaled(codes, np.zeros((2, 1), np.int64), float8_e5m2, 32), (1, 32), run)
     assert bits(got.data)[:, 3].tolist() == [0x7B, 0xFB]
     assert bits(got.scale_inv).tolist() == [[254], [254]]
-    assert changed == 64                                                    # 1 vanishes beside 2^127
+    assert changed == 64                                                    # 1 vanishes beside 2^127.

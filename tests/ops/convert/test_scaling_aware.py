@@ -24,9 +24,9 @@ from cupy_fp8.results import Quantized
 def test_columns_in_exact_arithmetic(dtype, spread):
     rng = np.random.default_rng(spread)
     codes = rng.integers(0, 256, (9, 24), np.uint8)
-    codes[rng.random(codes.shape) < 0.4] &= 0x8F            # small ones
+    codes[rng.random(codes.shape) < 0.4] &= 0x8F            # These become small.
     codes[:, 5] &= 0x80
-    codes[(codes & 0x7C) == 0x7C] &= 0xBF                   # neither Inf nor NaN, but for a few
+    codes[(codes & 0x7C) == 0x7C] &= 0xBF                   # Neither Inf nor NaN is left, but for a few.
     codes[4, 7] = NAN
     exponents = rng.integers(-spread, spread, (9, 1), endpoint=True)
     got = transposed(scaled(codes, exponents, dtype), testing.Executor("reference"), scale_layout="compact")
@@ -98,7 +98,7 @@ def test_largest_products_by_hand(run):
     """1.75 times a power of two needs its own exponent, 1.875 the next; Inf the largest; NaN and zeros
     none."""
     codes = np.zeros((3, 128), np.uint8)
-    codes[0, :4] = 0x7E, 0x77, 0x76, 0x01                   # 448, 240, 224, 2^-9
+    codes[0, :4] = 0x7E, 0x77, 0x76, 0x01                   # These are 448, 240, 224, 2^-9.
     codes[1, :5] = 0x80, 0, 0x7F, 0, 0xFF
     got = transposed(scaled(codes, np.array([[-5], [100], [-5]]), float8_e4m3fn), run)
     assert np.log2(got.scale_inv[0, :5]).tolist() == [-5, -5, -6, -22, 0]
@@ -154,11 +154,11 @@ WRONG = [3.0, -0.0, -1.0, float("inf"), float("nan"), 1.0000001, 2.0**-126 * 1.5
 
 @pytest.mark.parametrize("target", scaling_aware.TARGETS)
 @pytest.mark.parametrize("wrong", WRONG)
-# so few that strips are below one another in a tile
+# So few rows make strips that are below one another in a tile.
 @pytest.mark.parametrize("rows", [140, 50, 20])
 def test_scales_that_are_no_powers_of_two(rows, wrong, target, run, monkeypatch):
-    """Refused where they can be looked at. On the device: the row-block becomes NaN, the scales of its tile
-    NaN, all else stays."""
+    """NumPy refuses them, since they can be looked at. On the device the row-block becomes NaN, the scales of
+    its tile become NaN, and all else stays."""
     rng = np.random.default_rng(4)
     codes, exponents = rng.integers(0, 0x78, (rows, 300), np.uint8), rng.integers(-9, -3, (rows, 3))
     q = scaled(codes, exponents, float8_e4m3fn)
@@ -173,7 +173,7 @@ def test_scales_that_are_no_powers_of_two(rows, wrong, target, run, monkeypatch)
                                              else (errors.MESSAGES[errors.Fact.SCALE_NOT_POWER_OF_TWO],))
     testing.assert_bytes_equal(got, reference.scaling_aware_transpose(q, target=target))
     nan_codes = codes.copy()
-    nan_codes[9, 128:256] = 0                               # takes no part in targets
+    nan_codes[9, 128:256] = 0                               # This row takes no part in targets.
     right = transposed(scaled(nan_codes, exponents, float8_e4m3fn), testing.Executor("reference"),
                        target=target)
     data, scales = bits(got.columnwise.data), got.columnwise.scale_inv
@@ -193,7 +193,7 @@ def test_scales_of_zero(span, target, dtype, run):
     rng = np.random.default_rng(span)
     codes, exponents = rng.integers(0, 256, (300, 260), np.uint8), rng.integers(-span, 1, (300, 3))
     q, empty = scaled(codes, exponents, dtype), rng.random((300, 3)) < 0.3
-    empty[128:256, 0] = True                                # nothing in a whole tile
+    empty[128:256, 0] = True                                # A whole tile has nothing.
     q.scale_inv[empty] = 0
     got = transposed(q, run, target=target)
     assert fp8.device_errors(clear=True) == ()
@@ -224,9 +224,9 @@ def test_one_row_with_scale_1_among_small_ones(target, block, run):
     exponents[5] = 0
     got = transposed(scaled(codes, exponents, float8_e4m3fn, block), run, target=target)
     powers = np.log2(got.scale_inv[5 // block, :48].astype(np.float32))
-    assert (powers == (-8 if target == "column" else 0)).all()              # 1 is 256 * 2^-8
+    assert (powers == (-8 if target == "column" else 0)).all()              # 1 is 256 * 2^-8.
     assert (bits(got.data)[:, 5] == (0x78 if target == "column" else 0x38)).all()
-    assert (bits(got.data)[:, :5] == 0).all()                               # 2^-20, or 2^-12
+    assert (bits(got.data)[:, :5] == 0).all()                               # It would be 2^-20 or 2^-12.
     codes[5] = 0
     got = transposed(scaled(codes, exponents, float8_e4m3fn, block), run, target=target)
     assert (bits(got.data)[:, :5] == (0x78 if target == "column" else 0x38)).all()
@@ -267,4 +267,4 @@ def test_dequantize(run):
                float8_e4m3fn)
     given = run.array(q)
     for part_of_it in parts(fp8.scaling_aware_transpose(given)):
-        testing.assert_bytes_equal(part_of_it.dequantize(), given.dequantize())     # whose values fit
+        testing.assert_bytes_equal(part_of_it.dequantize(), given.dequantize())     # Its values fit.

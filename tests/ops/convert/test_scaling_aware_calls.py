@@ -44,8 +44,8 @@ def test_experts_by_hand(run):
                                     fp8.MXScaling(scale_layout="compact")],
                          ids=lambda r: type(r).__name__)
 def test_after_permuting(recipe, run):
-    """Quantised, permuted and padded in FP8, transposed by expert, scales as matrix products want them:
-    unused rows, whose scale is 0, and rows of no expert take no part in anything."""
+    """Tokens are quantised, permuted and padded in FP8, then transposed by expert, with scales as matrix
+    products want them. Unused rows, whose scale is 0, and rows of no expert take no part in anything."""
     rng = np.random.default_rng(2)
     x, chosen = rng.standard_normal((70, 256), np.float32), rng.integers(0, 4, (70, 2))
     r = fp8.route(run.array(chosen), num_experts=4, align=16)
@@ -68,7 +68,7 @@ def test_after_permuting(recipe, run):
 @pytest.mark.parametrize("lead", [1, 4, 8])
 @pytest.mark.parametrize("block", [128, 32])
 def test_results_anywhere_in_memory(block, lead, splits, run):
-    """At any address that a dtype may have: nothing is written but the results."""
+    """Results lie at any address that a dtype may have: nothing is written but the results."""
     rng = np.random.default_rng(lead)
     q = scaled(rng.integers(0, 0x78, (140, 256), np.uint8), rng.integers(-9, -3, (140, 256 // block)),
                float8_e4m3fn, block)
@@ -88,8 +88,8 @@ def test_results_anywhere_in_memory(block, lead, splits, run):
     assert all(intact() for intact in checked)
 
 
-#: Of experts: less than a word, a unit of 16 bytes, a quarter and a half of a tile, a tile; and more, with
-#: last tiles of any size.
+#: Experts have less than a word, a unit of 16 bytes, a quarter or a half of a tile, a tile, or more with last
+#: tiles of any size.
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 113, 127, 128, 129, 131, 143,
          145, 160, 200, 255, 256, 257,
          272, 389)
@@ -121,7 +121,7 @@ def test_experts_of_every_size(block, target, columns, run):
 @pytest.mark.parametrize("held", ["compact", "gemm_ready"])
 @pytest.mark.parametrize("shape", [(300, 200), (3, 140, 260), (1, 1), (0, 130), (130, 0)], ids=str)
 def test_blocks_of_128_x_128_are_transposed_as_they_are(shape, held, scale_layout, run):
-    """Whatever the scales and the codes: nothing is computed."""
+    """Whatever the scales and the codes, nothing is computed."""
     x = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     q = fp8.quantize_block(x, block=(128, 128), pow2_scale=False, scale_layout=held).rowwise
     assert q is not None

@@ -14,7 +14,7 @@ from cupy_fp8 import Scaled, reference, testing
 from cupy_fp8.formats import float32
 from cupy_fp8.ops.matmul import cublaslt
 
-M, N = 264, 256                                          # enough for copies to be worth their time
+M, N = 264, 256                                          # These are enough for copies to be worth their time.
 SPLITS = np.array([200, 0, 320])
 pytestmark = pytest.mark.parametrize("run", ["host", pytest.param("cuda", marks=pytest.mark.gpu)],
                                      indirect=True)

@@ -19,7 +19,7 @@ from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fn
 from cupy_fp8.ops.matmul import cublaslt, library
 from cupy_fp8.reference.matmul.dense import magnitudes
 
-#: The number of cublasLtMatmulMatrixScale_t of each kind of scaling.
+#: Each kind of scaling has this number of cublasLtMatmulMatrixScale_t.
 MODES = {"tensor": 0, "row": 3, "vector": 4, "block": 5}
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector"))
 TYPES: dict[Any, int] = {float32: 0, float16: 2, bfloat16: 14, float8_e4m3fn: 28, float8_e5m2: 29}
@@ -73,7 +73,7 @@ def test_bias(to, bias, gpu_stand_in):
     gpu_stand_in.checked(a, b, dtype=to, bias=given)
     description = gpu_stand_in.fake.products[-1].description
     assert (description[7], description[8], description[26]) == (4, given.data.ptr, TYPES[bias])
-    gpu_stand_in.checked(a, b, dtype=to)                                # the same call without a bias
+    gpu_stand_in.checked(a, b, dtype=to)  # This is the same call without a bias.
     assert not {7, 8, 26} & gpu_stand_in.fake.products[-1].description.keys()
 
 
@@ -110,7 +110,7 @@ def test_a_batch_with_one_scale_is_one_call(gpu_stand_in):
 @pytest.mark.parametrize("pair", PAIRS[1:], ids="-".join)
 def test_a_batch_of_scales_is_a_call_for_each_matrix(pair, gpu_stand_in):
     a, b = gpu_stand_in.both(pair, batch=(3,))
-    for _ in range(3):                                                  # also as remembered calls
+    for _ in range(3):                                                  # They are also remembered calls.
         gpu_stand_in.fake.products.clear()
         out = gpu_stand_in.checked(a, b)
         products = gpu_stand_in.fake.products[-3:]

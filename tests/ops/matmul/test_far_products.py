@@ -20,7 +20,7 @@ from cupy_fp8.reference.matmul.dense import magnitudes
 pytestmark = [pytest.mark.gpu, pytest.mark.full]
 every_kernel = pytest.mark.parametrize("kernel", product_kernels.KERNELS)
 
-#: A prime: values that lie 2^31 or 2^32 apart differ.
+#: Values that lie 2^31 or 2^32 apart differ, since this is a prime.
 PERIOD = 1_000_003
 ADDED = 3                           # what every element is before products are added to it
 
@@ -77,7 +77,7 @@ def test_rows(m, n, k, kernel, launched):
     a, b, out = filled((m, k), 1), filled((3, n, k), 2), poisoned((m, n))
     assert max(a.data.size, out.size) > 2**31
     assert fp8.grouped_matmul_nt(a, b, fp8.asarray(splits, like="cupy"), out=out) is out
-    boundary = 2**31 // max(n, k)                       # the row in which element 2^31 lies
+    boundary = 2**31 // max(n, k)                       # Element 2^31 lies in this row.
     for group, start in ((0, 0), (0, boundary - 2), (0, ends[0] - 4), (2, ends[0]), (2, ends[1] - 4)):
         rows = slice(start, start + 4)
         check(out[rows], part(a, rows), part(b, group))

@@ -22,7 +22,7 @@ from cupy_fp8.ops.matmul import grouped_operands, tiles
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 
 SPLITS = np.array([0, 37, 0, 130, 8, 0], np.int64)
-TOTAL = 180                                             # five rows are no group's
+TOTAL = 180                                             # Five rows are no group's.
 K, N = 200, 24
 
 
@@ -40,7 +40,7 @@ def test_rows_of_each_group(scaling):
     for e, size in enumerate(SPLITS):
         want[start:start + size] = values(a)[start:start + size] @ values(b)[e].T
         start += size
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)     # dequantize rounds to f32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)     # dequantize rounds to f32.
     assert not bits(got[start:]).any()
 
 
@@ -106,7 +106,7 @@ def test_512_groups(group, run):
     testing.assert_bytes_equal(fp8.asnumpy(got) + np.float32(0), want + np.float32(0))
 
 
-@pytest.mark.parametrize("k", [512, 500])                       # of tensor copies, and not
+@pytest.mark.parametrize("k", [512, 500])                       # Tensor copies take 512 but not 500.
 def test_scales_whose_product_is_no_normal_number(k, run):
     """2^-146 has few bits as f32, and 2^160 is beyond it, but sums times one after the other are within."""
     rng = np.random.default_rng(9)
@@ -289,7 +289,7 @@ def test_operands_of_equal_extents_that_should_be_transposed():
     message = "splits: expected sizes that add up to at most the 64 columns there are, got "
     with pytest.raises(ValueError, match=rf"^{message}175; a\.T and b\.T have 180 columns$"):
         fp8.grouped_matmul_nt(q, q, SPLITS, group="k")
-    with pytest.raises(ValueError, match=f"^{message}187$"):            # more than there are rows
+    with pytest.raises(ValueError, match=f"^{message}187$"):            # These are more than there are rows.
         fp8.grouped_matmul_nt(q, q, SPLITS + 2, group="k")
 
 

@@ -51,11 +51,11 @@ def check_exact(a, b, splits, group, accumulate, run):
 
 # ---- nothing else is written ----
 SPLITS = np.array([0, 37, 0, 130, 8, 0])
-TOTAL = 180                                             # five rows are no group's
+TOTAL = 180                                             # Five rows are no group's.
 K, N = 200, 24
 
 
-@pytest.mark.parametrize("n", [8, 64, 72, 136, 200, 264])    # in the last tile: few columns, many, most
+@pytest.mark.parametrize("n", [8, 64, 72, 136, 200, 264])    # The last tile has few columns, many, or most.
 @pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_nothing_else_is_written_by_copies_of_boxes(group, dtype, n, run):
@@ -76,13 +76,13 @@ def test_nothing_else_is_written_by_copies_of_boxes(group, dtype, n, run):
         testing.assert_bytes_equal(found[part], host[part])
 
 
-@pytest.mark.parametrize("n", [8, 23, 72, 200, 264])    # 23: neighbours do not begin at multiples of 16 bytes
+@pytest.mark.parametrize("n", [8, 23, 72, 200, 264])  # Neighbours of 23 do not begin at multiples of 16.
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_what_no_product_is_added_to_keeps_its_bytes(group, n, run):
     """Rows after the last group, and gradients of groups without columns; each warp has fewer rows than 16
     once, and others follow."""
     splits = np.array([16, 0, 149, 50, 2, 0, 96])
-    total = int(splits.sum()) + 7                       # rows of gradients begin at multiples of 16 bytes
+    total = int(splits.sum()) + 7                       # Rows of gradients begin at multiples of 16 bytes.
     if group == "m":
         a, b = integers((total, 256), float8_e4m3fn, 1), integers((len(splits), n, 256), float8_e4m3fn, 2)
         shape: tuple[int, ...] = total, n
@@ -91,7 +91,7 @@ def test_what_no_product_is_added_to_keeps_its_bytes(group, n, run):
         shape = len(splits), 43, n
     before = np.empty(shape, np.float32)
     poison(before)
-    before[..., 0] = -0.0                               # to which even 0 is not added
+    before[..., 0] = -0.0                               # Even 0 is not added to it.
     added_to = np.arange(total) < splits.sum() if group == "m" else splits > 0
     before[added_to] = np.random.default_rng(3).integers(-9, 10, shape)[added_to]
     want = before.copy()
@@ -103,7 +103,7 @@ def test_what_no_product_is_added_to_keeps_its_bytes(group, n, run):
     testing.assert_bytes_equal(found[~added_to], before[~added_to])
 
 
-@pytest.mark.parametrize("rows", [256, 23])             # all in boxes, and not
+@pytest.mark.parametrize("rows", [256, 23])             # All rows of 256 go in boxes; not those of 23.
 @pytest.mark.parametrize("scale", [0, 2.0**-70, 2.0**-64])
 def test_subnormal_sums_are_kept(scale, rows, run):
     codes, factor = np.full((rows, 128), 1.5).astype(float8_e4m3fn), np.array([scale], np.float32)

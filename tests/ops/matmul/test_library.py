@@ -22,7 +22,7 @@ from cupy_fp8.ops.matmul import library
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="makes libraries of Linux")
 
-#: What a library has, as tests/support/fake_cublaslt.py has it.
+#: A library has the functions of tests/support/fake_cublaslt.py.
 FUNCTIONS = tuple(name for name in vars(FakeCublasLt()) if name.startswith("cublasLt"))
 _SUCCEEDING = {
     "cublasLtGetVersion": "size_t cublasLtGetVersion() { return VERSION; }",
@@ -104,7 +104,7 @@ def test_names_are_tried_where_pathfinder_finds_another_library(tmp_path, monkey
 # ---- by name ----
 @pytest.mark.parametrize("lacking", quick_if(lambda name: name == "cublasLtMatmul", FUNCTIONS))
 def test_a_library_that_lacks_a_function_is_passed_over(lacking, tmp_path, monkeypatch):
-    """Such as that of CUDA 11."""
+    """The library of CUDA 11 is one."""
     paths = (make(tmp_path / "a.so", functions=tuple(name for name in FUNCTIONS if name != lacking)),
              make(tmp_path / "b.so", 120804))
     monkeypatch.setattr(library, "_NAMES", paths)
@@ -121,8 +121,8 @@ def test_what_cannot_be_loaded_is_passed_over(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("there", "name"), [
     ((12, 13), "libcublasLt.so.13"), ((12,), "libcublasLt.so.12"), ((), None)], ids=str)
 def test_the_names_that_the_loader_looks_for(there, name, tmp_path):
-    """In a process of its own, since the loader reads its path when a process begins. Libraries without
-    functions keep it from finding this machine's own."""
+    """The test runs in a process of its own, since the loader reads its path when a process begins. Libraries
+    without functions keep it from finding this machine's own."""
     for major in (12, 13):
         make(tmp_path / f"libcublasLt.so.{major}", functions=FUNCTIONS if major in there else ())
     code = ("import sys; sys.modules['cuda'] = None; from cupy_fp8.ops.matmul import library; "
@@ -134,7 +134,7 @@ def test_the_names_that_the_loader_looks_for(there, name, tmp_path):
 
 
 def test_the_extras_that_install_it(monkeypatch):
-    """Those of both CUDA versions, which exist."""
+    """The extras of both CUDA versions exist."""
     monkeypatch.setattr(library, "_NAMES", ("libcublasLt.so.of_no_version",))
     message = library.found()
     assert isinstance(message, str)

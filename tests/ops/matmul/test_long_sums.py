@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import product_kernels
 import pytest
-from product_operands import RECIPES, drawn, quantized
+from product_operands import RECIPES, draw, quantized
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
@@ -24,8 +24,8 @@ from cupy_fp8.ops.matmul import library
 from cupy_fp8.reference.matmul.dense import magnitudes
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 
-#: The largest error, relative to the sum of magnitudes. Truncation makes every sum of positive values too
-#: small. Errors of sums of both signs partly cancel. With heavy tails a product can dwarf the 127 others.
+#: Errors are at most this, relative to the sum of magnitudes. Truncation makes every sum of positive values
+#: too small. Errors of sums of both signs partly cancel. With heavy tails a product can dwarf the 127 others.
 BOUNDS = {"normal": 2.0**-14, "positive mean": 2.0**-10, "heavy tails": 2.0**-9}
 KINDS = list(BOUNDS)
 LENGTHS = [4096, pytest.param(32768, marks=pytest.mark.full)]
@@ -79,7 +79,7 @@ def test_rows_of_groups(scalings, kind, k, kernel, run, monkeypatch, launched):
 def test_columns_of_groups(scaling, kind, k, kernel, run, monkeypatch, launched):
     product_kernels.use(kernel, run, monkeypatch)
     splits = np.array([k // 2 + 16, k])
-    a, b = (fp8.group_quantize(drawn(kind, (int(splits.sum()), rows), seed), splits, RECIPES[scaling],
+    a, b = (fp8.group_quantize(draw(kind, (int(splits.sum()), rows), seed), splits, RECIPES[scaling],
                                rowwise=False, columnwise=True) for seed, rows in enumerate(extents(run)))
     got = fp8.grouped_matmul_nt(run.array(a), run.array(b), group="k", dtype=float32)
     want = reference.grouped_matmul_nt(a, b, group="k", dtype=float32)
@@ -150,6 +150,7 @@ def test_the_bounds_hold_for_sums_of_128(kind, bits):
 
 @pytest.mark.parametrize("bits", [13, 14])
 def test_longer_sums_in_the_tensor_core_are_found(bits):
-    """Of positive values in every element. Of other values where all of K is added up in the tensor core."""
+    """Sums of positive values show it in every element. Sums of other values show it where all of K is added
+    up in the tensor core."""
     assert errors("positive mean", bits, 512).min() > BOUNDS["positive mean"]
     assert errors("normal", bits, 4096).max() > BOUNDS["normal"]

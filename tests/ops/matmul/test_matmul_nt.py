@@ -46,7 +46,7 @@ def rounded(v: Fraction, dtype: np.dtype[Any]) -> float:
 @pytest.mark.parametrize("to", INPUT_DTYPES, ids=str)
 @pytest.mark.parametrize("scalings", PAIRS, ids="-".join)
 def test_the_reference_is_the_formula(scalings, to):
-    """In rational numbers, rounded once."""
+    """The formula is computed in rational numbers and rounded once."""
     a, b = pair(scalings, 3, 5)
     bias, c = np.arange(5, dtype=np.float32), np.float32(100) * np.ones((3, 5), np.float32)
     left, right = (s.dequantize(np.float32) for s in (a, b))
@@ -111,7 +111,7 @@ def test_the_bound_where_terms_are_not_finite():
     assert_within(np.array([np.inf, np.nan, 1], np.float32), desired, sizes)
     with pytest.raises(AssertionError, match="2 of 3 elements"):
         assert_within(np.array([1, 2, 1], np.float32), desired, sizes)
-    # Sums on either side of the largest float16.
+    # These sums are on either side of the largest float16.
     assert_within(np.array([np.inf, 65504], np.float16), np.array([65504, np.inf], np.float16),
                   np.array([131038, 140000.0]))
 
@@ -126,7 +126,7 @@ def test_ulp():
 
 @pytest.mark.parametrize("scalings", PAIRS, ids="-".join)
 def test_integers_are_exact(scalings, run):
-    """Partial sums below 2^13, under powers of two."""
+    """Partial sums stay below 2^13, under powers of two."""
     a, b = pair(scalings, 16, 24, 1024)
     rng = np.random.default_rng(0)
     small = [Scaled(rng.integers(-2, 3, s.shape).astype(np.float32).astype(float8_e4m3fn),
@@ -136,7 +136,7 @@ def test_integers_are_exact(scalings, run):
         try:
             got = fp8.matmul_nt(*map(run.array, small), dtype=to)
         except DeviceError:
-            assert run.name == "cuda"                                   # and the back end is the other one
+            assert run.name == "cuda"                                   # The back end is the other one.
             assert scalings in PAIRS[5:]
             continue
         testing.assert_bytes_equal(got, reference.matmul_nt(*small, dtype=to))

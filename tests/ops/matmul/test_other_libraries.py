@@ -21,12 +21,12 @@ from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 
 pytestmark = pytest.mark.gpu
 M, N, K = 256, 512, 1024
-#: The error of sums that either library may make, relative to the sum of magnitudes.
+#: Sums of either library may have this error, relative to the sum of magnitudes.
 BOUND = 2.0**-13
 
 
 def check(ours: Any, theirs: Any, sizes: np.ndarray) -> None:
-    """theirs: a tensor of PyTorch."""
+    """Compares a result with theirs, a tensor of PyTorch."""
     got, want = fp8.asnumpy(ours), theirs.float().cpu().numpy()
     assert got.shape == want.shape
     error = np.abs(got.astype(np.float64) - want)
@@ -70,7 +70,7 @@ def test_pytorch_agrees(scalings, to):
 
 
 def scales(s: Scaled) -> Any:
-    """In PyTorch's layout: those of blocks 1×128 lie one row beside the other."""
+    """The scales in PyTorch's layout: those of blocks 1×128 lie one row beside the other."""
     if s.block is None:
         return tensor(s.scale_inv).reshape(())
     compact = tensor(s.to_layout("compact").scale_inv)

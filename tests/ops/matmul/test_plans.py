@@ -100,7 +100,7 @@ def test_autotune_takes_the_fastest(gpu_stand_in, monkeypatch):
 
 
 def test_workspaces():
-    """With out= they belong to it; of other calls to the stream. Plans share sizes."""
+    """With out= they belong to it; those of other calls belong to the stream. Plans share sizes."""
     with machine(workspace_bytes=5000) as gpu_stand_in:
         a, b = gpu_stand_in.both(("vector", "block"))
         out = gpu_stand_in.array(np.zeros((M, N), bfloat16))
@@ -123,7 +123,7 @@ def test_a_capture_of_a_product_that_is_new(gpu_stand_in):
         stream.end_capture()
         fp8.matmul_nt(a, b, out=out)
         stream.begin_capture()
-        fp8.matmul_nt(a, b, out=out, autotune=True)                     # is not tuned now, but may be later
+        fp8.matmul_nt(a, b, out=out, autotune=True)  # It is not tuned now, but may be later.
         stream.end_capture()
     assert not [key for key in cublaslt._plans if key.autotune]
 

@@ -24,7 +24,7 @@ INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 MAX32, MAX64 = 2**31 - 1, 2**63 - 1
 NEGATIVE, OVERFLOW = (errors.MESSAGES[fact] for fact in (errors.Fact.SPLIT_NEGATIVE,
                                                          errors.Fact.OFFSET_OVERFLOW))
-#: Of one tile, of a few, and of so many that their totals are a launch of their own.
+#: Sizes fill one tile, a few, or so many that their totals are a launch of their own.
 NUMBERS = (17, 1000, 3000, 8193)
 
 
@@ -185,7 +185,7 @@ def test_lists_of_sizes(run):
         made = fp8.splits_to_offsets(given_splits, **TYPICAL)
         assert_equal(made, want)
         assert isinstance(made[0], fp8.xp.ndarray)
-        # of run's kind, whatever fp8.xp is
+        # The outputs are of run's kind, whatever fp8.xp is.
         outputs = fp8.splits_to_offsets(run.array(np.array([1, 1, 1])), **TYPICAL)
         assert fp8.splits_to_offsets(given_splits, **TYPICAL, outputs=outputs) is outputs
         assert_equal(outputs, want)
@@ -209,7 +209,7 @@ def test_one_buffer(number, run):
     assert ends <= address(base) + base.nbytes
     for a in got:
         cases.poison(a)
-    # it concerns allocation
+    # The option concerns allocation.
     assert fp8.splits_to_offsets(run.array(host), **TYPICAL, bulk_allocate=True, outputs=got) is got
     assert_equal(got, want)
     apart = fp8.splits_to_offsets(run.array(host), **TYPICAL)
@@ -224,8 +224,8 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
     return run
 
 
-#: Sizes by place (a fraction of all groups, in 16ths), a stride, and what is found, for outputs of int32 or
-#: int64.
+#: A row has sizes by place (a fraction of all groups, in 16ths), a stride, and what is found, for outputs of
+#: int32 or int64.
 HUGE: dict[str, tuple[list[tuple[int, int]], int, list[str]]] = {
     "int32 reached": ([(0, 2**30), (9, 2**30 - 1)], 1, []),
     "int32 passed by 1": ([(0, 2**30), (9, 2**30 - 1), (16, 1)], 1, [OVERFLOW]),

@@ -130,7 +130,7 @@ def test_there_and_back(splits, align, run):
         expect_all(run, x, given_splits, align, order.tolist() if dtype is list
                    else run.array(order.astype(dtype)))
     y = fp8.pad_groups(run.array(x), splits, align)
-    everything = fp8.unpad_groups(y, splits, align)                 # by default as many rows as y has
+    everything = fp8.unpad_groups(y, splits, align)  # By default there are as many rows as y has.
     assert everything.shape == y.shape
     assert_equal(fp8.asnumpy(everything)[:len(x)], x)
     assert not raw(everything)[len(x):].any()
@@ -232,7 +232,7 @@ def test_scales_in_any_layout(layout, run):
 @given(st.lists(st.integers(0, 40), max_size=40), st.sampled_from([1, 2, 8, 16, 64]), st.integers(0, 200),
        st.lists(st.integers(0, 15), min_size=2, max_size=2), st.integers(0, 15),
        st.sampled_from([*(np.uint8, bfloat16, np.float32) * 3, *BLOCKS]), st.integers(0, 2**32 - 1))
-@example([5], 1, 0, [0, 0], 1, np.uint8, 0)         # rows of no columns that go to an odd address
+@example([5], 1, 0, [0, 0], 1, np.uint8, 0)         # These rows have no columns and go to an odd address.
 def test_any_call(splits, align, columns, leads, lead_out, form, seed):
     """Any sizes, row lengths and addresses."""
     host = (quantised(sum(splits), max(columns, 1), form[0], form[1], seed % 99) if isinstance(form, tuple)

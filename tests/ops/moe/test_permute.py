@@ -172,8 +172,8 @@ def test_a_row_outside_of_the_routing_is_none(row, options, run):
 
 @pytest.mark.parametrize("expert", [-7, 3, 2**31 - 1])
 def test_an_expert_that_is_none_has_a_prob_of_zero(expert, run):
-    """Of probs by expert, where the expert of a slot with a row is wrong: the reference does as the
-    kernels."""
+    """With probs by expert, the expert of a slot with a row may be wrong: the reference does as the kernels.
+    """
     host = routed(20, 2, 3, form="mask")
     token = int(np.argmax(host.row_map[:, 0] >= 0))
     assert host.experts is not None

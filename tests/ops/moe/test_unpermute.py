@@ -44,7 +44,7 @@ def test_the_last_row_comes_first(run):
     """(1e8 + -1e8) + 1 is 1, 1e8 + (-1e8 + 1) is 0; slots are in another order than rows."""
     for rows, want in (([1, -1e8, 1e8], 1), ([1e8, -1e8, 1], 0)):
         assert unpermuted(run, [[1, 2, 0]], f32(rows)).tolist() == [want]
-    # probs by slot: rows 1, 2, 0
+    # Probs are by slot, for rows 1, 2, 0.
     assert unpermuted(run, [[1, 2, 0]], f32([1, -1, 1]), [[1e8, 1e8, 1]]).tolist() == [1]
 
 
@@ -66,7 +66,7 @@ def test_tiny_and_huge_sums(run):
     two = [[0, 0]]
     assert unpermuted(run, two, np.full((2, 1), 2.0**-149, np.float32)).view(np.uint32).tolist() == [[2]]
     assert unpermuted(run, two, np.full((2, 1), 40000, np.float16)).tolist() == [[np.inf]]
-    # 2049 is between two numbers of float16, 2050.0 is one
+    # 2049 is between two numbers of float16; 2050.0 is one.
     y = np.array([[2048], [1]], np.float16)
     assert unpermuted(run, two, y, [[1, 1.001]]).tolist() == [[2050]]
 
@@ -74,7 +74,7 @@ def test_tiny_and_huge_sums(run):
 @pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
 @pytest.mark.parametrize("topk", [1, 2, 4, 6, 8, 3])
 def test_several_steps_of_a_block(topk, dtype, run, monkeypatch):
-    """As many tokens have them: rows of the next step are loaded while those of one are added up."""
+    """So many tokens take several steps: rows of the next step are loaded while those of one are added up."""
     monkeypatch.setattr(launching, "_BLOCKS", 1)
     launching.unpermute_division.cache_clear()
     for kind in ("distinct", "any"):

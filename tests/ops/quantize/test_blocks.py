@@ -39,7 +39,7 @@ def f32(a: Any) -> np.ndarray:
 
 # ---- the definition, a second time: numbers as fractions, one rounding at a time ----
 def fl(z: Fraction | float) -> float:
-    """To f32, nearest even, subnormals kept."""
+    """The value rounded to f32, to nearest even, with subnormals kept."""
     if isinstance(z, float) and not math.isfinite(z):
         return z
     z = Fraction(z)
@@ -200,11 +200,11 @@ def test_quotients_next_to_ties(dtype, run):
     s = (amax / np.float32(MAXIMUM[dtype]))[:, None]
     ties = np.arange(1, 32, 2, dtype=np.float32) * np.float32(2.0**-10 if dtype == float8_e4m3fn
                                                               else 2.0**-17)
-    # ties of subnormal codes among them, and of normal ones alone
+    # Some are ties of subnormal codes, the others of normal ones alone.
     around = np.concatenate([ties, 16 * ties])
     x = (around * s).view(np.int32)[:, :, None] + np.arange(-1, 2, dtype=np.int32)
     x = np.concatenate([amax[:, None], x.reshape(len(amax), -1).view(np.float32)], axis=1)
-    # of any shape, in warp tiles, in whole blocks
+    # These are any shape, warp tiles, and whole blocks.
     for columns in (x.shape[1], 100, 128):
         given = np.pad(x, ((0, 0), (0, columns - x.shape[1])))
         for shown, columnwise in ((given, False), (np.ascontiguousarray(given.T), True)):
@@ -235,7 +235,7 @@ def test_zero_and_flow():
     assert fp8.quantize_block(zeros, eps=1e-10).scale_inv[0, 0] == 2.0**-42
     assert fp8.quantize_block(zeros, profile="deepgemm", pow2_scale=True).scale_inv[0, 0] == 2.0**-22
     tiny = np.full((1, 128), 2.0**-130, np.float32)
-    assert fp8.quantize_block(tiny).scale_inv[0, 0] == 2.0**-127                # a subnormal
+    assert fp8.quantize_block(tiny).scale_inv[0, 0] == 2.0**-127                # It is a subnormal.
     assert fp8.quantize_block(tiny).dequantize()[0, 0] == 2.0**-130
 
 

@@ -57,7 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 128), False, {}, "rows"),
     (BLOCK, (100, 128), False, {"scale_layout": "compact", "profile": "vllm"}, "rows divide"),
     (BLOCK, (100, 128), False, {"block": (1, 64)}, "tile 10"),
-    # transposed rows at odd multiples of 4
+    # Transposed rows begin at odd multiples of 4.
     (BLOCK, (100, 128), False, BOTH, "tile"),
     (BLOCK, (128, 100), True, COLUMN, "rows"),
     (BLOCK, (100, 128), False, {"block": (128, 1), **COLUMN, **NOT_T}, "rows"),
@@ -66,7 +66,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 96), False, {"profile": "vllm"}, "tile"),
     (BLOCK, (100, 96), False, {"profile": "vllm", "pow2_scale": True}, "tile 10"),
     (BLOCK, (96, 100), False, COLUMN, "tile 02"),
-    # ways to store that are rare
+    # These ways to store are rare.
     (BLOCK, (100, 96), False, {**COLUMN, **NOT_T}, "tile"),
     (BLOCK, (96, 100), False, BOTH, "tile 12"),
     (BLOCK, (96, 100), False, {**BOTH, **NOT_T}, "tile"),
@@ -80,14 +80,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 96), True, {}, "tile 02"),
     (BLOCK, (100, 96), True, COLUMN, "tile 10"),
     (BLOCK, (100, 96), True, BOTH, "tile 12"),
-    (BLOCK, (96, 101), False, BOTH, "tile"),                                        # rows at odd addresses
-    # transposed rows at odd multiples of 8
+    (BLOCK, (96, 101), False, BOTH, "tile"),  # Rows begin at odd addresses.
+    # Transposed rows begin at odd multiples of 8.
     (BLOCK, (100, 104), False, BOTH, "tile"),
     (BLOCK, (96, 100), False, {"block": (1, None)}, "vectors"),
     (BLOCK, (96, 100), False, {"block": (1, None), **BOTH}, "vectors, vectors"),
     (MX, (256, 128), False, {}, "rows"),
     (MX, (256, 128), False, {"scale_layout": "swizzled"}, "tile 10"),
-    # its scales leave in whole tiles
+    # Its scales leave in whole tiles.
     (MX, (100, 96), False, {"scale_layout": "swizzled"}, "tile 10"),
     (MX, (100, 96), False, {}, "rows"),
     (MX, (100, 100), False, {}, "tile 10"),
@@ -100,15 +100,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (MX, (96, 100), False, {**BOTH, **SQUARES_32}, "tile 01"),
     (MX, (100, 96), True, {}, "tile 02"),
     (MX, (100, 96), True, COLUMN, "tile 20"),
-    # scales of neighbouring rows adjoin
+    # Scales of neighbouring rows adjoin.
     (MX, (100, 96), True, {**COLUMN, **T}, "tile 10"),
     (MX, (96, 96), True, {**COLUMN, **T, "scale_layout": "swizzled"}, "tile 10"),
     (MX, (96, 128), True, {**COLUMN, **T, "scale_layout": "swizzled"}, "tile 10"),
-    (MX, (100, 96), True, BOTH, "tile"),                                            # both stored transposed
+    (MX, (100, 96), True, BOTH, "tile"),  # Both are stored transposed.
     (MX, (100, 96), True, {**BOTH, **T}, "tile 12"),
     (MX, (100, 96), True, {**BOTH, **SQUARES_32}, "tile 02"),
-    (MX, (96, 101), False, BOTH, "tile"),                                           # rows at odd addresses
-    # transposed rows at odd multiples of 8
+    (MX, (96, 101), False, BOTH, "tile"),  # Rows begin at odd addresses.
+    # Transposed rows begin at odd multiples of 8.
     (MX, (100, 104), False, {**BOTH, **T}, "tile"),
 ], ids=lambda v: v.function.__name__ if isinstance(v, Quantiser) else str(v))
 def test_which_kernel(op, shape, swapped, options, kernels, launched):

@@ -48,13 +48,14 @@ BOTH = DIRECTIONS[2]
                          [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 49, 0], [1] * 50,
                           [0] * 300 + [50]], ids=lambda s: f"{len(s)}of{sum(s)}")
 def test_each_group_by_itself(recipe, splits, align, columns, run):
-    """Whatever lies behind the groups; with `align` the same as pad_groups, then group_quantize."""
+    """The result is that of each group alone, whatever lies behind the groups. With `align` it is the same as
+    pad_groups, then group_quantize."""
     x, scales = matrix(50 if align == 1 else 59, columns), scales_for(recipe, len(splits))
     x *= np.geomspace(1e-3, 1e3, len(x))[:, None].astype(bfloat16)
-    bits(x)[sum(splits) :] = 0x4242                             # no group's: it may not be seen
+    bits(x)[sum(splits) :] = 0x4242  # They are no group's, so nothing may depend on them.
     rows, aligned = padded(x, splits, align)
     for directions in DIRECTIONS:
-        first: dict[str, Any] = {}                              # by which the other calls are judged
+        first: dict[str, Any] = {}                              # The other calls are compared with it.
         for held in (splits, np.array(splits, np.int32), np.array(splits, np.int64)):
             on_device = held if isinstance(held, list) else run.array(held)
             g = fp8.group_quantize(run.array(x), on_device, recipe, **directions, align=align,
@@ -64,7 +65,7 @@ def test_each_group_by_itself(recipe, splits, align, columns, run):
             assert g.splits.dtype == (np.int64 if isinstance(held, list) else held.dtype)
             if not first:
                 expect_groups(g, rows, aligned, recipe, scales, **directions)
-                first = parts_of(g, PARTS[1:])                  # but for the splits
+                first = parts_of(g, PARTS[1:])                  # The splits are left out.
             parts = parts_of(g, PARTS[1:])
             assert parts.keys() == first.keys()
             for name, part in parts.items():
@@ -105,7 +106,7 @@ FAMILIES: dict[str, list[Any]] = {
           suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_call(family, data):
-    """Groups of every length, at every address, padded or not."""
+    """Groups have every length, are at every address, and are padded or not."""
     draw, dtype = data.draw, np.dtype(data.draw(st.sampled_from([bfloat16, float16, float32])))
     splits, spare = draw(st.lists(st.integers(0, 150), max_size=12)), draw(st.integers(0, 40))
     columns = draw(st.integers(1, 140)) * draw(st.sampled_from([1, 1, 4, 8, 16]))
@@ -166,7 +167,8 @@ def test_results_are_written_in_place(recipe, directions, align, run, monkeypatc
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("with_offsets", [False, True])
 def test_launches(recipe, directions, entries, with_offsets, monkeypatch):
-    """So many launches, whether offsets are given or not, and padded or not."""
+    """A call takes so many launches, whether offsets are given or not, and whether groups are padded or not.
+    """
     launched: list[str] = []
     monkeypatch.setattr(Launch, "start", lambda launch, *_: launched.append(launch.variant.kernel.entry))
     monkeypatch.setattr(row_segments, "_MANY", 1000)
@@ -189,7 +191,7 @@ def test_given_offsets_are_used(recipe, run):
 @pytest.mark.parametrize("align", [1, 64])
 @pytest.mark.parametrize("recipe", [RECIPE, CURRENT], ids=["delayed", "current"])
 def test_amaxes_are_raised(recipe, align, run):
-    """To the largest magnitude of each group; rows of zeros raise none."""
+    """They are raised to the largest magnitude of each group; rows of zeros raise none."""
     x, start, splits = matrix(60, 33), np.array([1e30, 5, -2, 0], np.float32), [20, 0, 30, 10]
     amaxes, want, ends = run.array(start), start.copy(), np.cumsum([0, *splits])
     g = fp8.group_quantize(run.array(x), splits, recipe, align=align, scales=scales_for(recipe, 4, run),
@@ -218,22 +220,22 @@ def test_tiles_of_large_arrays(monkeypatch, rows, step):
     calls that ask for no tile."""
     monkeypatch.setattr(shapes, "fills_wide", lambda columns: True)
     monkeypatch.setattr(grouped_tensor, "_TALL", rows)
-    with testing.executor("host") as run:           # not of all cases: blocks of 1024 threads are slow here
+    with testing.executor("host") as run:           # Not all cases run: blocks of 1024 threads are slow here.
         chosen = check_those_that_ask(run, islice(OPS["group_quantize"].cases(), 0, None, step), monkeypatch)
-    assert chosen == {shapes.BOTH, shapes.BOTH_NARROW}            # no groups at all have wide ones always
+    assert chosen == {shapes.BOTH, shapes.BOTH_NARROW}  # Arrays without groups always have wide tiles.
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 def test_graphs_of_large_arrays(recipe, device, monkeypatch):
-    """Of two results in one graph, each with workspaces of its own; tiles are those of large arrays, whose
-    segments another launch finds."""
+    """Two results in one graph have workspaces of their own. Tiles are those of large arrays, whose segments
+    another launch finds."""
     monkeypatch.setattr(shapes, "choose_tile", lambda x, large, *_: large)
     monkeypatch.setattr(row_segments, "_MANY", 0)
     x, splits = device.array(matrix(500, 48)), device.array(sizes(490, 20))
     options = {"columnwise": True, "scales": scales_for(recipe, 20, device.run)}
     outs = [fp8.group_quantize(x, splits, recipe, **options) for _ in range(2)]
-    for out in outs:                                            # makes their workspaces
+    for out in outs:                                            # The first calls make their workspaces.
         fp8.group_quantize(x, splits, recipe, **options, out=out)
     device.cupy.cuda.get_current_stream().synchronize()
     with device.cupy.cuda.Stream(non_blocking=True) as stream:
@@ -262,7 +264,8 @@ def test_graphs_of_large_arrays(recipe, device, monkeypatch):
 @pytest.mark.parametrize("recipe", [fp8.CurrentScaling(pow2_scale=True),
                                     BlockScaling((None, 1), scale_layout="compact")], ids=str)
 def test_amaxes_of_more_than_two_to_the_31_elements(recipe):
-    """Of whole groups; tests/contract/test_large.py has the data, and amaxes of rows and blocks."""
+    """These are amaxes of whole groups; tests/contract/test_large.py has the data, and amaxes of rows and
+    blocks."""
     rows, columns, splits = 33_000, 65_536, [5, 32_768, 0, 200]
     x = fp8.full((rows, columns), 1.0, bfloat16, like="cupy")
     bits(x)[-30, 7] = int(np.array(3.0, bfloat16).view(np.uint16))

@@ -119,8 +119,8 @@ def test_scales_by_their_formula(run):
 @given(st.lists(st.integers(0, 40), max_size=4), st.sampled_from([1024, 2048, 4096, 8192]),
        st.integers(-9, 9), st.integers(1, 3), st.sampled_from([bfloat16, float32]), st.booleans())
 def test_any_length_of_rows(sizes, columns, more, times, dtype, divides):
-    """Around what one, two, four and eight warps hold, and what one block takes; the largest element
-    anywhere."""
+    """Rows are about as long as one, two, four and eight warps hold, and as one block takes; the largest
+    element is anywhere."""
     columns, recipe = columns * times + more, BlockScaling(ROWS, profile="vllm" if divides else "te")
     x = cases.values("normal", (sum(sizes), columns), np.dtype(dtype))
     x[np.arange(len(x)), np.random.default_rng(columns).integers(0, columns, len(x))] = 1000
@@ -130,7 +130,7 @@ def test_any_length_of_rows(sizes, columns, more, times, dtype, divides):
 
 
 def test_the_order_of_groups_does_not_matter(run):
-    """Nor how many others there are: only the bytes move."""
+    """Neither their order nor the number of others matters: only the bytes move."""
     x, recipe = cases.values("normal", (260, 72), bfloat16), BlockScaling(ROWS, scale_layout="compact")
     g = fp8.group_quantize(run.array(x), [100, 31, 129], recipe, columnwise=True)
     moved = np.concatenate([x[131:], x[:100], x[100:131]])

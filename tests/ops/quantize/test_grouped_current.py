@@ -11,11 +11,11 @@ import cupy_fp8 as fp8
 
 @pytest.mark.parametrize("columns", [640, 641])
 def test_the_largest_element_is_found_wherever_it_is(columns, run):
-    """In the first and last elements of groups, segments of 64 rows, parts of 64 KB, before and after the
-    aligned chunks of these."""
+    """It is in the first and last elements of groups, segments of 64 rows, parts of 64 KB, before and after
+    the aligned chunks of these."""
     splits = [3, 0, 200, 64, 1]
     x = np.full((280, columns), 0.25, np.float32)
-    x[268:] = 1000                                              # no group's
+    x[268:] = 1000                                              # These are no group's.
     starts = np.cumsum([0, *splits]) * columns
     part = (64 << 10) // 4
     for g, rows in enumerate(splits):

@@ -53,7 +53,7 @@ def byte_of(amax: np.ndarray, dtype: Any, mode: str, profile: str) -> np.ndarray
             product = (wide * 2.0**-emax).astype(np.float32).astype(np.float64)
             e = np.where(product < 2.0**-126, 0, np.frexp(product)[1] - 1 + 127)
         else:
-            # to nearest in so many bits, halves away from zero; only in normal numbers
+            # This rounds to nearest in so many bits, with halves away from zero, and only in normal numbers.
             if mode == "even":
                 mantissa = FORMAT[dtype].mantissa_bits
                 unit = np.ldexp(1.0, np.maximum(np.frexp(wide)[1] - 1, -127 + (wide < 2.0**-126)) - mantissa)
@@ -85,7 +85,7 @@ def quantized_by_hand(x: np.ndarray, dtype: Any, mode: str, profile: str) -> tup
 
 
 def interesting_amaxes() -> np.ndarray:
-    """Around every power of two and what each mode does between two of them, subnormals, the largest
+    """Amaxes around every power of two and what each mode does between two of them, subnormals, the largest
     numbers, and any bits."""
     mantissas = [0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x5FFFFF, 0x600000, 0x600001, 0x6FFFFF, 0x700000,
                  0x77FFFF, 0x780000, 0x7FFFFE, 0x7FFFFF]
@@ -157,14 +157,14 @@ def test_table_of_numerics(value, rceil, floor, profile, run):
 
 
 @pytest.mark.parametrize(("word", "dtype", "mode", "e"), [
-    (0x04600001, float8_e4m3fn, "rceil", 0),            # exact arithmetic gives 1
+    (0x04600001, float8_e4m3fn, "rceil", 0),            # Exact arithmetic gives 1.
     (0x04600002, float8_e4m3fn, "rceil", 1),
     (0x04600001, float8_e4m3fn, "ceil", 1),
-    (0x047FFFFF, float8_e4m3fn, "floor", 1),            # the product rounds up into the normal numbers
+    (0x047FFFFF, float8_e4m3fn, "floor", 1),            # The product rounds up into the normal numbers.
     (0x047FFFFE, float8_e4m3fn, "floor", 0),
     (0x07FFFFFF, float8_e5m2, "floor", 1),
     (0x047FFFFF, float8_e4m3fn, "even", 1),
-    (0x0477FFFF, float8_e4m3fn, "even", 0),             # below the tie of its last mantissa bit, and on it
+    (0x0477FFFF, float8_e4m3fn, "even", 0),  # It is below the tie of its last mantissa bit, or on it.
     (0x04780000, float8_e4m3fn, "even", 1),
     (0x07EFFFFF, float8_e5m2, "even", 0),
     (0x07F00000, float8_e5m2, "even", 1),
@@ -184,10 +184,10 @@ def test_nan_and_inf(dtype, mode, run):
     for source in INPUT_DTYPES:
         for sign, negative in ((1.0, 0), (-1.0, 0x80)):
             inf, nan = source.type(sign * np.inf), bits(np.array([sign * np.nan], source))
-            # another payload
+            # This NaN has another payload.
             nan = (nan | 0x12 if source != bfloat16 else nan).view(source)[0]
             assert single(inf, run, source, dtype=dtype, mode=mode) == [(254, top | negative)]
-            # the rest of the block stays 0
+            # The rest of the block stays 0.
             assert single(nan, run, source, dtype=dtype, mode=mode) == [(0, 0x7F)]
             for value in (inf, nan):
                 assert single(value, run, source, dtype=dtype, mode=mode, profile="torchao") == [(255, 0x7F)]
@@ -204,7 +204,7 @@ def test_what_is_beside_nan_and_inf(run):
         codes = raw(part.data).reshape(-1)
         assert raw(part.scale_inv).reshape(-1).tolist() == [127, 254, 119]
         assert codes[[0, 1, 2, 3, 31]].tolist() == [0x7F, 0x7E, 0x81, 0, 0x80]
-        # x * 2**-127: 2, -2**-7, 0
+        # x * 2**-127 is 2, -2**-7, and 0.
         assert codes[[32, 33, 34, 63]].tolist() == [0x7E, 0x40, 0x84, 0]
         assert codes[[64, 65]].tolist() == [0x78, 0x80]
     for q in (fp8.quantize_mx(run.array(x), profile="torchao"),
@@ -230,7 +230,7 @@ def first_amaxes(dtype: Any, mode: str) -> np.ndarray:
 
 
 def expected_bytes(words: Any, first: Any, profile: str, xp: Any) -> Any:
-    """Of blocks of one element with these bits."""
+    """The scale bytes of blocks of one element with these bits."""
     magnitude = words & xp.uint32(0x7FFFFFFF)
     e = xp.searchsorted(first, magnitude, side="right") - 1
     if profile == "torchao":
@@ -330,7 +330,7 @@ def test_a_batch_is_matrices_by_themselves(run):
 @pytest.mark.parametrize("directions", MX_DIRECTIONS, ids=lambda d: "-".join(k for k, on in d.items() if on))
 @pytest.mark.parametrize("shape", [(64, 96), (45, 77), (3, 40, 64)], ids=str)
 def test_swapped_axes_are_not_copied(shape, directions, run, monkeypatch):
-    """Weights that lie in memory as […, K, M]: same bytes as a copy's, and none is made."""
+    """Weights that lie in memory as […, K, M] give the same bytes as a copy, and no copy is made."""
     host = cases.values("normal", shape, bfloat16)
     memory = run.array(np.ascontiguousarray(host.swapaxes(-1, -2)))
     x = memory.swapaxes(-1, -2)

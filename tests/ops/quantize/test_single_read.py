@@ -26,7 +26,7 @@ searches = settings(max_examples=40, deadline=None,
 directions = st.sampled_from(cases.DIRECTIONS[:3])
 seeds = st.integers(0, 2**32 - 1)
 CURRENT, ONCE = fp8.CurrentScaling(), ["multi_cast_current"]
-#: Of a matrix that no machine here reads once, in tiles.
+#: No machine here reads a matrix of so many tiles once.
 HUGE = 1 << 20
 
 
@@ -136,7 +136,7 @@ def test_every_case_of_the_table(op, launched):
 
 
 def test_the_largest_element_is_found_wherever_it_is(run):
-    """In corners of tiles, and of matrices that end in the middle of one."""
+    """It is in corners of tiles, and of matrices that end in the middle of one."""
     shapes = ((300, 264), (128, 128), (1, 8))
     xs = [np.full(shape, 0.25, bfloat16) for shape in shapes]
     moved = [run.array(x.copy()) for x in xs]
@@ -176,7 +176,8 @@ def test_a_choice_counts_what_fits(monkeypatch):
 
 @pytest.mark.gpu
 def test_large_and_larger_matrices():
-    """As many as fill the GPU, one that is loaded twice among them, against one after the other."""
+    """As many matrices as fill the GPU, one that is loaded twice among them, are compared with one after the
+    other."""
     cp = backend.cupy()
     rng = cp.random.default_rng(0)
     shapes = [(2048, 5120), (4096, 4096), (2048, 7168), (2048, 1408), (2056, 5128), (16, 8)] * 3

@@ -48,7 +48,7 @@ def test_each_operation_is_rounded():
 
 def test_interleaved_is_another_order_of_columns():
     x, bias = normal((5, 24)), normal((24,), seed=1)
-    order = np.arange(24).reshape(2, 12).T.reshape(-1)                  # a0 b0 a1 b1 ...
+    order = np.arange(24).reshape(2, 12).T.reshape(-1)                  # The order is a0 b0 a1 b1 ...
     assert_bytes_equal(swiglu(x, bias=bias),
                        swiglu(np.ascontiguousarray(x[:, order]), bias=bias[order], interleaved=True))
 
@@ -63,11 +63,11 @@ def test_edges_of_y(run):
     assert y[0] == np.inf
     assert np.isnan(y[[1, 2, 8]]).all()
     assert y[3] == 0
-    assert np.signbit(y[3])                                             # (0 * 0.5) * -1
+    assert np.signbit(y[3])                                             # This is (0 * 0.5) * -1.
     assert np.signbit(y[4])
     assert y[5] == 300
-    assert y[6] == 0                                                    # exp(100) is Inf
-    assert y[7] < -1e-9                                                 # a subnormal sigma is kept
+    assert y[6] == 0                                                    # exp(100) is Inf.
+    assert y[7] < -1e-9                                                 # A subnormal sigma is kept.
     assert y[9] == np.inf
     clamped = swiglu(x, clamp=1.0)[0]
     assert np.isnan(clamped[[1, 2, 8]]).all()
@@ -77,7 +77,7 @@ def test_edges_of_y(run):
 
 
 def test_y_is_not_rounded_in_between():
-    """Quantised from f32, where a detour through bfloat16 gives other codes."""
+    """Codes are those of f32; a detour through bfloat16 gives other codes."""
     x = normal((128, 512), bfloat16)
     q = reference.swiglu_quantize(x, BLOCKS)
     detour = reference.quantize_block(reference.astype(swiglu(x), bfloat16))
@@ -86,7 +86,7 @@ def test_y_is_not_rounded_in_between():
 
 
 def test_the_largest_scale_is_that_of_the_dtype(run):
-    """Of float16 65504, though y is f32; where 448 / amax is beyond that."""
+    """The largest scale of float16 is 65504, though y is f32 and 448 / amax is beyond that."""
     x, probs = np.full((1, 256), 2.0**-24, float16), run.array(np.full(1, 2.0**-80, float32))
     for values, largest in ((x, 65504), (x.astype(bfloat16), 3.3895314e38),
                             (x.astype(float32), 3.4028235e38)):
@@ -128,7 +128,7 @@ def test_scale_of_an_array_and_of_a_number(run):
 # ---- gradients ----
 def numerical(grad: np.ndarray, x: np.ndarray, p: np.ndarray,
               **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """By differences in f64 of sum(grad * y)."""
+    """Gradients by differences in f64 of sum(grad * y)."""
     def y(x: np.ndarray) -> np.ndarray:
         half = x.shape[1] // 2
         a, b = (x[:, ::2], x[:, 1::2]) if options.get("interleaved") else (x[:, :half], x[:, half:])
@@ -157,7 +157,7 @@ def test_gradients_are_those_of_y(options):
 
 
 def test_clipped_is_flat_and_the_limit_is_not(run):
-    """Derivative 1 at equality, 0 beyond; NaN is not clipped."""
+    """The derivative is 1 at equality and 0 beyond; NaN is not clipped."""
     a, b = np.array([[2, 1, 0.5, np.nan, 1]], float32), np.array([[1, 1, -1, 1, -3]], float32)
     x, grad = np.concatenate([a, b], axis=1), np.ones((1, 5), float32)
     q, none = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), DELAYED, scale=1.0, clamp=1.0)
@@ -169,10 +169,11 @@ def test_clipped_is_flat_and_the_limit_is_not(run):
 
 
 def test_sums_are_the_fixed_tree(run):
-    """Over columns, whatever the tile: many tiles, their tails, pairs of columns."""
+    """Sums over columns are the same whatever the tile: with many tiles, their tails, and pairs of columns.
+    """
     for half, interleaved in ((1, False), (5, True), (64, True), (65, True), (127, False), (128, False),
                               (129, False), (1000, True), (1000, False), (40000, False)):
-        rows = 19 if half < 40000 else 2                                # more tiles than one launch adds up
+        rows = 19 if half < 40000 else 2  # One launch does not add up so many tiles.
         grad, x, p = normal((rows, half), bfloat16), normal((rows, 2 * half), bfloat16,
                                                             seed=1), normal((rows,), seed=2)
         _, dprobs = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), MX, probs=run.array(p),

@@ -31,7 +31,7 @@ def path_of(variant: Variant) -> str | None:
 
 
 def paths_of(launched: list[Noted]) -> list[str]:
-    """Those of launches that have one, each where it comes first."""
+    """The paths of launches that have one, each where it comes first."""
     return list(dict.fromkeys(filter(None, (path_of(one.variant) for one in launched))))
 
 
@@ -71,7 +71,7 @@ def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, 
     launched.clear()
     backward = [fp8.swiglu_backward_quantize(run.array(grad), x, how, clamp=c, **how_else) for x, c in calls]
     if run.name != "reference":
-        # a block would be of both da and db
+        # A block would be of both da and db.
         straddled = how is BLOCKS and shape[1] == 64
         want = [plain, "any" if plain == "any" else "options", "any"]
         want_backward = ["any"] if straddled else [plain_backward, *want[1:]]
@@ -116,19 +116,19 @@ def test_which_call_takes_which_program(monkeypatch, how, half, more, path, back
 @pytest.mark.parametrize("how", [DELAYED, CURRENT, BLOCKS, MX, TORCHAO], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_what_does_not_exist_counts_nowhere(run, how, interleaved):
-    """Rows and columns of a tile beyond the array, where biases or weights are Inf or NaN and would be NaN
-    times 0."""
+    """Rows and columns of a tile beyond the array count nowhere, although biases or weights are Inf or NaN
+    there and would be NaN times 0."""
     options = {"scale": 1.0} if how is DELAYED else {}
     for rows, half in ((3, 40), (130, 200), (35, 96)):
         x, grad = normal((rows, 2 * half), bfloat16), normal((rows, half), bfloat16, 1)
         bias = normal((2 * half,), bfloat16, 2)
         bias[5], bias[11], bias[half + 20] = 3e38, np.inf, np.nan
         bias[half - 3] = bias[2 * half - 3] = 3e38
-        # so that no value is as large as that of a row of zeros
+        # No value is then as large as that of a row of zeros.
         x[:, 5], x[:, half - 3] = -3e38, -3e38
         probs = normal((rows,), seed=3)
         probs[1] = np.inf
-        # nearly everything is clipped: 0 whatever the weight
+        # Nearly everything is clipped to 0, whatever the weight.
         for clamp in (None, 2.0**-20):
             how_else: dict[str, Any] = {"bias": bias, "probs": probs, "clamp": clamp, "form": "gpt_oss",
                                         "interleaved": interleaved, "columnwise": True, **options}
@@ -165,8 +165,8 @@ def test_biases_of_experts_are_those_of_each_alone(run, half, rows):
     ([3, 0, 200], 300), ([-5, 7, 1 << 40, 9], 140), ([1 << 62, 1 << 62, 1 << 62], 129), ([], 1),
     ([0] * 100 + [5], 128), ([2] * 300, 600)])
 def test_the_group_of_every_row(sizes, rows):
-    """As the kernel finds it, of sizes on the device, which may be wrong. Rows of tiles that do not exist
-    are nobody's."""
+    """The kernel finds it from sizes on the device, which may be wrong. Rows of tiles that do not exist are
+    nobody's."""
     splits = np.array(sizes, np.int64)
     want, start = np.full(-(-rows // 128) * 128, 0xFFFFFFFF, np.uint32), 0
     for group, size in enumerate(sizes):
@@ -186,7 +186,8 @@ def test_the_group_of_every_row(sizes, rows):
 # ---- blocks of threads that take several tiles ----
 @pytest.fixture
 def several_tiles(monkeypatch):
-    """As large arrays have them. Returns how many tiles each launch's blocks take."""
+    """Gives blocks several tiles, as large arrays have them. Returns how many tiles each launch's blocks
+    take."""
     monkeypatch.setattr(swiglu_launches, "_ENOUGH_BLOCKS", 1)
     found, program = [], swiglu_launches._program
 
@@ -220,7 +221,7 @@ def test_tiles_one_below_the_other(run, several_tiles, recipe, with_options, row
         if with_options:
             shape = (2 * half,) if experts is None else (experts, 2 * half)
             how |= {"bias": normal(shape, dtype, 4), **GPT_OSS}
-        if experts is not None:             # some tiles have more than two
+        if experts is not None:             # Some tiles have more than two.
             how["splits"] = np.array([rows // 3, 17, 0, 9, rows // 3, 5])
         if recipe is DELAYED:
             how["scale"] = 0.5
@@ -249,7 +250,7 @@ def test_weights_of_any_size(run, recipe, together):
         a, b = normal((probs.size, columns), seed=1), normal((probs.size, columns), seed=2)
         with np.errstate(over="ignore"):
             b = np.ldexp(b, np.tile(np.repeat(exponents, together), weights.size)[:, None]).astype(float32)
-        b[::5, 3], b[::7, 40:] = 0, np.ldexp(b[::7, 40:], -70)          # codes that are 0, of both signs
+        b[::5, 3], b[::7, 40:] = 0, np.ldexp(b[::7, 40:], -70)          # Some codes are 0, of both signs.
         if together == 1:
             b[3::50, 9], b[7::60, 11] = np.inf, np.nan
         x = np.concatenate([a, b], axis=1)

@@ -130,7 +130,8 @@ def every_float32() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("bitcode", ["0", "1"], ids=["hardware", "bitcode"])
 def test_every_float32(bitcode):
-    """In a fresh process, since kernels compiled for the other conversions would be used again."""
+    """The test runs in a fresh process, since kernels compiled for the other conversions would be used again.
+    """
     root = str(Path(fp8.__file__).resolve().parent.parent)
     path = os.pathsep.join(p for p in (root, str(Path(__file__).parent), os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_BITCODE": bitcode, "PYTHONPATH": path}

@@ -35,7 +35,7 @@ from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, fl
 from cupy_fp8.kernels import shapes
 from cupy_fp8.ops.quantize import single_read
 
-#: Every layout, block and mode, and what divides.
+#: These have every layout, block and mode, and the profiles that divide.
 BLOCK_RECIPES: tuple[Any, ...] = (
     *(BlockScaling(scale_layout=layout) for layout in ("gemm_ready", "compact", "deepgemm_sm90")),
     *(BlockScaling((128, 128), scale_layout=layout) for layout in ("gemm_ready", "compact")),
@@ -128,7 +128,7 @@ def test_no_arrays_and_no_elements(recipe, run, launched):
         results = multi(xs, recipe, **given)
         assert [q.shape for q in results] == [x.shape for x in xs]
         assert multi(xs, recipe, outputs=results, noop=run.array(one_element(0)), **given) is results
-    assert run.name == "reference" or bool(launched) == (recipe in KINDS[:2])   # there are scales to write
+    assert run.name == "reference" or bool(launched) == (recipe in KINDS[:2])   # There are scales to write.
 
 
 @pytest.mark.full
@@ -204,7 +204,7 @@ def test_no_arrays_have_no_scales_and_no_amaxes(name, wrong, error, message):
 
 def test_wide_tiles_do_not_hang_over_rows():
     assert shapes.fills_wide([5120] * 3 + [7168])
-    assert not shapes.fills_wide([1408])                             # 11 narrow tiles, or 6 wide ones
+    assert not shapes.fills_wide([1408])  # It takes 11 narrow tiles, or 6 wide ones.
     assert not shapes.fills_wide([5120, 1408, 1408])
     assert shapes.fills_wide([51200, 1408, 0])
 

@@ -63,13 +63,13 @@ def test_calls_that_come_again_make_no_table(recipe, uploads, launched):
         for i in range(3):
             call(xs if i != 1 else [x[:] for x in xs], outputs)
         assert (len(uploads), launched) == (1, LAUNCHES[type(recipe)] * 3)
-        call(xs, [outputs[0], *others[1:]])                 # only the first result has another table
+        call(xs, [outputs[0], *others[1:]])                 # Only the first result has another table.
         assert len(uploads) == 2
         xs[3] *= bfloat16.type(0.5)
         call(xs, outputs)
         assert len(uploads) == 2
         for i in range(8):
-            xs[0] = cases.values("normal", xs[0].shape, bfloat16, 100 + i)      # the array before is gone
+            xs[0] = cases.values("normal", xs[0].shape, bfloat16, 100 + i)      # The array before is gone.
             call(xs, outputs)
         assert sum(each.memory is not None for each in uploads) <= tables._MOST
         del outputs, others
@@ -85,7 +85,7 @@ def test_a_table_makes_no_room_for_another_of_the_same_call(recipe, run):
     xs = [run.array(x) for x in host]
     given, outputs = scales_of(recipe, xs), outputs_for(xs, recipe)
     others = [cases.values("normal", (16, 40), host[-1].dtype, i) for i in range(2 * tables._MOST)]
-    in_memory = [run.array(x) for x in others]              # all at once, so that each has its own
+    in_memory = [run.array(x) for x in others]              # They exist at once, so each has its own.
     for x, other in zip(others * 2, in_memory * 2, strict=True):
         multi([*xs[:-1], other], recipe, outputs=outputs, **given)
         assert_all_same(run, outputs, expected(recipe, [*host[:-1], x]))
@@ -147,11 +147,11 @@ def test_a_list_of_gpu_arrays_is_described_once_while_they_live(monkeypatch):
     first = describe(xs)
     assert describe(list(xs)) == first
     assert described == [3]
-    assert describe([_array(512 * i, (2, 3)) for i in range(3)]) == first       # views of the same memory
+    assert describe([_array(512 * i, (2, 3)) for i in range(3)]) == first  # These view the same memory.
     assert describe([*xs[:2], _array(4096, (2, 3))]) != first
     assert described == [3] * 3
     xs[1].shape = (3, 2)
-    assert describe(xs) != first                            # a shape that is assigned is noticed
+    assert describe(xs) != first                            # A shape that is assigned is noticed.
     xs[1].shape = (2, 3)
     assert describe(xs) == first
     key = keys.identities(xs)
@@ -176,7 +176,7 @@ def test_a_shape_that_is_assigned_is_noticed(recipe):
 
 @pytest.mark.parametrize("recipe", KINDS, ids=kind)
 def test_a_table_is_there_for_every_replay(recipe, device):
-    """Whatever was called after the capture, and with the values that scales have then."""
+    """A replay reads it whatever was called after the capture, and with the values that scales have then."""
     cp = device.cupy
     xs = [device.array(x) for x in matrices("mixed")]
     outputs, scales = outputs_for(xs, recipe), device.array(np.ones(len(xs), np.float32))

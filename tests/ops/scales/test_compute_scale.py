@@ -22,7 +22,7 @@ from cupy_fp8.testing import assert_bytes_equal
 FLT_MAX = float(np.finfo(np.float32).max)
 INF, NAN = float("inf"), float("nan")
 LARGEST = {float8_e4m3fn: 448, float8_e5m2: 57344}
-#: Every power of two that f32 has, subnormal ones included.
+#: These are all powers of two that f32 has, subnormal ones included.
 POWERS = np.array([2.0**e for e in range(-149, 128)])
 
 dtypes = pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
@@ -40,9 +40,9 @@ def exact_target(dtype: Any, margin: int) -> float:
 
 
 def expected_scales(amax: np.ndarray, dtype: Any, margin: int, eps: float, pow2: bool) -> np.ndarray:
-    """By f64, whose quotient of two f32 rounds to the correctly rounded f32
+    """The scales by f64, whose quotient of two f32 rounds to the correctly rounded f32
     (`test_f64_divides_exactly_enough`), and by search among the powers of two."""
-    with np.errstate(invalid="ignore"):                                 # signalling NaN
+    with np.errstate(invalid="ignore"):                                 # Signalling NaN raise it.
         a = amax.astype(np.float64)
     a[a < float(np.float32(eps))] = float(np.float32(eps))
     usable = np.isfinite(a) & (a != 0)
@@ -58,7 +58,7 @@ def expected_scales(amax: np.ndarray, dtype: Any, margin: int, eps: float, pow2:
 
 
 def test_f64_divides_exactly_enough():
-    """To the nearest f32, in fractions, for quotients of every magnitude and those nearest to ties."""
+    """The nearest f32 is checked in fractions, for quotients of every magnitude and those nearest to ties."""
     rng = np.random.default_rng(0)
     largest = 0x7F7FFFFF - np.arange(500, dtype=np.uint32)
     amax = np.concatenate([rng.integers(1, 0x7F800000, 2000, np.uint32), largest]).view(np.float32)
@@ -119,7 +119,7 @@ def test_amax_around_the_edges(run, dtype, pow2):
     (0.0, {"pow2_scale": True}, 1.0),
     (2.0**-140, {"eps": 2.0**-126, "margin": 8}, 1.75 * 2.0**126),
     (FLT_MAX, {}, float(np.float32(448 / FLT_MAX))), (FLT_MAX, {"pow2_scale": True}, 2.0**-120),
-    # Subnormal: the largest power of two below, never 0 unless the scale itself is.
+    # A subnormal scale is the largest power of two below, never 0 unless the scale itself is.
     (2.0**127, {"margin": 9}, 1.75 * 2.0**-128), (2.0**127, {"margin": 9, "pow2_scale": True}, 2.0**-128),
     (2.0**127, {"margin": 30, "pow2_scale": True}, 2.0**-148), (2.0**127, {"margin": 31, "pow2_scale": True},
                                                                 2.0**-149),
@@ -155,7 +155,7 @@ def test_formats_table_agrees():
 @pytest.mark.gpu
 @pytest.mark.full
 def test_every_float32_amax():
-    """All 2^32, in each option, against the reference."""
+    """All 2^32 are compared with the reference, in each option."""
     cp, chunk = backend.cupy(), 1 << 24
     patterns, out = cp.arange(chunk, dtype=cp.uint32), cp.empty(chunk, cp.float32)
     options: tuple[dict[str, Any], ...] = (
@@ -166,7 +166,7 @@ def test_every_float32_amax():
     def check(start: int, got: list[np.ndarray]) -> None:
         amax = (np.arange(chunk, dtype=np.uint32) + np.uint32(start)).view(np.float32)
         for actual, chosen in zip(got, options, strict=True):
-            with np.errstate(invalid="ignore"):                         # signalling NaN
+            with np.errstate(invalid="ignore"):                         # Signalling NaN raise it.
                 assert_bytes_equal(actual, reference.compute_scale(amax, **chosen))
 
     with ThreadPoolExecutor(8) as pool:

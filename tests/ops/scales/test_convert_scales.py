@@ -65,7 +65,7 @@ def test_the_addresses_are_those_of_other_ops(block, transposed, run):
         for s, compact in zip(q.parts.values(), made[0].parts.values(), strict=True):
             assert s.block is not None
             want, lines = np.zeros_like(flat(s.scale_inv)), raw(compact.scale_inv)
-            shape = (700, 141) if block == SQUARE and s.transposed else (141, 700)          # as stored
+            shape = (700, 141) if block == SQUARE and s.transposed else (141, 700)  # It is stored so.
             for place, at in addresses(layout, shape, s.block).items():
                 want[at] = (lines.T if s.block[1] == 1 else lines)[place]
             np.testing.assert_array_equal(flat(s.scale_inv), want)
@@ -121,7 +121,7 @@ def test_every_byte_to_f32(run):
 
 
 EVERY_NAN = (0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF)
-#: f32 bits that E8M0 has nothing for.
+#: E8M0 has nothing for these f32 bits.
 WRONG = {"-0": 0x80000000, "inf": 0x7F800000, "-inf": 0xFF800000, "-1": 0xBF800000, "-2^-127": 0x80400000,
          "3": 0x40400000,
          "just above 1": 0x3F800001, "just below 1": 0x3F7FFFFF, "2^-128": 0x00200000, "2^-149": 1,
@@ -226,7 +226,7 @@ def test_deepgemm_of_activations_and_weights(shape, run):
     for layout, of in (("deepgemm_sm90", deepgemm_sm90), ("deepgemm_sm100", deepgemm_sm100)):
         want = of(q.scale_inv)
         s = run.array(q).to_layout(layout)
-        got = s.scale_inv.swapaxes(-1, -2)[:shape[0]]                       # as docs/layouts.md hands it over
+        got = s.scale_inv.swapaxes(-1, -2)[:shape[0]]  # docs/layouts.md hands it over so.
         assert got.shape == want.shape
         assert got.strides == (4, 4 * round_up(shape[0], 4))
         np.testing.assert_array_equal(fp8.asnumpy(got), want)

@@ -79,7 +79,7 @@ def test_offsets_of_more_than_32_bits(lines, step):
 @pytest.mark.parametrize("lead", [0, 4, 8, 1, 3])
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), SQUARE], ids=str)
 def test_out_is_written_and_nothing_else(block, lead, run):
-    """At any address that its elements allow, and that whoever reads them does."""
+    """Results are at any address that their elements allow, and that whoever reads them does."""
     for shape, (source, target) in product([(37, 1300), (132, 2048)], product(layouts_of(block), repeat=2)):
         for held, to in product(SCALE_DTYPES[source], SCALE_DTYPES[target]):
             if lead % held.itemsize or lead % to.itemsize or (lead and target in ("swizzled",

@@ -73,8 +73,8 @@ def assert_updates(run: testing.Executor, history: np.ndarray, scale: np.ndarray
     return desired
 
 
-#: What a column may hold; with a length of 1 to 3, all combinations of these for row 0, the other rows, amax
-#: and the scale.
+#: A column may hold these. With a length of 1 to 3, row 0, the other rows, amax and the scale take all
+#: combinations.
 SPECIAL = (0.0, -0.0, NAN, INF, 2.0**-149, 3.5, FLT_MAX, -3.5, -INF)
 PREVIOUS = (1.0, 0.37, INF, -INF, NAN, 0.0)
 

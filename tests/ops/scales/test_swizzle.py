@@ -71,7 +71,7 @@ def test_any_shape(lines, blocks, batch, columnwise, seed):
 @pytest.mark.parametrize("shape", [(200, 6), (2, 200, 6)], ids=str)
 def test_column_wise_scales_are_not_copied(shape, monkeypatch):
     launched = note_launches(monkeypatch)
-    # as quantisers store them: [..., blocks, lines]
+    # Quantisers store them so: [..., blocks, lines].
     compact = scales(*shape[:-2], shape[-1], shape[-2])
     s = compact.swapaxes(-1, -2)
     with testing.executor("host"):
@@ -195,5 +195,5 @@ def test_swizzled_scales_are_aligned():
         with pytest.raises(ValueError, match=r"^s: address 0x.*8 is not a multiple of 16"):
             fp8.unswizzle_scales(s, shape=(9, 4), out=scales(9, 4))
     want = fp8.swizzle_scales(scales(9, 4))
-    # the reference does not care
+    # The reference does not care.
     testing.assert_bytes_equal(fp8.swizzle_scales(scales(9, 4), out=s), want)

@@ -13,7 +13,7 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.kernels import errors
 from cupy_fp8.ops.scales import swizzle
 
-#: What sizes of groups can be.
+#: Sizes of groups can be wrong in these ways.
 WRONG_SIZES = (errors.MESSAGES[errors.Fact.SPLIT_NEGATIVE], errors.MESSAGES[errors.Fact.SPLIT_SUM])
 
 
@@ -63,7 +63,8 @@ def test_what_no_group_covers_may_need_a_tile_of_its_own(axis, unchecked):
 
 
 def test_what_no_group_covers():
-    """By hand: left out of the swizzled scales, 0 in the compact ones; a group past the end is cut."""
+    """Scales of no group are left out of the swizzled scales, and are 0 in the compact ones; a group past the
+    end is cut."""
     s = scales(10, 4)
     short = reference.swizzle_scales(s, splits=[3, 4])
     np.testing.assert_array_equal(bits(short[:128]).reshape(-1), by_formula(s[:3]))

@@ -1,4 +1,4 @@
-// Misused barriers, shuffles and asynchronous copies.
+// These kernels misuse barriers, shuffles and asynchronous copies.
 #include "planted.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads) divergent_shuffle(const __grid_constant__ Params p) {
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) bulk_bytes(const __grid_c
     p.out[base + t] = words[kThreads - 1 - t];
 }
 
-// Two stages through one buffer: the second load must not start before everybody has read the first.
+// Two stages go through one buffer: the second load must not start before everybody has read the first.
 extern "C" __global__ void __launch_bounds__(kThreads) refilled_buffer(const __grid_constant__ Params p) {
     __shared__ __align__(16) int words[kThreads];
     __shared__ unsigned long long barriers[2];

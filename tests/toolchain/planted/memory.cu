@@ -1,4 +1,4 @@
-// Bounds, alignment, arithmetic: what AddressSanitizer and UndefinedBehaviorSanitizer must find.
+// AddressSanitizer and UndefinedBehaviorSanitizer must find errors of bounds, alignment and arithmetic here.
 #include "planted.cuh"
 
 #ifdef BUG
@@ -17,8 +17,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) global_write(const __grid
     if (i < p.n + kSlip) p.out[i] = i;  // planted
 }
 
-// A template, whose static variables the compiler treats differently; a pointer, so that the array's bound is
-// not visible.
+// This is a template because the compiler treats its static variables differently. It returns a pointer so
+// that the array's bound is not visible.
 template <int N> __device__ int* shared_words() {
     __shared__ int words[N];
     return words;
@@ -106,8 +106,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     p.out[blockIdx.x * kThreads + t] = sum;
 }
 
-// No bug: what shared memory holds before anybody writes it, so that a forgotten initialisation shows.
-// Written afterwards, so that the next block or launch sees it if it is not filled anew.
+// This has no bug. It writes out what shared memory holds before anybody writes it, so that a forgotten
+// initialisation shows. Shared memory is written afterwards, so that the next block or launch sees it if it
+// is not filled anew.
 extern "C" __global__ void __launch_bounds__(kThreads)
     shared_starts_filled(const __grid_constant__ Params p) {
     extern __shared__ int dynamic_words[];

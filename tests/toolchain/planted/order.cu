@@ -1,4 +1,4 @@
-// Order between threads and between blocks.
+// These kernels depend on the order between threads and between blocks.
 #include "planted.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads) missing_syncthreads(const __grid_constant__ Params p) {
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) unordered_blocks(const __
 #endif
 }
 
-// out[0]: the tickets, out[1]: the result, out[2...]: one partial sum per block.
+// out[0] has the tickets, out[1] the result, and out[2...] one partial sum per block.
 extern "C" __global__ void __launch_bounds__(kThreads) last_block(const __grid_constant__ Params p) {
     __shared__ bool is_last;
     const int t = threadIdx.x;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) last_block(const __grid_c
     }
 }
 
-// A grid barrier, with static and dynamic shared memory that must survive it. out[0]: arrivals; then one
+// Static and dynamic shared memory must survive this grid barrier. out[0] has the arrivals; then comes one
 // value per thread.
 extern "C" __global__ void __launch_bounds__(kThreads) grid_barrier(const __grid_constant__ Params p) {
     __shared__ int words[kThreads];
@@ -103,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) grid_barrier(const __grid
     p.out[1 + gridDim.x * kThreads + base + t] = left + words[kThreads - 1 - t] + more[kThreads - 1 - t];
 }
 
-// Decoupled look-back: a running sum over blocks, each waiting for the one before it. out: n prefixes, then
-// one flag per block.
+// This is decoupled look-back: a running sum over blocks, each waiting for the one before it. out has n
+// prefixes, then one flag per block.
 extern "C" __global__ void __launch_bounds__(kThreads) look_back(const __grid_constant__ Params p) {
     __shared__ int carry;
     const int t = threadIdx.x, block = blockIdx.x;

@@ -1,4 +1,4 @@
-// Kernels with a bug planted behind `#ifdef BUG`, and the same kernel without it.
+// A kernel has a bug planted behind `#ifdef BUG`, and is right without it.
 // tests/toolchain/test_hostexec.py demands that each bug is found, and found where "planted" stands in the
 // source.
 #pragma once

@@ -66,7 +66,7 @@ def add_partner(x: np.ndarray) -> np.ndarray:  # v + (v of lane ^ 8), in the low
     return lanes
 
 
-# + the value 16 lanes up, the lane's own where there is none; absent ones are 0
+# Adds the value 16 lanes up, or the lane's own where there is none. Absent lanes are 0.
 def add_lane_above(x: np.ndarray) -> np.ndarray:
     lanes = np.concatenate([x, np.zeros(-len(x) % 32, int)]).reshape(-1, 32)
     above = np.concatenate([lanes[:, 16:], lanes[:, 16:]], 1)
