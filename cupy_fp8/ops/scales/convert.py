@@ -94,7 +94,8 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     >>> fp8.bytes_equal(back, s)
     True
     """
-    return run(_CONVERT_SCALES, (scale_inv, source, target, shape, block, dtype, check), out)
+    given = scale_inv, source, target, _as_tuple(shape), as_block(block), dtype, check
+    return run(_CONVERT_SCALES, given, out)
 
 
 def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input]:
@@ -124,7 +125,6 @@ class _ConvertScales(Op[_Inputs]):
         strides = None
         if source == "compact" and scale_inv.ndim >= 2 and not is_contiguous(scale_inv):
             strides = validate.matrix_strides(scale_inv)
-        shape, block = _as_tuple(shape), as_block(block)
         if not isinstance(block, tuple) or not all(b is None or isinstance(b, (int, np.integer))
                                                    for b in block):
             scale_shape(shape, block, target)               # Its error says what a block is.

@@ -103,7 +103,7 @@ def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, ax
     >>> fp8.bytes_equal(fp8.unswizzle_scales(fp8.swizzle_scales(s), shape=(20, 2)), s)
     True
     """
-    return run(_UNSWIZZLE_OP, (s, shape, splits, axis, check), out)
+    return run(_UNSWIZZLE_OP, (s, _as_shape(shape), splits, axis, check), out)
 
 
 # ---- the calls ----
@@ -140,7 +140,7 @@ class _SwizzleScales(Op[_Inputs]):
 class _UnswizzleScales(Op[_Inputs]):
     def arguments(self, call: Call, s: Any, shape: Any, splits: Any, axis: Any, check: Any) -> _Inputs:
         _check_dtype(s)
-        found, shape = call.read("s", s, (float8_e8m0fnu,)), _as_shape(shape)
+        found = call.read("s", s, (float8_e8m0fnu,))
         groups = _groups(call, splits, axis, shape, check)
         extents = _extents(shape, groups.number, axis, 1)
         of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
