@@ -57,7 +57,7 @@ VALID: dict[str, list[Any]] = {
     "shape": [INDICES, [1], [64, 64], (1, 48), *SIZES], "convert_scales.shape": [],
     "unswizzle_scales.shape": [], "BlockScaling.empty.shape": [INDICES, [64, 64], (1, 48)],
     "MXScaling.empty.shape": [INDICES, [64, 64], (1, 48)], "axis": [0], "concatenate.axis": [0, -1],
-    "dtype": [F32], "scale_dtype": [F32], "margin": [*SIZES, -1, 2**63, HUGE, VAST],
+    "margin": [*SIZES, -1, 2**63, HUGE, VAST],
     "eps": [*SIZES, 2**63, 1.5, F32], "clamp": [*COUNTS, 2**63, 1.5, F32], "block": [*COUNTS, [64, 64]],
     "history_len": [*COUNTS, 2**63, HUGE], "rows": [1 << 17], "num_experts": [12],
     "route of a mask.topk": [0], "route of a mask.rows": SIZES,
@@ -66,7 +66,6 @@ VALID: dict[str, list[Any]] = {
     "splits_to_offsets, two.splits": [INDICES, [1], [64, 64], (1, 48)],
     "strides": [INDICES, [1], [64, 64], (1, 48)], "pow2_scale": [0],
     "include_leading_zero": [[1]], "splits_to_offsets, two.include_leading_zero": [INDICES],
-    "splits_to_offsets, two.dtypes": [INDICES],             # NumPy takes a number for its dtype
 }  # fmt: skip
 
 @functools.wraps(WeightCache(CurrentScaling()).quantize)
