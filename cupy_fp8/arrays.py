@@ -252,7 +252,11 @@ class Result:
 def check_comparable(a: Any, name: str) -> None:
     """TypeError unless `a` is an array, a result, or a list or tuple of these (or None, as ops return it for
     an absent part)."""
-    if not _is_comparable(a):
+    try:
+        comparable = _is_comparable(a)
+    except RecursionError:
+        raise ValueError(f"{name}: lists are nested too deeply, or hold themselves") from None
+    if not comparable:
         backend.module_of(a, name)
 
 

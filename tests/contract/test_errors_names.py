@@ -227,6 +227,8 @@ def test_flags_are_true_or_false(flag, wrong):
 
 
 ANY: Any = fp8          # whose types mypy does not compare
+HOLDS_ITSELF: list[Any] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [
@@ -234,6 +236,9 @@ ANY: Any = fp8          # whose types mypy does not compare
      "fill_value: expected a number that float8_e4m3fn h"),
     (lambda: ANY.full((2,), "3", fp8.float32, like=np), TypeError, "fill_value: expected a number, got '3'"),
     (lambda: ANY.full((2,), [1, 2], fp8.float32, like=np), TypeError, "fill_value: expected a number, got"),
+    (lambda: ANY.quantize_tensor(HOLDS_ITSELF, 1.0), TypeError, "x: expected a numpy"),
+    (lambda: ANY.bytes_equal(HOLDS_ITSELF, X), ValueError, "a: lists are nested too deeply"),
+    (lambda: ANY.astype(X, CurrentScaling), TypeError, "dtype: expected "),
     (lambda: ANY.concatenate({"a": X}), TypeError, "arrays: expected a list of arrays, got dict"),
     (lambda: ANY.concatenate(x for x in [X]), TypeError, "arrays: expected a list of arrays, got generator"),
     (lambda: ANY.concatenate([X], axis=1.0), TypeError, "axis: expected an integer, got 1.0"),

@@ -37,6 +37,7 @@ from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits, is_contiguous
 from cupy_fp8.calls import call, descriptions, remembered
 from cupy_fp8.calls.relocation import CallMemory
+from cupy_fp8.formats import bfloat16
 from cupy_fp8.kernels import owner_of
 
 workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
@@ -113,6 +114,18 @@ def test_another_dtype_or_shape_of_the_same_memory(example, device):
                  and dtype != a.dtype]
         for view in (*views, a.reshape(-1), a.reshape(a.shape[::-1]), a.reshape(1, *a.shape)):
             noticed(example, with_array(example, a, view))
+
+
+@needs_host
+def test_another_dtype_of_the_same_numpy_memory(validate):
+    """Only the dtype tells float16 from bfloat16."""
+    x = np.arange(4096, dtype=np.float16).reshape(32, 128)
+    with testing.executor("host"):
+        out = fp8.quantize_mx(x)
+        validate.reset_mock()
+        for view in (x, x.view(bfloat16), x):
+            testing.assert_bytes_equal(fp8.quantize_mx(view, out=out), reference.quantize_mx(view))
+    assert validate.call_count == 2
 
 
 def other_values(value: Any) -> Iterator[Any]:
