@@ -232,7 +232,7 @@ using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
 // The scales of a tile of data as f32 in shared memory. Rows of data are columns of out. The tile's extents
 // are powers of two, and its first element's indices are multiples of them.
 struct TileScales {
-    static constexpr int kMost = TILE_ROWS * TILE_COLUMNS / 32;      // A block has at least 32 elements.
+    static constexpr int kMostScales = TILE_ROWS * TILE_COLUMNS / 32; // A block has at least 32 elements.
     float* shared;
     u32 row_shift, column_shift;
     u32 columns_log2;                                // log2 of the tile's blocks along a row of out
@@ -244,12 +244,12 @@ struct TileScales {
     // row, column: place of the tile's first element in out. Call __syncthreads() before get().
     template <class Scale>
     __device__ __forceinline__ void load(const DequantizeParams& p, i64 matrix, i64 row, i64 column) const {
-        static_assert(kMost % Tile::kThreads == 0, "every thread loads the same number");
+        static_assert(kMostScales % Tile::kThreads == 0, "every thread loads the same number");
         const u32 count = 1u << (columns_log2 + blocks_log2(TILE_COLUMNS, row_shift));
         const bool swizzled = sizeof(typename Scale::storage) == 1 && p.scale_tiles;
-        u32 scale[kMost / Tile::kThreads];           // All loads are in flight before the first is widened.
+        u32 scale[kMostScales / Tile::kThreads];     // All loads are in flight before the first is widened.
 #pragma unroll
-        for (int k = 0; k < kMost / Tile::kThreads; k++) {
+        for (int k = 0; k < kMostScales / Tile::kThreads; k++) {
             const u32 i = k * Tile::kThreads + threadIdx.x;
             const i64 block_row = (row >> row_shift) + (i >> columns_log2);
             const i64 block_column = (column >> column_shift) + (i & ((1u << columns_log2) - 1));
@@ -260,7 +260,7 @@ struct TileScales {
                                                                 block_column));
         }
 #pragma unroll
-        for (int k = 0; k < kMost / Tile::kThreads; k++)
+        for (int k = 0; k < kMostScales / Tile::kThreads; k++)
             shared[k * Tile::kThreads + threadIdx.x] = Scale::widen(scale[k]);
     }
     // Returns the scale of an element. row, column: its place in the tile, as out has it. The scales of its

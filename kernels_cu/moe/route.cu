@@ -67,13 +67,13 @@ __device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool
     return expert >= 0 && expert < (i64)p.number ? (i32)expert : -1;
 }
 
-// Loads a lane's experts of the kHeld * 32 routes from `first` on, with all loads in flight. They are -1 past
-// the warp's last route.
-constexpr int kHeld = 4;
+// Loads a lane's experts of the kRoutesPerLane * 32 routes from `first` on, with all loads in flight. They
+// are -1 past the warp's last route.
+constexpr int kRoutesPerLane = 4;
 __device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRoutes& routes, i64 first,
-                                             i32 (&expert)[kHeld], bool& wrong) {
+                                             i32 (&expert)[kRoutesPerLane], bool& wrong) {
 #pragma unroll
-    for (int u = 0; u < kHeld; u++) {
+    for (int u = 0; u < kRoutesPerLane; u++) {
         const i64 route = first + u * 32 + threadIdx.x % 32;
         expert[u] = route < routes.end ? load_expert(p, route, wrong) : -1;
     }
@@ -81,17 +81,17 @@ __device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRou
 // Counts the experts of the warp's routes. `expert` has those of the first routes, and afterwards those of
 // the last. The next ones are loaded while these are counted.
 __device__ __forceinline__ void count_experts(const RouteParams& p, const WarpRoutes& routes,
-                                              i32 (&expert)[kHeld], bool& wrong, u32* count) {
-    for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
-        i32 next[kHeld] = {-1, -1, -1, -1};
-        const bool more = first + kHeld * 32 < routes.end;
-        if (more) load_experts(p, routes, first + kHeld * 32, next, wrong);
+                                              i32 (&expert)[kRoutesPerLane], bool& wrong, u32* count) {
+    for (i64 first = routes.begin; first < routes.end; first += kRoutesPerLane * 32) {
+        i32 next[kRoutesPerLane] = {-1, -1, -1, -1};
+        const bool more = first + kRoutesPerLane * 32 < routes.end;
+        if (more) load_experts(p, routes, first + kRoutesPerLane * 32, next, wrong);
 #pragma unroll
-        for (int u = 0; u < kHeld; u++)
+        for (int u = 0; u < kRoutesPerLane; u++)
             if (expert[u] >= 0) atomicAdd(&count[expert[u]], 1u);
         if (!more) break;
 #pragma unroll
-        for (int u = 0; u < kHeld; u++) expert[u] = next[u];
+        for (int u = 0; u < kRoutesPerLane; u++) expert[u] = next[u];
     }
 }
 
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_
     } else {
         const WarpRoutes routes(p);
         bool wrong = false;                                  // route_rank reports it.
-        i32 expert[kHeld];
+        i32 expert[kRoutesPerLane];
         load_experts(p, routes, routes.begin, expert, wrong);
         count_experts(p, routes, expert, wrong, count);
     }
@@ -268,17 +268,17 @@ __device__ __forceinline__ bool give_rows(const RouteParams& p, const WarpRoutes
 // Gives the routes of a warp their rows. held: the experts of its last routes that were counted. Returns
 // true if the row of a route of this lane is past the bound.
 __device__ __forceinline__ bool rank_routes(const RouteParams& p, const WarpRoutes& routes,
-                                            i32 (&held)[kHeld], bool& wrong, u32* next_row) {
+                                            i32 (&held)[kRoutesPerLane], bool& wrong, u32* next_row) {
     bool past_bound = false;
-    const bool all_held = routes.end - routes.begin <= kHeld * 32;   // They are still in registers.
-    for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
+    const bool all_held = routes.end - routes.begin <= kRoutesPerLane * 32;    // They are still in registers.
+    for (i64 first = routes.begin; first < routes.end; first += kRoutesPerLane * 32) {
         if (!all_held) load_experts(p, routes, first, held, wrong);
-        u32 same_expert[kHeld];
+        u32 same_expert[kRoutesPerLane];
 #pragma unroll
-        for (int u = 0; u < kHeld; u++)
+        for (int u = 0; u < kRoutesPerLane; u++)
             same_expert[u] = first + u * 32 < routes.end ? __match_any_sync(~0u, held[u]) : 0;
 #pragma unroll
-        for (int u = 0; u < kHeld; u++) {
+        for (int u = 0; u < kRoutesPerLane; u++) {
             if (first + u * 32 >= routes.end) break;         // The whole warp leaves.
             const i64 route = first + u * 32 + threadIdx.x % 32;
             past_bound |= give_rows(p, routes, route, held[u], same_expert[u], next_row);
@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const WarpRoutes routes(p);
     bool wrong = false;
-    i32 held[kHeld];                                         // They arrive while counts are loaded.
+    i32 held[kRoutesPerLane];                                // They arrive while counts are loaded.
     load_experts(p, routes, routes.begin, held, wrong);
     for (u32 expert = lane; expert < p.number; expert += 32) shared.warp[warp][expert] = 0;
     __syncwarp();

@@ -108,9 +108,9 @@ __device__ __forceinline__ RowChunk sum_rows(const UnpermuteParams& p, const Rou
 // A whole block adds up whole chunks of tokens that have a row for every slot. While a thread adds up the
 // chunks of up to kInFlight rows, the next ones are in flight, so that the memory is never idle.
 struct RowPipeline {
-    static constexpr int kTogether = kInFlight / TOPK;                      // chunks of a thread at a time
-    static constexpr int kStep = kTogether * kThreads;
-    using Rows = RowChunk[kTogether][TOPK];
+    static constexpr int kChunksAtOnce = kInFlight / TOPK;                  // chunks of a thread at a time
+    static constexpr int kStep = kChunksAtOnce * kThreads;
+    using Rows = RowChunk[kChunksAtOnce][TOPK];
     const UnpermuteParams& p;
     const Route* const routes;   // the routes of the block's tokens
     const i64 first_token, first_chunk;
@@ -139,7 +139,7 @@ private:
     }
     __device__ __forceinline__ void request(int first, Rows& part) const {
 #pragma unroll
-        for (int c = 0; c < kTogether; c++) {
+        for (int c = 0; c < kChunksAtOnce; c++) {
             const int i = first + c * kThreads;
             if (i >= end) break;
             const int token = token_of(i);
@@ -153,7 +153,7 @@ private:
     }
     __device__ __forceinline__ void add(int first, const Rows& part) const {
 #pragma unroll
-        for (int c = 0; c < kTogether; c++) {
+        for (int c = 0; c < kChunksAtOnce; c++) {
             const int i = first + c * kThreads;
             if (i >= end) break;
             const int token = token_of(i);

@@ -47,11 +47,11 @@ static_assert(!kAlongColumns || WARP_TILES_DOWN % 4 == 0, "a block of 128 rows i
 // for groups with CUDA 12, the compiler spills at the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && \
     (__CUDA_ARCH__ >= 1200 || defined(ENTRY_group_quantize_block) && __CUDACC_VER_MAJOR__ < 13)
-constexpr int kMostInFlight = 256;
+constexpr int kMostThreadsInFlight = 256;
 #else
-constexpr int kMostInFlight = sizeof(IN::storage) == 2 ? 512 : 256;
+constexpr int kMostThreadsInFlight = sizeof(IN::storage) == 2 ? 512 : 256;
 #endif
-constexpr int kThreadsInFlight = ALIGNED ? kMostInFlight : Tile::kThreads;
+constexpr int kThreadsInFlight = ALIGNED ? kMostThreadsInFlight : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 constexpr int kWarps = Tile::kThreads / 32;
 #ifdef ENTRY_group_quantize_block

@@ -202,7 +202,7 @@ struct SegmentOfRows {
     static constexpr int kRows = 32, kColumns = 8192, kThreads = 256;
 };
 // How many elements a chunk has, and how many chunks of a row a thread holds.
-constexpr int kChunk = 16 / sizeof(IN::storage), kHeld = 4;
+constexpr int kChunk = 16 / sizeof(IN::storage), kChunksInRegisters = 4;
 using Source = Chunk<IN, kChunk>;
 // A multiprocessor has 768 threads; 512 where the compiler spills at the registers of 768.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -229,16 +229,16 @@ __device__ __forceinline__ void write_chunk(const Source& in, float operand, u8*
 
 // The chunks of a row that a thread holds, `stride` elements apart. left: how many elements of the row exist.
 struct HeldChunks {
-    Source chunk[kHeld];
+    Source chunk[kChunksInRegisters];
 
     __device__ __forceinline__ void load(const IN::storage* x, int left, int stride, bool vector) {
 #pragma unroll
-        for (int i = 0; i < kHeld; i++)
+        for (int i = 0; i < kChunksInRegisters; i++)
             chunk[i] = load_chunk(x + i * stride, left_of(left - i * stride, kChunk), vector);
     }
     __device__ __forceinline__ void write(float factor, u8* to, int left, int stride, bool wide) const {
 #pragma unroll
-        for (int i = 0; i < kHeld; i++)
+        for (int i = 0; i < kChunksInRegisters; i++)
             write_chunk<kMultiply>(chunk[i], factor, to + i * stride, left_of(left - i * stride, kChunk),
                                    wide);
     }
@@ -316,7 +316,7 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
     const int team = (int)p.team, across = (int)p.groups.across, teams = SegmentOfRows::kThreads / team;
     const int begin = (threadIdx.x & (team - 1)) * kChunk, stride = team * kChunk;
     const int warps = team / 32, first_warp = threadIdx.x / team * warps;
-    const int left = left_of(columns - begin, kHeld * stride);       // of what this thread holds, and later
+    const int left = left_of(columns - begin, kChunksInRegisters * stride);    // of the held chunks
     const bool vector = p.all.vector & 1, wide = p.all.vector & 2;
     const int given = left_of(found.given - at.row, SegmentOfRows::kRows);
     const int rows = left_of(group.rows - at.row, SegmentOfRows::kRows);
@@ -335,7 +335,7 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
         next.load(x + (row + step) * columns, row + step < given ? left : 0, stride, vector);
         const i64 in_row = row * columns, of_row = columns - begin;
         const ReadChunks all{x + in_row, to + in_row, row < given ? of_row : 0, of_row, stride, vector, wide};
-        const ReadChunks rest = all.after(kHeld * stride);
+        const ReadChunks rest = all.after(kChunksInRegisters * stride);
         Amax<IN> amax;
 #pragma unroll
         for (const Source& c : held.chunk) amax.add(c);

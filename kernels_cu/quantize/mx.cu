@@ -101,14 +101,15 @@ constexpr int kLanes = kBlock / kLaneColumns;                        // These la
 // neither both directions with one transposed nor groups fit the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #ifdef ENTRY_group_quantize_mx
-constexpr bool kFits = false;
+constexpr bool kFits512Threads = false;
 #else
-constexpr bool kFits = ALONG_ROWS + ALONG_COLUMNS < 3 || ALONG_ROWS == ALONG_COLUMNS;
+constexpr bool kFits512Threads = ALONG_ROWS + ALONG_COLUMNS < 3 || ALONG_ROWS == ALONG_COLUMNS;
 #endif
 #else
-constexpr bool kFits = true;
+constexpr bool kFits512Threads = true;
 #endif
-constexpr int kThreadsInFlight = ALIGNED ? sizeof(IN::storage) == 2 && kFits ? 512 : 256 : Tile::kThreads;
+constexpr int kThreadsInFlight =
+    ALIGNED ? sizeof(IN::storage) == 2 && kFits512Threads ? 512 : 256 : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 
 // Scale bytes of a warp tile: those of the four rows whose maxima this lane has, and those of its four

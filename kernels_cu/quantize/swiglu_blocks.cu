@@ -59,7 +59,7 @@ struct BlockRowScales {
             this->has = column < end_of(p.call, 0), has_other = column + apart(p.call) < end_of(p.call, 1);
         const bool has = p.data && !(segment & (p.block_segments - 1)) && block < p.row_scales.columns;
         const i64 rows = p.call.rows - row;
-        given = !has ? -kMost : rows < kMost ? (int)rows : kMost;
+        given = !has ? -kRowLimit : rows < kRowLimit ? (int)rows : kRowLimit;
         at_scale = (u32)(row * p.row_scales.row + block * p.row_scales.column);
     }
     // Moves to the chunk that is this many rows below.
@@ -78,7 +78,7 @@ struct BlockRowScales {
     // of two and no number is extreme, the weight is multiplied into the scale: a product with a power of two
     // is rounded only where FP8 makes it 0.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights) const {
-        const float weight = weights[row_of(owned<4>()) * kApart];
+        const float weight = weights[row_of(owned<4>()) * kRowStride];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
         if (!divides(p) && __all_sync(~0u, p.rule.is_quick(weighted) && is_moderate(weight))) {
             const BlockScale s = p.rule.quick(weighted);
@@ -90,7 +90,7 @@ struct BlockRowScales {
     }
 
 private:
-    static constexpr int kMost = 1 << 16;                            // more rows than a block of threads has
+    static constexpr int kRowLimit = 1 << 16;                        // more rows than a block of threads has
 
     __device__ __forceinline__ u32 amax(const float (&y)[4][8]) const {
         u32 amax = fold_chunks<false>(y);

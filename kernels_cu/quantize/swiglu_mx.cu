@@ -132,7 +132,7 @@ struct MxRowScales {
     // Returns it for u, which has not been multiplied by the rows' weights yet, as BlockRowScales in
     // swiglu_blocks.cu does it.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
-        const float weight = weights[row_of(owned<4>()) * kApart];
+        const float weight = weights[row_of(owned<4>()) * kRowStride];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
         if (__all_sync(~0u, is_moderate(weight) && is_moderate_amax(weighted)))
             return mul_rn(weight, put(weighted, to));
@@ -287,7 +287,7 @@ __device__ __forceinline__ void quantize_without_options(const SwigluMxParams& p
         const int row = step * kStepRows + row_in_step(0);           // from the block's first row on
         const float* const weights = Stream::shared_probs() + row;
         const MxRowScales scales{p, at.tile().column + segment * kSegment < call.half()};
-        const int own_row = part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kApart;
+        const int own_row = part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kRowStride;
         u8* const to = bytes + own_row * kSegments + segment;
         rows.compute(at, step % kSteps, weights, y);
         if constexpr (kTiled) {

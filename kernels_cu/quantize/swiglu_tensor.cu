@@ -105,11 +105,11 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
         rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             float y[2][8];
             if constexpr (kBackward) {
-                rows.gradients(r, weights[r * kApart], v, sigma, y, sums);
+                rows.gradients(r, weights[r * kRowStride], v, sigma, y, sums);
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++) y[0][i] = mul_rn(v[0][i], v[1][i]);
-                multiply_by_weight(call, weights + r * kApart, y[0]);
+                multiply_by_weight(call, weights + r * kRowStride, y[0]);
             }
             const u32 before = amax;
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale
             float y[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]);
-            multiply_by_weight(call, weights + r * kApart, y);
+            multiply_by_weight(call, weights + r * kRowStride, y);
             amax = raised_by(amax, y);
             codes[r] = quantized(y, scale);
         });

@@ -2,9 +2,9 @@
 // (docs/numerics.md, section 1).
 //
 // cast_current  x [n] -> amax -> scale -> data [n], scale_inv, and amax raised: the bytes of compute_amax and
-//               cast, one after the other. Every block keeps what it has read: kHeld rounds of chunks in
-//               registers, the rest in shared memory. Each block publishes its amax and waits for those of
-//               all others, so all blocks must be resident (a cooperative launch).
+//               cast, one after the other. Every block keeps what it has read: kChunksInRegisters rounds of
+//               chunks in registers, the rest in shared memory. Each block publishes its amax and waits for
+//               those of all others, so all blocks must be resident (a cooperative launch).
 //
 // In round r block b reads chunks (r * blocks + b) * kThreads and on, neighbouring threads neighbouring
 // chunks. There is one block per multiprocessor. Bytes moved per element: sizeof(IN) + 1. Speed and what was
@@ -23,7 +23,7 @@ struct CastCurrentParams {
                                  // always for as many blocks
     i64 n;
     TensorScaleRule rule;
-    u32 rounds;                  // at most kHeld and what shared memory holds
+    u32 rounds;                  // at most kChunksInRegisters and what shared memory holds
 };
 
 // At least as many threads as a GPU has multiprocessors, with 64 registers each. Both are also in
@@ -33,7 +33,7 @@ constexpr int kThreads = 256;
 #else
 constexpr int kThreads = 1024;
 #endif
-constexpr int kHeld = 8;                                             // chunks of a thread in registers
+constexpr int kChunksInRegisters = 8;                                // chunks of a thread in registers
 constexpr int kCount = 16 / sizeof(IN::storage);
 constexpr u32 kMark = 0x80000000u;                                   // no amax has the sign bit
 
@@ -59,39 +59,40 @@ struct ThreadElements {
     const i64 step = (i64)gridDim.x * kThreads * kCount;
     const i64 whole = p.n / kCount * kCount;
     const int left = blockIdx.x == 0 && threadIdx.x == 0 ? (int)(p.n - whole) : 0;
-    Source held[kHeld], tail;
+    Source held[kChunksInRegisters], tail;
 
     __device__ __forceinline__ ThreadElements(const CastCurrentParams& p, u8* shared)
         : p(p), in_shared(shared + threadIdx.x * 16) {}
     __device__ __forceinline__ bool has(int round) const { return first + round * step < whole; }
     __device__ __forceinline__ u8* shared_chunk(int round) const {
-        return in_shared + (round - kHeld) * (kThreads * 16);
+        return in_shared + (round - kChunksInRegisters) * (kThreads * 16);
     }
     // Loads all elements, and returns their amax as f32 bits.
     __device__ __forceinline__ u32 load() {
 #pragma unroll 1
-        for (int r = kHeld; r < (int)p.rounds; r++)
+        for (int r = kChunksInRegisters; r < (int)p.rounds; r++)
             if (has(r)) copy_async(shared_chunk(r), p.x + first + r * step);
 #pragma unroll
-        for (int r = 0; r < kHeld; r++) held[r] = has(r) ? Source::load(p.x + first + r * step) : Source{};
+        for (int r = 0; r < kChunksInRegisters; r++)
+            held[r] = has(r) ? Source::load(p.x + first + r * step) : Source{};
         tail = Source::load_partial(p.x + whole, left);
         Amax<IN> amax;
         amax.add(tail);
 #pragma unroll
-        for (int r = 0; r < kHeld; r++) amax.add(held[r]);
+        for (int r = 0; r < kChunksInRegisters; r++) amax.add(held[r]);
         copy_async_wait();
 #pragma unroll 1
-        for (int r = kHeld; r < (int)p.rounds; r++)
+        for (int r = kChunksInRegisters; r < (int)p.rounds; r++)
             if (has(r)) amax.add(Source::load_shared(shared_chunk(r)));
         return amax.f32_bits();
     }
     __device__ __forceinline__ void cast(float scale) const {
 #pragma unroll
-        for (int r = 0; r < kHeld; r++)
+        for (int r = 0; r < kChunksInRegisters; r++)
             if (has(r)) scale_and_narrow(held[r], scale).store(p.data + first + r * step);
         scale_and_narrow(tail, scale).store_partial(p.data + whole, left);
 #pragma unroll 1
-        for (int r = kHeld; r < (int)p.rounds; r++)
+        for (int r = kChunksInRegisters; r < (int)p.rounds; r++)
             if (has(r))
                 scale_and_narrow(Source::load_shared(shared_chunk(r)), scale)
                     .store(p.data + first + r * step);

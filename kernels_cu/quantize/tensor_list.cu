@@ -50,7 +50,7 @@ struct alignas(16) MultiTensor {
 static_assert(sizeof(MultiTensor) == 96, "as ops/quantize/tensor_list.py packs it");
 
 #ifdef ENTRY_multi_cast_transpose
-constexpr int kFew = 8;          // also in ops/quantize/tensor_list.py
+constexpr int kRecordsInArguments = 8; // also in ops/quantize/tensor_list.py
 
 struct MultiCastParams {
     const MultiTensor* tensors;
@@ -59,7 +59,7 @@ struct MultiCastParams {
     u32 reverse;                 // 1: begin at the end of the list, which the L2 holds after multi_amax_scale
     u32 each;                    // blocks of every matrix, if all have as many (nobody reads tensor_of), or 0
     u32 number;                  // of matrices, if their records are in `few` (nobody reads `tensors`), or 0
-    MultiTensor few[kFew];
+    MultiTensor argument_records[kRecordsInArguments];
 };
 
 // A matrix as cast_tile sees it.
@@ -97,7 +97,7 @@ multi_cast_transpose(const __grid_constant__ MultiCastParams p) {
             return reinterpret_cast<const uint4*>(tensors + index) + threadIdx.x;
         };
         reinterpret_cast<uint4*>(&tensor)[threadIdx.x] =
-            p.number ? *words(p.few) : load_read_only(words(p.tensors));
+            p.number ? *words(p.argument_records) : load_read_only(words(p.tensors));
     }
     __syncthreads();
     const float scale = tensor.scale ? *tensor.scale : tensor.scale_value;

@@ -150,7 +150,7 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
 
 def _team(columns: int, chunk: int) -> int:
     """Threads that share a row: as few as can hold all of it, at most a block."""
-    wanted = cdiv(max(columns, 1), chunk * _ROWS.constant("kHeld"))
+    wanted = cdiv(max(columns, 1), chunk * _ROWS.constant("kChunksInRegisters"))
     return min(_THREADS, max(_WARP, 1 << (wanted - 1).bit_length()))
 
 

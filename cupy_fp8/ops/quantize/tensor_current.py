@@ -48,7 +48,7 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: TensorScaleRule,
     chunks = a.size // chunk
     blocks = min(grid.blocks, -(-chunks // grid.threads)) or 1
     rounds = -(-chunks // (blocks * grid.threads))
-    in_registers = _CAST_CURRENT.constant("kHeld")
+    in_registers = _CAST_CURRENT.constant("kChunksInRegisters")
     if rounds > in_registers + grid.rounds_in_shared or x.at % _CHUNK_BYTES or addresses["data"] % chunk:
         return None
     # Blocks find there what others told in this launch, so each number of blocks has words of its own.

@@ -312,8 +312,8 @@ def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any]) -> Launch:
     table = _table(matrices, tile)
     packed = _packed(matrices, table)
     members: dict[str, Any] = {}
-    if len(matrices) <= _CAST.constant("kFew"):
-        members = {"number": len(matrices), "few": Records.of(packed, table.pointers())}
+    if len(matrices) <= _CAST.constant("kRecordsInArguments"):
+        members = {"number": len(matrices), "argument_records": Records.of(packed, table.pointers())}
     if not members or not table.each:
         at = table.make(call, packed)
         members |= {"tensors": at, "tensor_of": at + table.numbers}

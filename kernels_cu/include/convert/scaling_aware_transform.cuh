@@ -150,8 +150,8 @@ __device__ __forceinline__ void find_unit_target(const u8* raw, const Patch& pat
         if (targets.of_tile == kNothing) targets.of_tile = 0;
         else {
             const int k = patch.unit.e_ref - targets.of_tile;
-            targets.general |= k < 0 || k > kMostUp;
-            const u32 power = Halves::power(clamp(k, 0, kMostUp)) * 0x10001u;
+            targets.general |= k < 0 || k > kMostDoublings;
+            const u32 power = Halves::power(clamp(k, 0, kMostDoublings)) * 0x10001u;
 #pragma unroll
             for (int r = 0; r < 8; r++) factors[r] = Halves::times(factors[r], power);
         }

@@ -47,7 +47,7 @@ struct BlockRule {
     // q is 1 where a is 0 or Inf, and `largest` where target / a overflows.
     static constexpr u32 kGuarded = 2;
     static constexpr u32 kRoundDown = 4, kRoundUp = 8;               // q is rounded to a power of two.
-    static constexpr u32 kQuickLeast = 67u << 23, kQuickMost = 187u << 23;        // 2^-60 and 2^60, as bits
+    static constexpr u32 kLeastQuickAmax = 67u << 23, kMostQuickAmax = 187u << 23;   // bits of 2^-60 and 2^60
     // The other number is a / target, or a * reciprocal.
     static constexpr u32 kOtherQuotient = 16, kOtherProduct = 32;
 
@@ -68,7 +68,8 @@ struct BlockRule {
         return is_quick(amax_bits) ? quick(amax_bits) : of<false>(amax_bits);
     }
     __device__ __forceinline__ bool is_quick(u32 amax_bits) const {
-        return flags == (kGuarded | kRoundDown) && raised(amax_bits) - kQuickLeast < kQuickMost - kQuickLeast;
+        return flags == (kGuarded | kRoundDown)
+            && raised(amax_bits) - kLeastQuickAmax < kMostQuickAmax - kLeastQuickAmax;
     }
     __device__ __forceinline__ BlockScale quick(u32 amax_bits) const {
         const u32 factor = ((as_bits(target) - raised(amax_bits)) & 0xff800000u) + (127u << 23);

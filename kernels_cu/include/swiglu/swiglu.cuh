@@ -97,10 +97,11 @@ __device__ __forceinline__ void widen_eight(const Eight& from, float (&v)[8]) {
 // Separates sixteen elements a0, b0, a1, b1, ... into eight of a and eight of b.
 __device__ __forceinline__ void separate(Eight (&part)[2]) {
     // Words of a half, and of a load.
-    constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kOfLoad = Chunk<IN, kLoad>::kWords;
+    constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kWordsPerLoad = Chunk<IN, kLoad>::kWords;
     u32 word[2 * kWords];
 #pragma unroll
-    for (int w = 0; w < 2 * kWords; w++) word[w] = part[w / kWords][w % kWords / kOfLoad].word[w % kOfLoad];
+    for (int w = 0; w < 2 * kWords; w++)
+        word[w] = part[w / kWords][w % kWords / kWordsPerLoad].word[w % kWordsPerLoad];
 #pragma unroll
     for (int w = 0; w < kWords; w++) {
         u32 a = word[2 * w], b = word[2 * w + 1];
@@ -108,6 +109,7 @@ __device__ __forceinline__ void separate(Eight (&part)[2]) {
             a = __byte_perm(word[2 * w], word[2 * w + 1], 0x5410);
             b = __byte_perm(word[2 * w], word[2 * w + 1], 0x7632);
         }
-        part[0][w / kOfLoad].word[w % kOfLoad] = a, part[1][w / kOfLoad].word[w % kOfLoad] = b;
+        part[0][w / kWordsPerLoad].word[w % kWordsPerLoad] = a;
+        part[1][w / kWordsPerLoad].word[w % kWordsPerLoad] = b;
     }
 }

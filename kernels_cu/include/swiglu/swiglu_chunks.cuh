@@ -34,7 +34,7 @@ __device__ __forceinline__ bool is_moderate_amax(u32 bits) { return bits - (67u 
 __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* weights) {
 #pragma unroll
     for (int chunk = 0; chunk < 4; chunk++) {
-        const float weight = weights[row_of(chunk) * kApart];
+        const float weight = weights[row_of(chunk) * kRowStride];
 #pragma unroll
         for (float& v : u[chunk]) v = mul_rn(v, weight);
     }
@@ -44,20 +44,20 @@ __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* w
 template <class Codes>
 __device__ __forceinline__ void store_chunks(const SwigluCall& call, u8* data, const ChunkPosition& position,
                                              int left, Codes codes) {
-    constexpr int kTogether = 4 / kThreadRows;                       // da and db, or one of these
+    constexpr int kPartsAtOnce = 4 / kThreadRows;                    // da and db, or one of these
     const i64 half = call.half();
     u8* to = data + position.at;
 #pragma unroll
     for (int r = 0; r < kThreadRows; r++) {
-        Chunk<OUT, 8> of_row[kTogether];
+        Chunk<OUT, 8> of_row[kPartsAtOnce];
 #pragma unroll
-        for (int part = 0; part < kTogether; part++) of_row[part] = codes(part * kThreadRows + r);
+        for (int part = 0; part < kPartsAtOnce; part++) of_row[part] = codes(part * kThreadRows + r);
         pin(to);
-        if (r * kApart < left) {
+        if (r * kRowStride < left) {
 #pragma unroll
-            for (int part = 0; part < kTogether; part++) of_row[part].store(as_global(to + part * half));
+            for (int part = 0; part < kPartsAtOnce; part++) of_row[part].store(as_global(to + part * half));
         }
-        to += kApart * kParts * half;
+        to += kRowStride * kParts * half;
     }
 }
 

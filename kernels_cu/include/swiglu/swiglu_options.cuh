@@ -35,10 +35,10 @@ constexpr bool kTransposesBlocks = false;
 // there the chips with the least shared memory (99 KB) have none left.
 class Biases {
     using Stored = Either<kTransposesBlocks && !kBackward, IN, f32>::Type;
-    static constexpr int kHalf = Tile::kColumns / 2, kOfExpert = 2 * Tile::kColumns;
+    static constexpr int kHalf = Tile::kColumns / 2, kBiasesPerExpert = 2 * Tile::kColumns;
     static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // adding it changes no bit
     static __device__ __forceinline__ Stored::storage* shared_biases() {
-        __shared__ __align__(16) Stored::storage biases[(1 + kExperts) * kOfExpert];
+        __shared__ __align__(16) Stored::storage biases[(1 + kExperts) * kBiasesPerExpert];
         return biases;
     }
     static __device__ __forceinline__ u32 to_stored(f32, u32 bits) { return as_bits(IN::widen(bits)); }
@@ -53,7 +53,7 @@ public:
     }
     // Loads a tile's biases. Call __syncthreads() before add(), and before another tile's are loaded.
     static __device__ __forceinline__ void load(const SwigluCall& call, const TilePosition& tile) {
-        const int last = threadIdx.x / kOfExpert;
+        const int last = threadIdx.x / kBiasesPerExpert;
         const int part = threadIdx.x / Tile::kColumns % 2;
         const int e = threadIdx.x % Tile::kColumns;
         if (last > kExperts || !(kExperts || call.bias)) return;
@@ -89,7 +89,7 @@ public:
         if (!kExperts && !call.bias) return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const auto four = load(last * kOfExpert + part * Tile::kColumns + half * kHalf);
+            const auto four = load(last * kBiasesPerExpert + part * Tile::kColumns + half * kHalf);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float low, high;

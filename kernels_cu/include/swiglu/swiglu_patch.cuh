@@ -31,7 +31,7 @@ __device__ __forceinline__ void widen_part(const Eight& from, int part, float (&
 // Loads eight elements of a row that starts again after `wrap` columns, since a patch may have both da and
 // db. A loop shifts the elements in: unrolled, these loads would be half of a kernel.
 __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wrap, i64 column, int left) {
-    constexpr int kOfLoad = Chunk<IN, kLoad>::kWords, kWords = kLoads * kOfLoad;
+    constexpr int kWordsPerLoad = Chunk<IN, kLoad>::kWords, kWords = kLoads * kWordsPerLoad;
     u32 word[kWords + 1] = {};
 #pragma unroll 1
     for (int i = 0; i < 8; i++, column++) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wr
             word[w] = sizeof(IN::storage) == 4 ? word[w + 1] : word[w] >> 16 | word[w + 1] << 16;
     }
 #pragma unroll
-    for (int w = 0; w < kWords; w++) to[w / kOfLoad].word[w % kOfLoad] = word[w];
+    for (int w = 0; w < kWords; w++) to[w / kWordsPerLoad].word[w % kWordsPerLoad] = word[w];
 }
 
 // The elements of a row of x, or of bias, that eight elements of the result are made of.

@@ -77,15 +77,15 @@ __device__ __forceinline__ float activate(const float* sums, float prob, const f
 
 __device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
 // Stores the sums of kRows rows over the columns of a tile, the tile-th across. The rows are `row` and those
-// that follow it, `apart` from one another. left: how many rows there are from `row` on.
+// that follow it, `row_stride` from one another. left: how many rows there are from `row` on.
 template <int kRows>
 __device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&sums)[kRows], i64 row,
-                                           int apart, i64 tile, int left) {
+                                           int row_stride, i64 tile, int left) {
     float total = as_float(fold(sums, add_bits));
 #pragma unroll
     for (int distance = 4; distance < Tile::kColumnPatches; distance *= 2)
         total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
-    const int r = owned<kRows>() * apart;
+    const int r = owned<kRows>() * row_stride;
     if (Tile::column_patch() < kRows && r < left)
         call.sums[tile * call.rows + row + r] = as_float(f32::narrow(total));
 }

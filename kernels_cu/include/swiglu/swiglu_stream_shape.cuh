@@ -17,15 +17,16 @@ constexpr int kPatches = kStreamThreads / Tile::kColumnPatches;      // threads 
 // How many rows a group has, and how many groups a tile.
 constexpr int kStepRows = kPatches * kThreadRows, kSteps = Tile::kRows / kStepRows;
 // The distance from one of a thread's rows to the next: rows are adjacent where they are transposed.
-constexpr int kApart = kTiled ? 1 : kPatches;
+constexpr int kRowStride = kTiled ? 1 : kPatches;
 // How many rows of a thread have shared memory (ops/quantize/swiglu_launches.py has their bytes), and how
 // many are requested together.
 constexpr int kStages = (sizeof(IN::storage) == 2 ? 4 : 2) / (kTiled && kBackward ? 2 : 1);
-constexpr int kAtOnce = (kStages + 1) / 2;
+constexpr int kRowsPerRequest = (kStages + 1) / 2;
 constexpr int kArrays = 2 + kBackward;
 constexpr int kLoadBytes = kStreamThreads * 16;
 constexpr int kStageBytes = kArrays * kLoads * kLoadBytes;
-static_assert(kThreadRows % kAtOnce == 0, "rows are requested in the patch of those that have been read");
+static_assert(kThreadRows % kRowsPerRequest == 0,
+              "rows are requested in the patch of those that have been read");
 // Blocks of threads on a multiprocessor: 32 warps for y, 24 for gradients, 16 for both their directions.
 // Quotients take more registers, and so do blocks with options.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
@@ -45,7 +46,7 @@ constexpr int kMostRows = !(kOptions && kTransposesBlocks && !kBackward) ? kStre
 // Returns which row of a step this thread's row r is.
 __device__ __forceinline__ int row_in_step(int r) {
     const int patch = threadIdx.x / Tile::kColumnPatches;
-    return (kTiled ? patch * kThreadRows : patch) + r * kApart;
+    return (kTiled ? patch * kThreadRows : patch) + r * kRowStride;
 }
 // Makes the compiler find other addresses from this one by addition; it would multiply anew for each.
 template <class T>

@@ -195,7 +195,7 @@ __device__ __forceinline__ void tell_tiles(const SingleRead& p, SingleReadShared
 // Returns the largest magnitude of a matrix, once all its tiles have been told. All consumers call it.
 __device__ __forceinline__ u32 wait_for_amax(const SingleRead& p, SingleReadShared& shared,
                                              const Visit& visit) {
-    constexpr int kAtOnce = 4;
+    constexpr int kLoadsInFlight = 4;
     const u32 launch = shared.launch, tiles = visit.tiles;
     const u64* const told = p.told + visit.first;
     const auto pause = [] { __nanosleep(20); };
@@ -208,21 +208,21 @@ __device__ __forceinline__ u32 wait_for_amax(const SingleRead& p, SingleReadShar
     }
     sync_some<2, kConsumers>();
     u32 amax = 0;
-    for (u32 i = threadIdx.x; i < tiles; i += kAtOnce * kConsumers) {
-        u64 value[kAtOnce];
+    for (u32 i = threadIdx.x; i < tiles; i += kLoadsInFlight * kConsumers) {
+        u64 value[kLoadsInFlight];
         for (;;) {
             bool all = true;
 #pragma unroll
-            for (int u = 0; u < kAtOnce; u++)
+            for (int u = 0; u < kLoadsInFlight; u++)
                 value[u] = i + u * kConsumers < tiles ? load_relaxed(told + i + u * kConsumers)
                     : in_launch(launch, 0);
 #pragma unroll
-            for (int u = 0; u < kAtOnce; u++) all = all && is_of(value[u], launch);
+            for (int u = 0; u < kLoadsInFlight; u++) all = all && is_of(value[u], launch);
             if (all) break;
             pause();
         }
 #pragma unroll
-        for (int u = 0; u < kAtOnce; u++) amax = amax > (u32)value[u] ? amax : (u32)value[u];
+        for (int u = 0; u < kLoadsInFlight; u++) amax = amax > (u32)value[u] ? amax : (u32)value[u];
     }
     __syncwarp();
     const BlockMax<kConsumers> shared_amax{shared.told_amaxes};

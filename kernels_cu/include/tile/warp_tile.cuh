@@ -70,17 +70,17 @@ struct WarpTileAmax {
         }
     }
     // Reduces over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part
-    // of, so that afterwards lane i of a group holds the whole maxima of rows i * kOwned to
-    // i * kOwned + kOwned - 1, as f32 bits.
-    template <int kLanes> static constexpr int kOwned = kWarpTileRows / kLanes;
+    // of, so that afterwards lane i of a group holds the whole maxima of rows i * kRowsPerLane to
+    // i * kRowsPerLane + kRowsPerLane - 1, as f32 bits.
+    template <int kLanes> static constexpr int kRowsPerLane = kWarpTileRows / kLanes;
     template <int kLanes>
-    __device__ __forceinline__ void reduce_rows(u32 (&owned)[kOwned<kLanes>]) {
+    __device__ __forceinline__ void reduce_rows(u32 (&owned)[kRowsPerLane<kLanes>]) {
         halve_down<kLanes / 2, kWords / 2>(row, larger);
         if constexpr (kWords < kLanes) {                             // the last pair of rows is in both lanes
             owned[0] = widened(threadIdx.x & 1 ? row[0] >> 16 : row[0] & 0xffffu);
         } else {
 #pragma unroll
-            for (int i = 0; i < kOwned<kLanes>; i++)
+            for (int i = 0; i < kRowsPerLane<kLanes>; i++)
                 owned[i] = kPairs ? widened(row[i / 2] >> i % 2 * 16 & 0xffffu) : row[i];
         }
     }
@@ -146,27 +146,28 @@ struct WarpTiles {
             return;
         }
         // All loads come before the stores, and addresses that they share are computed once.
-        constexpr int kStep = kThreads / kUnits, kOfThread = kColumns / kStep;
-        constexpr int kPeriod = kStep < kSwizzled ? kSwizzled / kStep : 1;
-        static_assert(kStep % kSwizzled == 0 || kSwizzled % kStep == 0,
+        constexpr int kStep = kThreads / kUnits, kUnitsPerThread = kColumns / kStep;
+        constexpr int kPeriod = kStep < kSwizzlePeriod ? kSwizzlePeriod / kStep : 1;
+        static_assert(kStep % kSwizzlePeriod == 0 || kSwizzlePeriod % kStep == 0,
                       "all columns of a thread are swizzled alike, or every kPeriod-th");
         const int unit = threadIdx.x % kUnits, first = threadIdx.x / kUnits;
-        uint4 loaded[kOfThread];
+        uint4 loaded[kUnitsPerThread];
 #pragma unroll
-        for (int i = 0; i < kOfThread; i++)
+        for (int i = 0; i < kUnitsPerThread; i++)
             loaded[i] = unit_at(first + i % kPeriod * kStep, unit)[i / kPeriod * kPeriod * kStep * kUnits];
         const int columns = unit * 16 < rows_left ? columns_left : 0;
         u8* row = to + first * stride + unit * 16;
 #pragma unroll
-        for (int i = 0; i < kOfThread; i++, row += kStep * stride)
+        for (int i = 0; i < kUnitsPerThread; i++, row += kStep * stride)
             if (first + i * kStep < columns) *reinterpret_cast<uint4*>(row) = loaded[i];
     }
     // A single byte, as write() would put it.
     __device__ __forceinline__ u8* byte_at(int column, int tile_row) const {
         return shared + at(column, tile_row / 16) + tile_row % 16;
     }
-    // Rows 16 * unit and on of a column. Of columns kSwizzled apart these are kSwizzled * kUnits apart.
-    static constexpr int kSwizzled = 32;
+    // Columns kSwizzlePeriod apart are swizzled alike: their units are kSwizzlePeriod * kUnits units apart.
+    static constexpr int kSwizzlePeriod = 32;
+    // Returns where rows 16 * unit and on of a column are.
     __device__ __forceinline__ const uint4* unit_at(int column, int unit) const {
         return reinterpret_cast<const uint4*>(shared + at(column, unit));
     }
@@ -174,7 +175,8 @@ struct WarpTiles {
 private:
     static constexpr int kUnits = kRows / 16;                        // of a column
     static __device__ __forceinline__ int at(int column, int unit) {
-        constexpr int kMost = kSwizzled / kLaneColumns;
-        return column * kRows + (unit ^ (u32)column / kLaneColumns % (kUnits < kMost ? kUnits : kMost)) * 16;
+        constexpr int kLanesPerPeriod = kSwizzlePeriod / kLaneColumns;
+        constexpr int kMasks = kUnits < kLanesPerPeriod ? kUnits : kLanesPerPeriod;
+        return column * kRows + (unit ^ (u32)column / kLaneColumns % kMasks) * 16;
     }
 };
