@@ -63,7 +63,7 @@ __device__ __forceinline__ const typename Scale::storage* scale_at(const Dequant
     return static_cast<const typename Scale::storage*>(p.scale_inv) + matrix * p.matrix_stride + at;
 }
 
-// Scales of kCount neighbouring columns: one each if kColumnwise, else one for all of them.
+// These are the scales of kCount neighbouring columns: one each if kColumnwise, else one for all of them.
 template <bool kColumnwise, int kCount>
 struct ChunkScales {
     float scale[kColumnwise ? kCount : 1];
@@ -213,7 +213,7 @@ __device__ __forceinline__ void dequantize_part(const DequantizeParams& p, const
     }
 }
 
-// How many blocks of threads a multiprocessor has registers for. Kernels for only one kind of blocks have as
+// A multiprocessor has registers for so many blocks of threads. Kernels for only one kind of blocks have as
 // many.
 constexpr int kBlocks = sizeof(OUT::storage) == 4 && !SWIZZLED ? 16 : 12;
 
@@ -229,8 +229,8 @@ dequantize_blocks(const __grid_constant__ DequantizeParams p) {
 #ifdef ENTRY_dequantize_blocks_transposed
 using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
 
-// The scales of a tile of data as f32 in shared memory. Rows of data are columns of out. The tile's extents
-// are powers of two, and its first element's indices are multiples of them.
+// The scales of a tile of data are kept as f32 in shared memory. Rows of data are columns of out. The tile's
+// extents are powers of two, and its first element's indices are multiples of them.
 struct TileScales {
     static constexpr int kMostScales = TILE_ROWS * TILE_COLUMNS / 32; // A block has at least 32 elements.
     float* shared;
@@ -308,7 +308,7 @@ dequantize_blocks_transposed(const __grid_constant__ DequantizeParams p) {
     extern __shared__ __align__(16) u8 shared[];     // It holds the tile of data and then its scales.
     const Tile tile{shared};
     const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.columns, p.rows);
-    // The place of this thread's elements in out.
+    // This thread's elements begin here in out.
     const i64 column = at.row + Tile::patch_row(), row = at.column + Tile::patch_column();
     int columns_left = left_of(p.columns - column, 8), rows_left = left_of(p.rows - row, 8);
     if (ALIGNED) columns_left = rows_left = columns_left && rows_left ? 8 : 0;

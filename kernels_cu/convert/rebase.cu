@@ -35,7 +35,7 @@
 #include "convert/rebase_chunk.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kChunksPerThread = 4;                                  // chunks of a thread in a tile
+constexpr int kChunksPerThread = 4;                                  // in a tile
 constexpr int kTileLog2 = 10;                                        // chunks in a tile
 static_assert(kThreads * kChunksPerThread == 1 << kTileLog2, "every chunk of a tile has a thread");
 static_assert(kChunksPerThread * 16 <= kMostChangedValues, "the changed values of a thread can be counted");
@@ -79,7 +79,7 @@ struct Shared {
 
 __device__ __forceinline__ u32 tile_rows_log2(const RebaseParams& p) { return kTileLog2 - p.chunks_log2; }
 
-// A region and the place of its first element.
+// A block of threads finds its region by the place of the first element.
 struct Region {
     u32 matrix;
     i64 row, column;
@@ -92,7 +92,7 @@ struct Region {
     }
 };
 
-// Where a thread's chunks of a tile are. Chunk u is u * step() rows below the first one.
+// Says where a thread's chunks of a tile are. Chunk u is u * step() rows below the first one.
 struct ThreadChunks {
     i64 first, below;            // chunk 0, counted in elements of all matrices, and the step to the next one
     i64 block_row, block_column; // the old block of the tile's first row and of this thread's columns
@@ -134,7 +134,7 @@ struct ThreadChunks {
     }
 };
 
-// A thread's chunks of a tile, and their scales.
+// A thread loads and transforms its chunks of a tile here.
 struct LoadedChunks {
     Chunk16 chunk[kChunksPerThread];
     // log2 of each chunk's scale, kNoScale, or kNothing where no value depends on it.

@@ -84,7 +84,7 @@ __device__ __forceinline__ void transpose_one_tile(const ScalingAwareParams& p, 
     transform_tile(p, tile, shared, 0, dynamic, nullptr);
 }
 
-// The block's tiles, one after the other. Their places in memory are in shared memory.
+// A block goes through its tiles, one after the other. Their places in memory are in shared memory.
 struct BlockTiles {
     const ScalingAwareParams& p;
     Shared& shared;
@@ -163,7 +163,7 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
         if (warp == 0 && blockIdx.x == 0) check_sizes(p.splits, p.rows);
         segment_word = load_segment_word(p, first_row);
     }
-    // Group -1: no expert has these rows or any that follow.
+    // Group -1 says that no expert has these rows or any that follow.
     const bool past_groups = (int)__shfl_sync(~0u, segment_word, 1) < 0;
     if (finds) block.find_first_tiles(segment_word, past_groups);
     __syncthreads();

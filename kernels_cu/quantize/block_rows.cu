@@ -1,5 +1,5 @@
-// Quantisation in blocks of 128 along rows of memory with f32 scales (docs/numerics.md, section 3): whole
-// blocks, data in the order of x.
+// This kernel quantises in blocks of 128 along rows of memory with f32 scales (docs/numerics.md, section 3):
+// whole blocks, data in the order of x.
 //
 //   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
 //
@@ -12,7 +12,8 @@
 #include "scale/block_params.cuh"
 #include "numerics/amax.cuh"
 
-// Elements of a scale's block and of a load; ops/quantize/blocks.py has the same numbers.
+// kLength elements share a scale, and a load has kChunk elements; ops/quantize/blocks.py has the same
+// numbers.
 constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);
 // kLanes lanes share a block, so that one load of a warp covers kBlocksPerLoad blocks.
 constexpr int kLanes = kLength / kChunk, kBlocksPerLoad = 32 / kLanes;
@@ -23,7 +24,7 @@ constexpr int kOwners = kLanes / kLoads;                             // These la
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 using Source = Chunk<IN, kChunk>;
 
-// The blocks of a warp.
+// A warp has these blocks.
 struct WarpBlocks {
     u32 matrix;
     i64 first, column;           // the first block's row among those of its column of blocks, and that column

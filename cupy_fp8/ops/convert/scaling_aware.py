@@ -148,8 +148,8 @@ class _Result(Description):
 
     def store(self, out: Any, made: Any) -> None:
         column, *row_scales = made
-        for mine, fresh in zip(self.arrays_of(out), (*column, *row_scales), strict=True):
-            bits(mine)[...] = bits(fresh)
+        for own, fresh in zip(self.arrays_of(out), (*column, *row_scales), strict=True):
+            bits(own)[...] = bits(fresh)
 
 
 def _facts(s: Scaled) -> tuple[Any, ...]:

@@ -278,11 +278,11 @@ _NOTHING = {"rows_per_block": 1, "across": 1, "step": 1}
 def _row_array(rows: Input, number: int, to: int) -> tuple[dict[str, int], int]:
     """(the struct RowArray for `number` rows that are written, blocks of threads that write them)."""
     row_bytes = rows.dtype.itemsize * prod(rows.shape[1:])
-    per_block, across, segment = _shares(row_bytes)
+    per_block, across, row_share = _shares(row_bytes)
     low_bits = rows.at | to | row_bytes
     step = 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1
     members = {"from": rows.at, "to": to, "row_bytes": row_bytes, "rows_per_block": per_block,
-               "across": across, "segment": segment, "step": step}
+               "across": across, "row_share": row_share, "step": step}
     # There is at least one block, so that an empty array's sizes are examined too.
     return members, grid_size(cdiv(number, per_block) * across, (number, *rows.shape[1:]))
 

@@ -59,11 +59,11 @@ class Division(NamedTuple):
 
     tokens_per_block: int
     across: int
-    segment: int
+    row_share: int
     blocks: int
 
     def members(self) -> dict[str, int]:
-        return {"tokens_per_block": self.tokens_per_block, "across": self.across, "segment": self.segment}
+        return {"tokens_per_block": self.tokens_per_block, "across": self.across, "row_share": self.row_share}
 
 
 def _across(tokens: int, length: int, most: int, least: int) -> int:
@@ -89,23 +89,23 @@ def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
 def _permute_division(tokens: int, row_bytes: int, step: int) -> tuple[int, Division]:
     """(log2 of the threads that share a token, the division)."""
     across = _across(tokens, row_bytes, _BYTES, 16 * _THREADS)
-    segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
+    row_share = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
     taken = max(1, min(_MOST_TOKENS, _BYTES // max(1, row_bytes), cdiv(tokens, _BLOCKS)))
     # If pieces are few, each has a thread of its own, so that neighbouring threads store neighbouring pieces.
     # Every thread has a token.
-    pieces = segment // step
+    pieces = row_share // step
     lanes = min(_THREADS, max(pieces if pieces <= 64 else cdiv(pieces, _UNITS), cdiv(_THREADS, taken)))
-    return (lanes - 1).bit_length(), Division(taken, across, segment, cdiv(tokens, taken) * across)
+    return (lanes - 1).bit_length(), Division(taken, across, row_share, cdiv(tokens, taken) * across)
 
 
 @functools.lru_cache(maxsize=1024)
 def unpermute_division(tokens: int, topk: int, chunks: int) -> Division:
     """chunks: the 16-byte chunks of a row."""
     across = _across(tokens, chunks, _CHUNKS, _THREADS)
-    segment = cdiv(chunks, across)
+    row_share = cdiv(chunks, across)
     most = min(_MOST_TOKENS, _CHUNKS // max(1, chunks), _MOST_ROUTES // max(1, topk), cdiv(tokens, _BLOCKS))
     taken = max(1, most)
-    return Division(taken, across, segment, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
+    return Division(taken, across, row_share, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
 
 
 # ---- programs ----

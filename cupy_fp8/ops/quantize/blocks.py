@@ -181,7 +181,7 @@ class BlockQuantization(Quantization):
             "rows": self.rows,
             "columns": self.columns,
             "rule": self.rule,
-            "block_segments": length // _SMALLEST,
+            "subblocks_per_block": length // _SMALLEST,
             "divide": int(self.divide),
             "square": int(self.square),
             "stored": axes[0].stored | axes[1].stored << 2,
@@ -247,7 +247,7 @@ def _whole_vectors_launch(call: Call, inputs: Inputs, name: str, addresses: Addr
                                              x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
     return _whole_vectors_variant(quantization.source, quantization.to, along_rows).bind(
         x.array, grid_size(matrices * tiles, quantization.shape), x=x.at, noop=call.noop_at, **members,
-        rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, block_segments=1,
+        rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, subblocks_per_block=1,
         divide=int(quantization.divide), stored=axis.stored)
 
 

@@ -23,7 +23,7 @@ _AMAX = Kernel("quantize/grouped_amax", "group_amax_scale", block=256)
 _CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
 _CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", block=single_read.THREADS,
                   cooperative=True)
-_PART_BYTES = 64 << 10              # A block of group_amax_scale reads so many bytes of a row segment.
+_SHARE_BYTES = 64 << 10             # A block of group_amax_scale reads so many bytes of a row segment.
 _TALL = 4096                        # From so many rows of an average group on, wide tiles are faster.
 
 
@@ -82,7 +82,7 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
     words_at = call.workspace("group_amax", 1 + 2 * each)
     scales_at = words_at + 4 * (1 + each)
     segment_rows = _AMAX.constant("kSegmentRows")
-    across = max(1, cdiv(segment_rows * columns * x.dtype.itemsize, _PART_BYTES))
+    across = max(1, cdiv(segment_rows * columns * x.dtype.itemsize, _SHARE_BYTES))
     segments = padded_rows(rows, count, segment_rows) // segment_rows
     grid = grid_size(segments * across if count else 1, x.shape)
     found: list[Launch] = []

@@ -92,7 +92,7 @@ def words(count: int) -> int:
 def members(at: int, tiles: int, staging: Staging, rule: TensorScaleRule) -> dict[str, Any]:
     """The struct SingleRead for so many tiles of all matrices. at: the address of the workspace, a multiple
     of 8."""
-    return {"state": at, "told": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": staging.stages,
+    return {"state": at, "published": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": staging.stages,
             "rule": rule._asdict()}
 
 

@@ -134,7 +134,7 @@ class _Blocks(Output):
         rows, columns = self._quantization.axes(list(self._quantization.directions))
         return {"data": data, "data_t": data_t, "row_scales": {"to": row_scales, **rows.strides},
                 "column_scales": {"to": column_scales, **columns.strides}, "rule": self._quantization.rule,
-                "block_segments": self.row_block // 32, "divides": int(self.divides)}
+                "subblocks_per_block": self.row_block // 32, "divides": int(self.divides)}
 
 
 class _Mx(Output):

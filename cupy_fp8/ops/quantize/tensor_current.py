@@ -51,7 +51,7 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: TensorScaleRule,
     in_registers = _CAST_CURRENT.constant("kChunksInRegisters")
     if rounds > in_registers + grid.rounds_in_shared or x.at % _CHUNK_BYTES or addresses["data"] % chunk:
         return None
-    # Blocks find there what others told in this launch, so each number of blocks has words of its own.
+    # Blocks find there what others published in this launch, so each number of blocks has words of its own.
     words_at = call.workspace(f"current scaling by {blocks} blocks", 1 + blocks)
     return _variant(x.dtype, dtype, grid).bind(
         a, blocks, shared=max(1, rounds - in_registers) * grid.threads * _CHUNK_BYTES, x=x.at, **addresses,

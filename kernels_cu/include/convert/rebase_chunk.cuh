@@ -1,4 +1,4 @@
-// A chunk of rebase.cu: 16 FP8 elements, multiplied by a power of two in f16 and rounded to FP8 once.
+// A chunk of rebase.cu is 16 FP8 elements. It is multiplied by a power of two in f16 and rounded to FP8 once.
 //
 // v * 2^k is exact for kLeastExactExponent <= k <= kMostExactExponent. Other k, which are rare, take several
 // steps, whose roundings lose only what becomes 0 anyway.

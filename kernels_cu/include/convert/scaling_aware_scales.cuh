@@ -14,7 +14,7 @@ constexpr int kMostDoublings = 15, kMostHalvings = 24 + kLift;       // f16 has 
 constexpr int kLeastNormal = -14 - kLift;
 constexpr int kUnitGap = 8;                              // between scale 1 of rows of zeros and other scales
 
-// Facts about a unit's scales. e_ref is the exponent that its elements are computed relative to.
+// These are facts about a unit's scales. e_ref is the exponent that its elements are computed relative to.
 enum UnitFacts : u32 {
     kGeneral = 1,                // f16 does not have all powers of two that the unit needs.
     // Rows with scale 1 do not count for e_ref, because all other scales are far smaller and a row of zeros
@@ -39,8 +39,8 @@ struct Shared {
     __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // halves of sectors, see store_aligned()
 };
 
-// The scales of a tile, in registers until they go to shared memory. A warp has the scales of a unit or two,
-// and a lane kLaneRows rows of each.
+// The scales of a tile are kept in registers here until they go to shared memory. A warp has the scales of a
+// unit or two, and a lane kLaneRows rows of each.
 struct TileScales {
     u32 bits[kUnitsPerWarp][kLaneRows];
 

@@ -6,7 +6,7 @@
 //                      pattern. FP8 saturates unless kSaturate is false.
 //   widen2, narrow2    the same for two elements, the first in the low half, by one instruction if the
 //                      chip has it
-// sm_89 and later convert FP8 in hardware. Older chips, the host and -DCUPY_FP8_BITCODE use the integer code.
+// sm_89 and later convert FP8 in hardware. Older chips, the CPU and -DCUPY_FP8_BITCODE use the integer code.
 // Both agree for every input (all 2^32 on an H200).
 #pragma once
 #include "numerics/arith.cuh"

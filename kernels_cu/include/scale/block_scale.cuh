@@ -1,10 +1,10 @@
-// f32 scales of blocks (docs/numerics.md, section 3): the scale of an amax in every profile, and the
-// destination of scales.
+// Blocks have f32 scales here (docs/numerics.md, section 3): BlockRule finds the scale of an amax in every
+// profile, and ScaleGrid says where scales go.
 #pragma once
 #include "memory/chunks.cuh"
 #include "scale/scale.cuh"
 
-// The factor of a block's elements, and the scale_inv that is stored.
+// A block's elements are multiplied by the factor, and scale_inv is stored.
 struct BlockScale {
     float factor, scale_inv;
 };
@@ -36,10 +36,10 @@ __device__ __forceinline__ float positive_quotient(float a, float b) {
     return as_float(units + up);
 }
 
-// How the amax a of a block becomes its scale. A profile is one quotient q, which may be rounded to a power
-// of two, and another number found from it:
+// Says how the amax a of a block becomes its scale. A profile is one quotient q, which may be rounded to a
+// power of two, and another number found from it:
 //   q = target / a, or a / target            other = 1 / q, or a / target, or a * reciprocal
-// The host turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code has two divisions
+// Python turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code has two divisions
 // whatever they are.
 struct BlockRule {
     // With it q = a / target is scale_inv; otherwise q = target / a is the factor.
@@ -100,8 +100,8 @@ struct BlockRule {
     }
 };
 
-// Where the scales of one direction go, by rows and columns of blocks of x as it lies in memory. Strides are
-// in elements, and one of them is 1. rows, columns: the extents stored for a matrix, padding included.
+// Says where the scales of one direction go, by rows and columns of blocks of x as it lies in memory. Strides
+// are in elements, and one of them is 1. rows, columns: the extents stored for a matrix, padding included.
 struct ScaleGrid {
     float* to;                                                       // null: nowhere
     i64 matrix, row, column;

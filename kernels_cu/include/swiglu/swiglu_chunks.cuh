@@ -1,9 +1,9 @@
-// Chunks of swiglu_stream.cuh: the row and part of each of them, and how they are stored.
+// This file says which row and part a chunk of swiglu_stream.cuh has, and stores chunks.
 #pragma once
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream_shape.cuh"
 
-// Where chunks go that are stored as y is, in elements of an array: so two arrays have one position.
+// Says where chunks go that are stored as y is, in elements of an array: so two arrays have one position.
 struct ChunkPosition {
     i64 at;                      // of the first chunk of a group
 
@@ -24,12 +24,12 @@ __device__ __forceinline__ float (&four_chunks(float (&y)[kThreadChunks][8], int
     return *reinterpret_cast<float(*)[4][8]>(&y[part * 4]);
 }
 
-// Whether a weight may be multiplied into a scale: its product with the scale of an amax between 2^-60 and
-// 2^60 is a normal number.
+// Returns true if a weight may be multiplied into a scale: its product with the scale of an amax between
+// 2^-60 and 2^60 is a normal number.
 __device__ __forceinline__ bool is_moderate(float weight) {
     return (as_bits(weight) & 0x7fffffffu) - (87u << 23) < 80u << 23;
 }
-// Whether an amax lies between 2^-60 and 2^60.
+// Returns true if an amax lies between 2^-60 and 2^60.
 __device__ __forceinline__ bool is_moderate_amax(u32 bits) { return bits - (67u << 23) < 120u << 23; }
 __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* weights) {
 #pragma unroll

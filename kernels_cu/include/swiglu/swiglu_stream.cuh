@@ -1,6 +1,6 @@
-// Rows of y, or of da and db, in chunks of eight elements per thread (swiglu_tensor.cu, swiglu_blocks.cu,
-// swiglu_mx.cu). x and grad come through shared memory (cp.async): copies in flight take no registers, and
-// fetch the next tile while this one is stored.
+// A thread computes rows of y, or of da and db, in chunks of eight elements (swiglu_tensor.cu,
+// swiglu_blocks.cu, swiglu_mx.cu). x and grad come through shared memory (cp.async): copies in flight take no
+// registers, and fetch the next tile while this one is stored.
 //
 // A block of kStreamThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other.
 // A thread reads the elements that it has copied itself, so it waits only for its own copies (and for other
@@ -122,7 +122,7 @@ public:
     // Waits, after the last group, for the copies requested beyond it, before another block has the shared
     // memory.
     static __device__ __forceinline__ void finish() { copy_async_wait(); }
-    // Shared memory with the weights of the block's rows, 1 without probs.
+    // Returns shared memory with the weights of the block's rows, 1 without probs.
     static __device__ __forceinline__ float* shared_probs() {
         __shared__ __align__(16) float probs[kMostRows];
         return probs;

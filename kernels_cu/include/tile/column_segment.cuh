@@ -64,7 +64,7 @@ struct ColumnSegment {
     }
 
 private:
-    // The first 32 bytes of a column, and its last bytes in the tile above.
+    // Return where the first 32 bytes of a column are kept, and its last bytes in the tile above.
     __device__ __forceinline__ u8* head(int column) const { return shared + column * kSector; }
     __device__ __forceinline__ u8* rest(int column) const { return head(kColumns + column); }
 

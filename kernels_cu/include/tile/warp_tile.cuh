@@ -33,13 +33,14 @@ struct WarpTile {
     }
 };
 
-// Where a warp tile lies in its array.
+// Says where a warp tile lies in its array.
 struct WarpTilePosition {
     i64 at;                      // this lane's first element
     int rows_left, columns_left;
 };
 
-// Largest magnitudes of a warp tile. Rows of 16-bit formats are kept in pairs, one in each half of a word.
+// Finds the largest magnitudes of a warp tile's rows and columns. Rows of 16-bit formats are kept in pairs,
+// one in each half of a word.
 template <class F, bool kNan>
 struct WarpTileAmax {
     static constexpr bool kPairs = sizeof(typename F::storage) == 2;
@@ -107,9 +108,9 @@ __device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
     return odd ? __byte_perm(word, other, 0x3715) : __byte_perm(word, other, 0x6240);
 }
 
-// FP8 bytes of the warp tiles of a block, kTilesDown x kTilesAcross of them, on their way to transposed rows.
-// A column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither
-// writes nor reads conflict in banks.
+// Shared memory holds the FP8 bytes of a block's kTilesDown x kTilesAcross warp tiles until they are stored
+// as transposed rows. A column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by
+// column so that neither writes nor reads conflict in banks.
 template <int kTilesDown, int kTilesAcross>
 struct WarpTiles {
     static constexpr int kRows = kWarpTileRows * kTilesDown, kColumns = kWarpTileColumns * kTilesAcross;
@@ -119,14 +120,14 @@ struct WarpTiles {
 
     u8* shared;                                                      // kBytes, 16-byte aligned
 
-    // Where this warp's warp tile begins in the tile, and this lane's first column.
+    // Return where this warp's warp tile begins in the tile, and this lane's first column.
     static __device__ __forceinline__ int row() { return threadIdx.x / 32 % kTilesDown * kWarpTileRows; }
     static __device__ __forceinline__ int column() {
         return threadIdx.x / 32 / kTilesDown * kWarpTileColumns + threadIdx.x % 32 * kLaneColumns;
     }
 
-    // words[c]: rows row() + 16 * half and on, four to a word, of column() + c. Call __syncthreads() before
-    // storing.
+    // Writes half of this warp's rows. words[c]: rows row() + 16 * half and on, four to a word, of column() +
+    // c. Call __syncthreads() before storing.
     __device__ __forceinline__ void write(int half, const u32 (&words)[kLaneColumns][4]) const {
 #pragma unroll
         for (int c = 0; c < kLaneColumns; c++)
@@ -161,7 +162,7 @@ struct WarpTiles {
         for (int i = 0; i < kUnitsPerThread; i++, row += kStep * stride)
             if (first + i * kStep < columns) *reinterpret_cast<uint4*>(row) = loaded[i];
     }
-    // A single byte, as write() would put it.
+    // Returns where write() would put a single byte.
     __device__ __forceinline__ u8* byte_at(int column, int tile_row) const {
         return shared + at(column, tile_row / 16) + tile_row % 16;
     }
