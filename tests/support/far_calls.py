@@ -18,7 +18,7 @@ from cupy_fp8.arrays import address, bits
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16
 from cupy_fp8.kernels import grid_size
 from cupy_fp8.layouts import cdiv, round_up
-from cupy_fp8.ops.matmul import aligned
+from cupy_fp8.ops.matmul import align_rows
 from cupy_fp8.results import Scaled
 
 _TALL, _WIDE, _BATCH = (FAR, 128), (128, FAR), ((1 << 18) + 4, 128, 128)
@@ -259,8 +259,8 @@ def _aligned(m: Any, x: Any) -> Any:
     if m is reference:
         return np.pad(bits(x), ((0, 0), (0, -k % 16))).view(x.dtype)
     out = fp8.empty((rows, round_up(k, 16)), x.dtype, like=x)
-    grid = grid_size(cdiv(rows, aligned._ROWS_OF_BLOCK), x.shape)
-    aligned._KERNEL.variant().bind(x, grid, to=address(out), rows=rows, row_bytes=k,
+    grid = grid_size(cdiv(rows, align_rows._ROWS_OF_BLOCK), x.shape)
+    align_rows._KERNEL.variant().bind(x, grid, to=address(out), rows=rows, row_bytes=k,
                                    chunks=out.shape[1] // 16, **{"from": address(x)}).run()
     return out
 

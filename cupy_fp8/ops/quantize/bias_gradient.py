@@ -26,8 +26,8 @@ class ColumnSums:
         self._dbias_at, self._partial_at = dbias_at, address(partial)
 
     def tiles_at(self, tile_rows: int) -> int:
-        """The address where cast_transpose writes the sums of its tiles: the gradient itself if no tile is
-        above another."""
+        """Returns the address where cast_transpose writes the sums of its tiles: the gradient itself if no
+        tile is above another."""
         return self._partial_at if cdiv(self.rows, tile_rows) > 1 else self._dbias_at
 
     def launches(self, x: Array, tile_rows: int, noop_at: int) -> Iterator[Launch]:
@@ -44,7 +44,7 @@ class ColumnSums:
 
 
 def partial_sums(shape: tuple[int, ...]) -> int:
-    """How many partial sums all launches together write for an array of this shape."""
+    """Returns how many partial sums all launches together write for an array of this shape."""
     rows, total = cdiv(shape[-2], shapes.SMALL.rows), 0
     while rows > 1:
         total += rows
@@ -53,6 +53,6 @@ def partial_sums(shape: tuple[int, ...]) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that bias gradients may launch."""
+    """Yields every variant that bias gradients may launch."""
     for rows in _ROWS:
         yield _SUM_ROWS.variant(ROWS=rows)

@@ -146,7 +146,7 @@ __device__ __forceinline__ ExpertTile expert_of(const ScalingAwareParams& p, i64
     found.group_block = kMx ? segment.units_before[0] : found.group_tile;
     found.past_groups = segment.group < 0;
     if (found.past_groups) {                                         // `to` says where its rows begin.
-        found.group_start = p.segments[found.group_tile].to;
+        found.group_start = p.segments[found.group_tile].result_start;
         found.group_rows = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
     } else {
         found.group_start = segment.start, found.group_rows = segment.rows_in_x;
