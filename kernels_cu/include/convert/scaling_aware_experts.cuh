@@ -145,7 +145,7 @@ __device__ __forceinline__ ExpertTile expert_of(const ScalingAwareParams& p, i64
     found.group_tile = row_of_tiles - segment.index, found.group_scales = 4 * segment.units_before[1];
     found.group_block = kMx ? segment.units_before[0] : found.group_tile;
     found.past_groups = segment.group < 0;
-    if (found.past_groups) {                                         // `to` says where its rows begin.
+    if (found.past_groups) {                                         // result_start has its rows.
         found.group_start = p.segments[found.group_tile].result_start;
         found.group_rows = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
     } else {

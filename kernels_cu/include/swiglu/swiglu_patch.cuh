@@ -70,7 +70,7 @@ struct Halves {
     }
     __device__ __forceinline__ void widen(const SwigluCall& call, int slice, float (&a)[kSlice],
                                           float (&b)[kSlice]) {
-        if (!kBackward && call.interleaved()) separate(slice);
+        if (!kBackward && call.interleaved()) separate(part);
         widen_slice(part[0], slice, a);
         widen_slice(part[1], slice, b);
         if (kBackward && call.interleaved()) {                       // a pair has both its elements' a and b
@@ -82,29 +82,29 @@ struct Halves {
 
 // Loads the elements of a row of grad that eight elements of the result are made of.
 struct Grads {
-    Eight slice;                 // interleaved: four, or two and two
+    Eight eight;                 // interleaved: four, or two and two
 
     template <bool kWide>
     __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column,
                                          int left) {
         const bool interleaved = call.interleaved();
         if constexpr (!kWide) {
-            gather(part, row, call.wrap(), interleaved ? column / 2 : column, interleaved ? left / 2 : left);
+            gather(eight, row, call.wrap(), interleaved ? column / 2 : column, interleaved ? left / 2 : left);
         } else if (!interleaved) {
-            load_eight<true>(part, row + (column < call.half() ? column : column - call.half()), left);
+            load_eight<true>(eight, row + (column < call.half() ? column : column - call.half()), left);
         } else {
 #pragma unroll
-            for (auto& c : slice) c = {};
+            for (auto& c : eight) c = {};
             if (!left) return;
             const auto four = Chunk<IN, 4>::load(row + column / 2);
 #pragma unroll
-            for (int w = 0; w < Chunk<IN, 4>::kWords; w++) part[0].word[w] = four.word[w];
+            for (int w = 0; w < Chunk<IN, 4>::kWords; w++) eight[0].word[w] = four.word[w];
         }
     }
     __device__ __forceinline__ void widen(const SwigluCall& call, int slice, float (&v)[kSlice]) const {
-        if (!call.interleaved()) return widen_slice(slice, slice, v);
+        if (!call.interleaved()) return widen_slice(eight, slice, v);
         float low, high;
-        part[slice * 2 / kLoad].widen2(slice * 2 % kLoad / 2, low, high);
+        eight[slice * 2 / kLoad].widen2(slice * 2 % kLoad / 2, low, high);
 #pragma unroll
         for (int i = 0; i < kSlice; i++) v[i] = i < 2 ? low : high;
     }
