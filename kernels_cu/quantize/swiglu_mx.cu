@@ -202,7 +202,7 @@ __device__ __forceinline__ void quantize_rows(const SwigluMxParams& p, const Str
 
 __device__ __forceinline__ void quantize_with_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    // A word per row; two tiles take turns.
+    // Each row has a word; two tiles take turns.
     __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
     __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];         // a row of bytes per 32 rows
     const SwigluCall& call = p.call;
@@ -274,7 +274,7 @@ __device__ __forceinline__ void store_row_scales(const SwigluMxParams& p, const 
 // The paths rows and tiles take this function.
 __device__ __forceinline__ void quantize_without_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    // A word per row; two tiles take turns.
+    // Each row has a word; two tiles take turns.
     __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
     const SwigluCall& call = p.call;
     StreamPosition at(call, p.tiles);

@@ -44,8 +44,8 @@ class _Capacity(NamedTuple):
     fewest: int
 
     def most(self, stages: int) -> int:
-        """Returns how many tiles the largest matrix that is read once has: a block holds one more tile in
-        registers than in its stages."""
+        """Returns how many tiles the largest matrix that is read once has: beside its stages a block holds
+        one tile in registers."""
         return (stages + 1) * self.blocks
 
 

@@ -1,5 +1,4 @@
-// The number formats (docs/numerics.md, rules 2 to 5): one struct per dtype, named as
-// `tag` in cupy_fp8/formats.py.
+// Each number format (docs/numerics.md, rules 2 to 5) is a struct, named as `tag` in cupy_fp8/formats.py:
 //   storage            the unsigned integer that holds one element
 //   widen(bits)        the exact f32 value
 //   narrow(value)      the code of the nearest value, ties to even. Subnormals are kept, and NaN is one fixed
