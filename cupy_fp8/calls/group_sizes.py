@@ -69,9 +69,9 @@ def read_first(splits: Any, beside: Any, check: bool, name: str = "splits") -> G
     return read(splits, beside, xp, check, name)
 
 
-def beside(splits: Any, x: Any) -> Any:
-    """A list of sizes of x's rows, which are on a GPU, as an array there. Anything else as it is, for the op
-    to examine."""
+def on_device_of(splits: Any, x: Any) -> Any:
+    """Copies a list of sizes of x's rows to the GPU that x is on, and returns the array. Anything else is
+    returned as it is, for the op to examine."""
     if not isinstance(splits, (list, tuple)) or isinstance(x, np.ndarray) or not is_array(x) or not x.ndim:
         return splits
     host = _as_sizes(splits, "splits")

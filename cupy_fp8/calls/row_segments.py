@@ -22,7 +22,7 @@ _SEGMENTS = Kernel("groups/row_segments", "group_find_segments", block=_THREADS)
 _ROWS = Kernel("groups/row_segments", "group_find_rows", block=_THREADS)
 _CHUNK_BYTES = 16               # bytes that a thread clears at once
 _MOST_CHUNKS = 4                # chunks that a thread clears if segments are few
-_MANY = 8                       # blocks per multiprocessor from which on a launch that finds rows pays
+_MANY = 8                       # From so many blocks per multiprocessor on, finding rows is worth a launch.
 
 
 class Found(NamedTuple):
@@ -61,9 +61,9 @@ def find_groups_of_rows(call: Call, groups: Groups, rows: int, tile_rows: int) -
     return Found(launch, at)
 
 
-def pays(x: Array, grid: int) -> bool:
-    """Whether a launch of so many blocks gains more than one more launch costs. (On the CPU few blocks are
-    many, so that tests see both ways.)"""
+def is_worth_a_launch(x: Array, grid: int) -> bool:
+    """Returns whether finding the rows of so many blocks before their launch gains more than one more launch
+    costs. (On the CPU few blocks are many, so that tests see both ways.)"""
     return grid > (_MANY if isinstance(x, np.ndarray) else _MANY * kernels.multiprocessors(x.data.device_id))
 
 

@@ -63,7 +63,7 @@ __device__ __forceinline__ const typename Scale::storage* scale_at(const Dequant
     return static_cast<const typename Scale::storage*>(p.scale_inv) + matrix * p.matrix_stride + at;
 }
 
-// Scales of kCount neighbouring columns: one each if kColumnwise, else one for all of them.
+// These are the scales of kCount neighbouring columns: one each if kColumnwise, else one for all of them.
 template <bool kColumnwise, int kCount>
 struct ChunkScales {
     float scale[kColumnwise ? kCount : 1];
@@ -213,7 +213,7 @@ __device__ __forceinline__ void dequantize_part(const DequantizeParams& p, const
     }
 }
 
-// How many blocks of threads a multiprocessor has registers for. Kernels for only one kind of blocks have as
+// A multiprocessor has registers for so many blocks of threads. Kernels for only one kind of blocks have as
 // many.
 constexpr int kBlocks = sizeof(OUT::storage) == 4 && !SWIZZLED ? 16 : 12;
 
@@ -229,10 +229,10 @@ dequantize_blocks(const __grid_constant__ DequantizeParams p) {
 #ifdef ENTRY_dequantize_blocks_transposed
 using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
 
-// The scales of a tile of data as f32 in shared memory. Rows of data are columns of out. The tile's extents
-// are powers of two, and its first element's indices are multiples of them.
+// The scales of a tile of data are kept as f32 in shared memory. Rows of data are columns of out. The tile's
+// extents are powers of two, and its first element's indices are multiples of them.
 struct TileScales {
-    static constexpr int kMost = TILE_ROWS * TILE_COLUMNS / 32;      // A block has at least 32 elements.
+    static constexpr int kMostScales = TILE_ROWS * TILE_COLUMNS / 32; // A block has at least 32 elements.
     float* shared;
     u32 row_shift, column_shift;
     u32 columns_log2;                                // log2 of the tile's blocks along a row of out
@@ -244,12 +244,12 @@ struct TileScales {
     // row, column: place of the tile's first element in out. Call __syncthreads() before get().
     template <class Scale>
     __device__ __forceinline__ void load(const DequantizeParams& p, i64 matrix, i64 row, i64 column) const {
-        static_assert(kMost % Tile::kThreads == 0, "every thread loads the same number");
+        static_assert(kMostScales % Tile::kThreads == 0, "every thread loads the same number");
         const u32 count = 1u << (columns_log2 + blocks_log2(TILE_COLUMNS, row_shift));
         const bool swizzled = sizeof(typename Scale::storage) == 1 && p.scale_tiles;
-        u32 scale[kMost / Tile::kThreads];           // All loads are in flight before the first is widened.
+        u32 scale[kMostScales / Tile::kThreads];     // All loads are in flight before the first is widened.
 #pragma unroll
-        for (int k = 0; k < kMost / Tile::kThreads; k++) {
+        for (int k = 0; k < kMostScales / Tile::kThreads; k++) {
             const u32 i = k * Tile::kThreads + threadIdx.x;
             const i64 block_row = (row >> row_shift) + (i >> columns_log2);
             const i64 block_column = (column >> column_shift) + (i & ((1u << columns_log2) - 1));
@@ -260,7 +260,7 @@ struct TileScales {
                                                                 block_column));
         }
 #pragma unroll
-        for (int k = 0; k < kMost / Tile::kThreads; k++)
+        for (int k = 0; k < kMostScales / Tile::kThreads; k++)
             shared[k * Tile::kThreads + threadIdx.x] = Scale::widen(scale[k]);
     }
     // Returns the scale of an element. row, column: its place in the tile, as out has it. The scales of its
@@ -308,7 +308,7 @@ dequantize_blocks_transposed(const __grid_constant__ DequantizeParams p) {
     extern __shared__ __align__(16) u8 shared[];     // It holds the tile of data and then its scales.
     const Tile tile{shared};
     const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.columns, p.rows);
-    // The place of this thread's elements in out.
+    // This thread's elements begin here in out.
     const i64 column = at.row + Tile::patch_row(), row = at.column + Tile::patch_column();
     int columns_left = left_of(p.columns - column, 8), rows_left = left_of(p.rows - row, 8);
     if (ALIGNED) columns_left = rows_left = columns_left && rows_left ? 8 : 0;

@@ -35,10 +35,10 @@
 #include "convert/rebase_chunk.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kEach = 4;                                             // chunks of a thread in a tile
+constexpr int kChunksPerThread = 4;                                  // in a tile
 constexpr int kTileLog2 = 10;                                        // chunks in a tile
-static_assert(kThreads * kEach == 1 << kTileLog2, "every chunk of a tile has a thread");
-static_assert(kEach * 16 <= kMostChanged, "the changed values of a thread can be counted");
+static_assert(kThreads * kChunksPerThread == 1 << kTileLog2, "every chunk of a tile has a thread");
+static_assert(kChunksPerThread * 16 <= kMostChangedValues, "the changed values of a thread can be counted");
 constexpr int kMostTargets = (1 << kTileLog2) / 2;                   // A new block has two chunks or more.
 
 // A multiprocessor keeps so many blocks of threads: as many as have registers for everything.
@@ -79,7 +79,7 @@ struct Shared {
 
 __device__ __forceinline__ u32 tile_rows_log2(const RebaseParams& p) { return kTileLog2 - p.chunks_log2; }
 
-// A region and the place of its first element.
+// A block of threads finds its region by the place of the first element.
 struct Region {
     u32 matrix;
     i64 row, column;
@@ -92,7 +92,7 @@ struct Region {
     }
 };
 
-// Where a thread's chunks of a tile are. Chunk u is u * step() rows below the first one.
+// Says where a thread's chunks of a tile are. Chunk u is u * step() rows below the first one.
 struct ThreadChunks {
     i64 first, below;            // chunk 0, counted in elements of all matrices, and the step to the next one
     i64 block_row, block_column; // the old block of the tile's first row and of this thread's columns
@@ -134,18 +134,18 @@ struct ThreadChunks {
     }
 };
 
-// A thread's chunks of a tile, and their scales.
+// A thread loads and transforms its chunks of a tile here.
 struct LoadedChunks {
-    Chunk16 chunk[kEach];
+    Chunk16 chunk[kChunksPerThread];
     // log2 of each chunk's scale, kNoScale, or kNothing where no value depends on it.
-    int exponent[kEach];
+    int exponent[kChunksPerThread];
 
     // Loads the chunks and finds their exponents. All loads are in flight before the first scale is used.
     __device__ __forceinline__ void load(const RebaseParams& p, const Region& region,
                                          const ThreadChunks& chunks) {
         const auto* from = p.data + chunks.first;
 #pragma unroll
-        for (int u = 0; u < kEach; u++, from += chunks.below) {
+        for (int u = 0; u < kChunksPerThread; u++, from += chunks.below) {
             if constexpr (!ALIGNED) chunk[u] = Chunk16::load_partial(from, chunks.left(p, u));
             else if (chunks.exists(p, u)) chunk[u] = Chunk16::load(from);
             else chunk[u] = {};
@@ -156,10 +156,10 @@ struct LoadedChunks {
 
     // Raises the targets of the chunks in shared memory. Exponents that no value depends on become kNothing.
     __device__ __forceinline__ void find(const RebaseParams& p, const ThreadChunks& chunks, Shared& shared) {
-        int found[kEach];
+        int found[kChunksPerThread];
         bool wrong = false;
 #pragma unroll
-        for (int u = 0; u < kEach; u++) {
+        for (int u = 0; u < kChunksPerThread; u++) {
             const u32 bits = largest_magnitude(chunk[u]);
             const bool scaled = exponent[u] != kNoScale;
             wrong |= !scaled;
@@ -168,25 +168,25 @@ struct LoadedChunks {
         }
         if (wrong && p.f32_scales)
 #pragma unroll
-            for (int u = 0; u < kEach; u++)
+            for (int u = 0; u < kChunksPerThread; u++)
                 if (exponent[u] == kNoScale) atomicOr(&shared.wrong[chunks.target(p, u)], 1u);
         if (p.targets_down_log2 == 0) {                                 // A thread's chunks share a target.
 #pragma unroll
-            for (int u = 1; u < kEach; u++) found[0] = larger(found[0], found[u]);
+            for (int u = 1; u < kChunksPerThread; u++) found[0] = larger(found[0], found[u]);
             raise<1>(p, chunks, shared, found);
-        } else raise<kEach>(p, chunks, shared, found);
+        } else raise<kChunksPerThread>(p, chunks, shared, found);
     }
 
     // Transforms the chunks and stores them, and may use them up. Returns how many values of this thread
     // changed if p.changed asks for it.
     __device__ __forceinline__ u32 transform(const RebaseParams& p, const ThreadChunks& chunks,
                                              const Shared& shared) {
-        int k[kEach];
+        int k[kChunksPerThread];
         bool exact = true;
 #pragma unroll
-        for (int u = 0; u < kEach; u++) {
+        for (int u = 0; u < kChunksPerThread; u++) {
             k[u] = exponent[u] - chunks.target_exponent(p, shared, u);
-            exact &= exponent[u] == kNothing || (k[u] >= kLeastExact && k[u] <= kMostExact);
+            exact &= exponent[u] == kNothing || (k[u] >= kLeastExactExponent && k[u] <= kMostExactExponent);
         }
         u32 changed = kNoneChanged;
         if (!exact) transform_any(p, chunks, shared, changed);
@@ -204,21 +204,21 @@ private:
             + (region.matrix * p.matrix_stride + chunks.block_row * p.row_stride
                + chunks.block_column * p.column_stride);
         const u32 shift = p.row_shift < kTileLog2 ? p.row_shift : kTileLog2;
-        u32 bits[kEach];
+        u32 bits[kChunksPerThread];
 #pragma unroll
-        for (int u = 0; u < kEach; u++) {
+        for (int u = 0; u < kChunksPerThread; u++) {
             const u32 block = chunks.row_of(p, u) >> shift;
             bits[u] = chunks.exists(p, u) ? load_read_only(scales + block * p.row_stride) : 0;
         }
 #pragma unroll
-        for (int u = 0; u < kEach; u++) exponent[u] = exponent_of(bits[u], sizeof(*scales) == 1);
+        for (int u = 0; u < kChunksPerThread; u++) exponent[u] = exponent_of(bits[u], sizeof(*scales) == 1);
     }
 
     // Raises the targets of the first kCount chunks to the largest that this thread and the lanes beside it
     // have found.
     template <int kCount>
     static __device__ __forceinline__ void raise(const RebaseParams& p, const ThreadChunks& chunks,
-                                                 Shared& shared, int (&found)[kEach]) {
+                                                 Shared& shared, int (&found)[kChunksPerThread]) {
 #pragma unroll 1
         for (u32 distance = 1; distance < 1u << p.lanes_log2; distance *= 2)
 #pragma unroll
@@ -232,10 +232,10 @@ private:
     // Transforms chunks whose products are exact.
     template <bool kCounts>
     __device__ __forceinline__ void transform_exact(const RebaseParams& p, const ThreadChunks& chunks,
-                                                    const int (&k)[kEach], u32& changed) const {
+                                                    const int (&k)[kChunksPerThread], u32& changed) const {
         auto* to = p.out + chunks.first;
 #pragma unroll
-        for (int u = 0; u < kEach; u++, to += chunks.below)
+        for (int u = 0; u < kChunksPerThread; u++, to += chunks.below)
             store(p, chunks, u, to, times_power<kCounts>(chunk[u], Halves::power_pair(k[u]), changed));
     }
     // Transforms any chunks, one after the other, since that is rare. It moves them through chunk 0.
@@ -243,7 +243,7 @@ private:
                                                   const Shared& shared, u32& changed) {
         auto* to = p.out + chunks.first;
 #pragma unroll 1
-        for (int u = 0; u < kEach; u++, to += chunks.below) {
+        for (int u = 0; u < kChunksPerThread; u++, to += chunks.below) {
             Chunk16 made;
             if (exponent[0] == kNoScale) made = {{kFourNan, kFourNan, kFourNan, kFourNan}};
             else if (exponent[0] == kNothing) made = times_power<true>(chunk[0], 0, changed);
@@ -251,7 +251,7 @@ private:
                                              changed);
             store(p, chunks, u, to, made);
 #pragma unroll
-            for (int i = 1; i < kEach; i++) chunk[i - 1] = chunk[i], exponent[i - 1] = exponent[i];
+            for (int i = 1; i < kChunksPerThread; i++) chunk[i - 1] = chunk[i], exponent[i - 1] = exponent[i];
         }
     }
     static __device__ __forceinline__ void store(const RebaseParams& p, const ThreadChunks& chunks, int u,

@@ -54,8 +54,8 @@
 // A multiprocessor keeps BLOCKS blocks of threads on an H200. With as many, values spill on other GPUs, with
 // CUDA 12, and with the integer conversions.
 #if defined(CUPY_FP8_HARDWARE_CVT) && __CUDA_ARCH__ < 1000
-constexpr bool kFewer = __CUDACC_VER_MAJOR__ < 13 || (!ONE_TILE && __CUDA_ARCH__ < 900);
-constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : kFewer && BLOCKS == 4 ? 3 : BLOCKS;
+constexpr bool kFewerBlocks = __CUDACC_VER_MAJOR__ < 13 || (!ONE_TILE && __CUDA_ARCH__ < 900);
+constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : kFewerBlocks && BLOCKS == 4 ? 3 : BLOCKS;
 #else
 constexpr int kBlocks = 2;
 #endif
@@ -84,17 +84,19 @@ __device__ __forceinline__ void transpose_one_tile(const ScalingAwareParams& p, 
     transform_tile(p, tile, shared, 0, dynamic, nullptr);
 }
 
-// The block's tiles, one after the other. Their places in memory are in shared memory.
+// A block goes through its tiles, one after the other. Their places in memory are in shared memory.
 struct BlockTiles {
     const ScalingAwareParams& p;
     Shared& shared;
-    u8* const dynamic;           // kAhead + 1 tiles, then staged columns
+    u8* const dynamic;           // kTilesAhead + 1 tiles, then staged columns
     const i64 first;             // index of the block's first tile among all tiles
     const i64 first_row;         // its row of tiles
     const int tiles;             // how many the block has
 
-    __device__ __forceinline__ ExpertTile& at(int n) const { return shared.tile[n % (kAhead + 2)]; }
-    __device__ __forceinline__ u8* bytes_of(int n) const { return dynamic + n % (kAhead + 1) * kRawBytes; }
+    __device__ __forceinline__ ExpertTile& at(int n) const { return shared.tile[n % (kTilesAhead + 2)]; }
+    __device__ __forceinline__ u8* bytes_of(int n) const {
+        return dynamic + n % (kTilesAhead + 1) * kRawBytes;
+    }
 
     __device__ __forceinline__ void fetch(int n) const {
         if (at(n).exists) prefetch(p, at(n), bytes_of(n));
@@ -107,16 +109,16 @@ struct BlockTiles {
         find_next(p, at(n), segment_word, tiles, &at(n + 1));
     }
 
-    // Finds the first kAhead + 1 tiles. One whole warp calls it. segment_word: of the first tile's segment.
-    // past_groups: no expert has the first tile or any that follow.
+    // Finds the first kTilesAhead + 1 tiles. One whole warp calls it. segment_word: of the first tile's
+    // segment. past_groups: no expert has the first tile or any that follow.
     __device__ __forceinline__ void find_first_tiles(u32 segment_word, bool past_groups) const {
         if (past_groups) {
             if (threadIdx.x % 32 == 0) at(0).exists = false, at(0).past_groups = true;
         } else {
             const ExpertTile expert = expert_of(p, first_row, segment_word);
-            find_first(p, expert, first, tiles, &at(0), &at(kAhead + 1));
+            find_first(p, expert, first, tiles, &at(0), &at(kTilesAhead + 1));
         }
-        for (int n = 1; n <= kAhead; n++) {
+        for (int n = 1; n <= kTilesAhead; n++) {
             __syncwarp();
             find_after(n - 1, load_segment_after(n - 1));
         }
@@ -127,19 +129,19 @@ struct BlockTiles {
     __device__ __forceinline__ int transpose(bool finds, u32& segment_word) const {
         TileScales scales;
         if (at(0).exists) scales.load(p, at(0));
-        for (int n = 0; n < kAhead; n++) fetch(n);
+        for (int n = 0; n < kTilesAhead; n++) fetch(n);
         int n = 0;
 #pragma unroll 1
         for (; at(n).exists && !at(n).past_groups; n++) {
             const int buffer = n % 2;
-            if (finds && n > 0) find_after(n + kAhead - 1, segment_word);
+            if (finds && n > 0) find_after(n + kTilesAhead - 1, segment_word);
             scales.write(p, at(n), buffer, shared);
-            copy_async_wait<kAhead - 1>();
+            copy_async_wait<kTilesAhead - 1>();
             __syncthreads();
             if (at(n + 1).exists) scales.load(p, at(n + 1));
-            fetch(n + kAhead);
-            if (finds) segment_word = load_segment_after(n + kAhead);
-            transform_tile(p, at(n), shared, buffer, bytes_of(n), dynamic + (kAhead + 1) * kRawBytes);
+            fetch(n + kTilesAhead);
+            if (finds) segment_word = load_segment_after(n + kTilesAhead);
+            transform_tile(p, at(n), shared, buffer, bytes_of(n), dynamic + (kTilesAhead + 1) * kRawBytes);
         }
         return n;
     }
@@ -161,7 +163,7 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
         if (warp == 0 && blockIdx.x == 0) check_sizes(p.splits, p.rows);
         segment_word = load_segment_word(p, first_row);
     }
-    // Group -1: no expert has these rows or any that follow.
+    // Group -1 says that no expert has these rows or any that follow.
     const bool past_groups = (int)__shfl_sync(~0u, segment_word, 1) < 0;
     if (finds) block.find_first_tiles(segment_word, past_groups);
     __syncthreads();

@@ -3,7 +3,7 @@
 //
 //   x [n] IN, values [n] VALUE, codes [n] FP8 -> sums f64 [blocks, kSums]
 //
-// Each block writes a row of partial sums, in the order of ErrorSums, and the host adds the rows up. The grid
+// Each block writes a row of partial sums, in the order of ErrorSums, and Python adds the rows up. The grid
 // is fixed, so the same input gives the same sums. Everything is f64. No byte of a result depends on it, so
 // the compiler may contract here.
 //
@@ -29,7 +29,7 @@ struct ErrorParams {
 constexpr int kThreads = 256;
 constexpr int kAdded = 9, kSums = 11;                                // the last two are maxima
 
-// The exact value. A plain conversion of f32 would be compiled with .ftz and lose subnormals.
+// Returns the exact value. A plain conversion of f32 would be compiled with .ftz and lose subnormals.
 __device__ __forceinline__ double wide(float value) {
 #ifdef CUPY_FP8_HOST
     return value;
@@ -69,7 +69,7 @@ struct ErrorSums {
         if (p.codes) add_precision(p, p.codes[i] & 0x7fu, magnitude, kept, came_back, relative);
     }
 
-    // A column for each sum. The counts are exact.
+    // Lists the sums, a column for each. The counts are exact as doubles.
     __device__ __forceinline__ void list(double (&columns)[kSums]) const {
         const double all[kSums] = {signal, noise, (double)saturated, (double)underflowed, (double)nan,
                                    (double)nonfinite, (double)normal, (double)subnormal, squares,

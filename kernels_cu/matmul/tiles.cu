@@ -1,5 +1,5 @@
-// Products of FP8 matrices on any GPU from sm_80 on, one for each group: D = A · Bᵀ (matmul/problem.cuh), for
-// any extents, addresses and pitches.
+// This kernel multiplies FP8 matrices on any GPU from sm_80 on, a pair for each group: D = A · Bᵀ
+// (matmul/problem.cuh), for any extents, addresses and pitches.
 //
 // A block of 256 threads computes one tile of D. Blocks have as many numbers as there can be tiles, since
 // only the device knows the sizes of groups; those past the last tile end at once. Three stages of 128 of K
@@ -34,7 +34,7 @@ struct Stage {
 };
 
 // ---- copies ----
-// The rows of one operand that belong to the tile, from this thread's first chunk on.
+// A thread copies its chunks of the tile's rows of one operand, from its first chunk on.
 struct TileRows {
     const u8* first;
     i64 pitch;
@@ -69,7 +69,7 @@ struct TileRows {
     }
 };
 
-// The scales of one row, a row of A or of B, which this thread copies.
+// This thread copies the scales of one row, a row of A or of B.
 struct CopiedScales {
     const float* next;
     i64 step;                      // from one 128 of K to the next
@@ -255,7 +255,7 @@ product_tiles(const __grid_constant__ Product p) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);            // The compiler knows that lanes agree.
     if (blockIdx.x == 0 && warp == 0 && p.splits.sizes) check_sizes(p.splits, p.total);
     if constexpr (kSizesOfK) {                     // The grid is small where another launch has most groups.
-        // In shared memory, since all registers are taken.
+        // The tile is described in shared memory, since all registers are taken.
         __shared__ ProductTile tile;
         __shared__ i64 number;
         for (i64 next = blockIdx.x;; next = number + gridDim.x) {

@@ -1,10 +1,12 @@
-// Products of FP8 matrices on Hopper (sm_90a), one for each group: D = A · Bᵀ (matmul/problem.cuh).
+// This kernel multiplies FP8 matrices on Hopper (sm_90a), a pair for each group: D = A · Bᵀ
+// (matmul/problem.cuh).
 //
-// Persistent blocks of four warpgroups. The warps of the first one find tiles, copy 128 of K of A and B, with
-// their scales, into a ring of stages, and copy results to D (matmul/wgmma_copies.cuh). Each of the others
-// multiplies 64 rows of A by all columns of a tile: the tensor core sums 128 products, which are then added,
-// times their scales, to f32 registers. (It keeps about 14 bits below the largest addend, so longer sums
-// would lose more.) They leave results that fill boxes in shared memory and go on with the next tile.
+// Blocks are persistent and have four warpgroups. The warps of the first one find tiles, copy 128 of K of A
+// and B, with their scales, into a ring of stages, and copy results to D (matmul/wgmma_copies.cuh). Each of
+// the others multiplies 64 rows of A by all columns of a tile: the tensor core sums 128 products, which are
+// then added, times their scales, to f32 registers. (It keeps about 14 bits below the largest addend, so
+// longer sums would lose more.) They leave results that fill boxes in shared memory and go on with the next
+// tile.
 //
 // Two blocks are a cluster, with neighbouring tiles. Each copies half of A, for both, and its own B, because
 // the L2 gives too few bytes for all. A stage is free when all warps of both blocks have used it.
@@ -19,8 +21,8 @@
 #include "matmul/wgmma_copies.cuh"
 
 // ---- the warp that finds tiles ----
-// The numbers of a cluster's tiles. With sizes of K, clusters take turns. Tiles of rows take different times,
-// so each cluster takes the next one when it needs it: its first block does, and tells both.
+// Gives the numbers of a cluster's tiles. With sizes of K, clusters take turns. Tiles of rows take different
+// times, so each cluster takes the next one when it needs it: its first block does, and tells both.
 struct TileNumbers {
     u32* const taken;
     const int lane = threadIdx.x % 32, rank = cluster_rank(), clusters = gridDim.x / kClusterBlocks;
@@ -47,8 +49,8 @@ struct TileNumbers {
         position.next();
         return number = __shfl_sync(~0u, number, 0);
     }
-    // Is called after the last tile. The last cluster that comes here clears the words, since nobody takes a
-    // number any more.
+    // Is called by each cluster after its last tile. The last cluster that comes here clears the words, since
+    // nobody takes a number any more.
     __device__ __forceinline__ void end() {
         if (kSizesOfK || rank != 0 || lane != 0) return;
         if (atomicAdd(taken + 1, 1u) != (u32)clusters - 1) return;
@@ -125,7 +127,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
 }
 
 // ---- the warps that multiply ----
-// A warp that multiplies, and the sums of a tile.
+// A warp multiplies with this, and keeps its sums of a tile here.
 struct Multiplier {
     const WgmmaParams& params;
     Shared& shared;
@@ -159,7 +161,7 @@ struct Multiplier {
         __syncwarp();
         if (lane < kClusterBlocks) arrive_at(&shared.ring.empty[at], lane);
     }
-    // Stages of a tile in which nothing of this warpgroup exists.
+    // Skips the stages of a tile in which nothing of this warpgroup exists.
     __device__ __forceinline__ void skip(int blocks) {
         for (int block = 0; block < blocks; block++) {
             position.wait_full(shared.ring);
@@ -269,7 +271,7 @@ struct Multiplier {
         write();
         arrive_together(&shared.leaving[part()].full[0]);
     }
-    // The warp's rows of the first box.
+    // Returns the warp's rows of the first box.
     __device__ __forceinline__ u8* staged() const {
         return shared.staged[part()] + warp % kWarpsOfPart * (kRowsOfWarp * kBoxBytes);
     }

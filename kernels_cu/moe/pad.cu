@@ -151,9 +151,9 @@ move_groups(const __grid_constant__ GroupsParams p) {
     const bool second = blockIdx.x >= p.data_blocks;
     const RowArray a = second ? p.scales : p.data;
     const u32 block = second ? blockIdx.x - p.data_blocks : blockIdx.x, tile = block / a.across;
-    const i64 first = (i64)tile * a.rows_per_block, column = (i64)(block - tile * a.across) * a.segment;
+    const i64 first = (i64)tile * a.rows_per_block, column = (i64)(block - tile * a.across) * a.row_share;
     const int count = left_of(p.rows - first, a.rows_per_block);
-    const int width = left_of(a.row_bytes - column, a.segment), bytes = count * width;
+    const int width = left_of(a.row_bytes - column, a.row_share), bytes = count * width;
     if (threadIdx.x < 32) {
         if (p.most() < kFewRows) find_in_groups<u32>(p, first, count, shared);
         else find_in_groups<i64>(p, first, count, shared);

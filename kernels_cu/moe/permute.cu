@@ -11,7 +11,7 @@
 // 1 bytes. It moves every row of `from` once and every row of `to` once. There are no defines.
 #include "moe/routes.cuh"
 
-// Rows that move, and how they are shared out among blocks.
+// Describes rows that move, and how blocks share them.
 struct Rows {
     const u8* from;
     u8* to;
@@ -20,7 +20,7 @@ struct Rows {
     u32 lanes_log2;              // log2 of how many threads share a token
     u32 tokens_per_block;        // 1 if several blocks share a token
     u32 across;                  // blocks that share a token
-    u32 segment;                 // bytes of a row that a block takes; a multiple of 16 if blocks share a row
+    u32 row_share;               // bytes of a row that a block takes; a multiple of 16 if blocks share a row
     u32 blocks;
 };
 
@@ -69,9 +69,9 @@ __device__ __forceinline__ void scatter_pieces(const Rows& rows, const Routes& r
 __device__ __forceinline__ void scatter(const Rows& rows, const Routes& routes, u32 block) {
     const u32 group = block / rows.across;
     const i64 first = (i64)group * rows.tokens_per_block;
-    const i64 column = (i64)(block - group * rows.across) * rows.segment;
+    const i64 column = (i64)(block - group * rows.across) * rows.row_share;
     const int count = left_of(routes.tokens - first, rows.tokens_per_block);
-    const int width = left_of(rows.row_bytes - column, rows.segment);
+    const int width = left_of(rows.row_bytes - column, rows.row_share);
     if (rows.step == 16) scatter_pieces<Unit>(rows, routes, first, count, column, width);
     else if (rows.step == 4) scatter_pieces<u32>(rows, routes, first, count, column, width);
     else if (rows.step == 2) scatter_pieces<u16>(rows, routes, first, count, column, width);

@@ -35,7 +35,7 @@ struct RouteParams {
     i64* offsets;                // [experts + 1]
     u32* errors;                 // the device's word
     i64 tokens;
-    u32 topk, number, rows, align;
+    u32 topk, num_experts, rows, align;
     u32 warp_tokens;             // tokens per warp
     u32 pitch;                   // how many blocks there are, rounded up to 4
     u32 wide;                    // 1: indices are i64
@@ -63,17 +63,17 @@ __device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool
     if (p.mask) expert = p.experts[route];
     else if (p.wide) expert = load_read_only(static_cast<const i64*>(p.assignment) + route);
     else expert = load_read_only(static_cast<const i32*>(p.assignment) + route);
-    wrong |= expert < -1 || expert >= (i64)p.number;
-    return expert >= 0 && expert < (i64)p.number ? (i32)expert : -1;
+    wrong |= expert < -1 || expert >= (i64)p.num_experts;
+    return expert >= 0 && expert < (i64)p.num_experts ? (i32)expert : -1;
 }
 
-// Loads a lane's experts of the kHeld * 32 routes from `first` on, with all loads in flight. They are -1 past
-// the warp's last route.
-constexpr int kHeld = 4;
+// Loads a lane's experts of the kRoutesPerLane * 32 routes from `first` on, with all loads in flight. They
+// are -1 past the warp's last route.
+constexpr int kRoutesPerLane = 4;
 __device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRoutes& routes, i64 first,
-                                             i32 (&expert)[kHeld], bool& wrong) {
+                                             i32 (&expert)[kRoutesPerLane], bool& wrong) {
 #pragma unroll
-    for (int u = 0; u < kHeld; u++) {
+    for (int u = 0; u < kRoutesPerLane; u++) {
         const i64 route = first + u * 32 + threadIdx.x % 32;
         expert[u] = route < routes.end ? load_expert(p, route, wrong) : -1;
     }
@@ -81,17 +81,17 @@ __device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRou
 // Counts the experts of the warp's routes. `expert` has those of the first routes, and afterwards those of
 // the last. The next ones are loaded while these are counted.
 __device__ __forceinline__ void count_experts(const RouteParams& p, const WarpRoutes& routes,
-                                              i32 (&expert)[kHeld], bool& wrong, u32* count) {
-    for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
-        i32 next[kHeld] = {-1, -1, -1, -1};
-        const bool more = first + kHeld * 32 < routes.end;
-        if (more) load_experts(p, routes, first + kHeld * 32, next, wrong);
+                                              i32 (&expert)[kRoutesPerLane], bool& wrong, u32* count) {
+    for (i64 first = routes.begin; first < routes.end; first += kRoutesPerLane * 32) {
+        i32 next[kRoutesPerLane] = {-1, -1, -1, -1};
+        const bool more = first + kRoutesPerLane * 32 < routes.end;
+        if (more) load_experts(p, routes, first + kRoutesPerLane * 32, next, wrong);
 #pragma unroll
-        for (int u = 0; u < kHeld; u++)
+        for (int u = 0; u < kRoutesPerLane; u++)
             if (expert[u] >= 0) atomicAdd(&count[expert[u]], 1u);
         if (!more) break;
 #pragma unroll
-        for (int u = 0; u < kHeld; u++) expert[u] = next[u];
+        for (int u = 0; u < kRoutesPerLane; u++) expert[u] = next[u];
     }
 }
 
@@ -104,18 +104,18 @@ __device__ __forceinline__ bool list_experts(const RouteParams& p, u32* count) {
     const bool slot_for_each = p.mask == 2;
     bool too_many = false;
     for (i64 token = routes.first_token; token < routes.end_token; token++) {
-        const u8* chosen = static_cast<const u8*>(p.assignment) + token * p.number;
+        const u8* chosen = static_cast<const u8*>(p.assignment) + token * p.num_experts;
         i32* slots = p.experts + token * p.topk;
         u32 used = 0;
-        for (u32 first = 0; first < p.number; first += 32) {
+        for (u32 first = 0; first < p.num_experts; first += 32) {
             const u32 expert = first + lane;
-            const bool here = expert < p.number && load_read_only(chosen + expert) != 0;
+            const bool here = expert < p.num_experts && load_read_only(chosen + expert) != 0;
             const u32 all = __ballot_sync(~0u, here);
             const u32 slot = slot_for_each ? expert : used + __popc(all & before);
             if (here && slot < p.topk) {
                 slots[slot] = (i32)expert;
                 atomicAdd(&count[expert], 1u);
-            } else if (slot_for_each && expert < p.number) {
+            } else if (slot_for_each && expert < p.num_experts) {
                 slots[expert] = -1;
             }
             used += __popc(all);
@@ -129,19 +129,19 @@ __device__ __forceinline__ bool list_experts(const RouteParams& p, u32* count) {
 
 extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_constant__ RouteParams p) {
     __shared__ u32 count[kMostExperts];
-    for (u32 expert = threadIdx.x; expert < p.number; expert += kThreads) count[expert] = 0;
+    for (u32 expert = threadIdx.x; expert < p.num_experts; expert += kThreads) count[expert] = 0;
     __syncthreads();
     if (p.mask) {
         if (list_experts(p, count) && threadIdx.x % 32 == 0) report(p.errors, kRouteBound);
     } else {
         const WarpRoutes routes(p);
         bool wrong = false;                                  // route_rank reports it.
-        i32 expert[kHeld];
+        i32 expert[kRoutesPerLane];
         load_experts(p, routes, routes.begin, expert, wrong);
         count_experts(p, routes, expert, wrong, count);
     }
     __syncthreads();
-    for (u32 expert = threadIdx.x; expert < p.number; expert += kThreads)
+    for (u32 expert = threadIdx.x; expert < p.num_experts; expert += kThreads)
         p.counts[(i64)expert * p.pitch + blockIdx.x] = count[expert];
 }
 #endif
@@ -166,19 +166,19 @@ __device__ __forceinline__ u32 sum_of_first(const uint4& c, u32 first, u32 end) 
 template <int kBatch>
 __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared) {
     const u32 first = threadIdx.x % 32 * 4;
-    for (u32 batch = threadIdx.x / 32; batch < p.number; batch += kBatch * kWarps) {
+    for (u32 batch = threadIdx.x / 32; batch < p.num_experts; batch += kBatch * kWarps) {
         uint4 count[kBatch];
 #pragma unroll
         for (int u = 0; u < kBatch; u++) {
             const u32 expert = batch + u * kWarps;
             count[u] = make_uint4(0, 0, 0, 0);
-            if (expert < p.number && first < p.pitch)
+            if (expert < p.num_experts && first < p.pitch)
                 count[u] = *reinterpret_cast<const uint4*>(p.counts + (i64)expert * p.pitch + first);
         }
 #pragma unroll
         for (int u = 0; u < kBatch; u++) {
             const u32 expert = batch + u * kWarps;
-            if (expert >= p.number) continue;
+            if (expert >= p.num_experts) continue;
             const u32 all_before = __reduce_add_sync(~0u, sum_of_first(count[u], first, blockIdx.x));
             const u32 all = __reduce_add_sync(~0u, sum_of_first(count[u], first, gridDim.x));
             if (first == 0) shared.before[expert] = all_before, shared.total[expert] = all;
@@ -211,10 +211,10 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
 // expert.
 __device__ __forceinline__ u32 place_experts(const RouteParams& p, Shared& shared) {
     u32 end = 0;                                             // where the experts of earlier rounds end
-    for (u32 first = 0; first < p.number; first += kThreads) {
+    for (u32 first = 0; first < p.num_experts; first += kThreads) {
         const u32 expert = first + threadIdx.x;
         u32 total = 0, next = 0, aligned = 0;
-        if (expert < p.number) {
+        if (expert < p.num_experts) {
             if (p.counts) {
                 total = shared.total[expert];
                 next = shared.before[expert];
@@ -228,7 +228,7 @@ __device__ __forceinline__ u32 place_experts(const RouteParams& p, Shared& share
         u32 round = 0;
         const u32 start = end + block_prefix_sum(aligned, shared.scan, round) - aligned;
         end += round;
-        if (expert >= p.number) continue;
+        if (expert >= p.num_experts) continue;
         shared.before[expert] = start;
         next += start;
 #pragma unroll
@@ -242,7 +242,7 @@ __device__ __forceinline__ u32 place_experts(const RouteParams& p, Shared& share
             p.splits[expert] = (i32)smaller(total, p.rows - begin);
             p.aligned_splits[expert] = (i32)(stop - begin);
             p.offsets[expert] = begin;
-            if (expert + 1 == p.number) p.offsets[p.number] = stop;
+            if (expert + 1 == p.num_experts) p.offsets[p.num_experts] = stop;
         }
     }
     return end;
@@ -268,17 +268,17 @@ __device__ __forceinline__ bool give_rows(const RouteParams& p, const WarpRoutes
 // Gives the routes of a warp their rows. held: the experts of its last routes that were counted. Returns
 // true if the row of a route of this lane is past the bound.
 __device__ __forceinline__ bool rank_routes(const RouteParams& p, const WarpRoutes& routes,
-                                            i32 (&held)[kHeld], bool& wrong, u32* next_row) {
+                                            i32 (&held)[kRoutesPerLane], bool& wrong, u32* next_row) {
     bool past_bound = false;
-    const bool all_held = routes.end - routes.begin <= kHeld * 32;   // They are still in registers.
-    for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
+    const bool all_held = routes.end - routes.begin <= kRoutesPerLane * 32;    // They are still in registers.
+    for (i64 first = routes.begin; first < routes.end; first += kRoutesPerLane * 32) {
         if (!all_held) load_experts(p, routes, first, held, wrong);
-        u32 same_expert[kHeld];
+        u32 same_expert[kRoutesPerLane];
 #pragma unroll
-        for (int u = 0; u < kHeld; u++)
+        for (int u = 0; u < kRoutesPerLane; u++)
             same_expert[u] = first + u * 32 < routes.end ? __match_any_sync(~0u, held[u]) : 0;
 #pragma unroll
-        for (int u = 0; u < kHeld; u++) {
+        for (int u = 0; u < kRoutesPerLane; u++) {
             if (first + u * 32 >= routes.end) break;         // The whole warp leaves.
             const i64 route = first + u * 32 + threadIdx.x % 32;
             past_bound |= give_rows(p, routes, route, held[u], same_expert[u], next_row);
@@ -290,7 +290,7 @@ __device__ __forceinline__ bool rank_routes(const RouteParams& p, const WarpRout
 // Marks the unused rows at the end of each expert, and those from `end` on, which follow the last expert.
 __device__ __forceinline__ void mark_unused(const RouteParams& p, const Shared& shared, u32 end) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (u32 expert = blockIdx.x * kWarps + warp; expert < p.number; expert += gridDim.x * kWarps) {
+    for (u32 expert = blockIdx.x * kWarps + warp; expert < p.num_experts; expert += gridDim.x * kWarps) {
         const u32 start = shared.before[expert], total = shared.total[expert];
         const u32 begin = start + total, stop = start + aligned_up(total, p.align);
         for (u32 row = begin + lane; row < stop; row += 32)
@@ -307,11 +307,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const WarpRoutes routes(p);
     bool wrong = false;
-    i32 held[kHeld];                                         // They arrive while counts are loaded.
+    i32 held[kRoutesPerLane];                                // They arrive while counts are loaded.
     load_experts(p, routes, routes.begin, held, wrong);
-    for (u32 expert = lane; expert < p.number; expert += 32) shared.warp[warp][expert] = 0;
+    for (u32 expert = lane; expert < p.num_experts; expert += 32) shared.warp[warp][expert] = 0;
     __syncwarp();
-    if (p.counts && p.number <= 8 * kWarps) add_counts<8>(p, shared);
+    if (p.counts && p.num_experts <= 8 * kWarps) add_counts<8>(p, shared);
     else if (p.counts) add_counts<16>(p, shared);
     count_experts(p, routes, held, wrong, shared.warp[warp]);
     __syncthreads();

@@ -28,7 +28,7 @@ struct UnpermuteParams {
     i64 columns;
     u32 tokens_per_block;        // 1 if several blocks share a token
     u32 across;                  // blocks that share a token
-    u32 segment;                 // chunks of a row that a block takes
+    u32 row_share;               // chunks of a row that a block takes
     u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
 };
 
@@ -40,7 +40,7 @@ struct Route {
     float prob;
 };
 
-// The sums of kCount columns.
+// A thread adds up kCount columns here.
 struct ChunkSums {
     float sum[kCount];
 
@@ -108,9 +108,9 @@ __device__ __forceinline__ RowChunk sum_rows(const UnpermuteParams& p, const Rou
 // A whole block adds up whole chunks of tokens that have a row for every slot. While a thread adds up the
 // chunks of up to kInFlight rows, the next ones are in flight, so that the memory is never idle.
 struct RowPipeline {
-    static constexpr int kTogether = kInFlight / TOPK;                      // chunks of a thread at a time
-    static constexpr int kStep = kTogether * kThreads;
-    using Rows = RowChunk[kTogether][TOPK];
+    static constexpr int kChunksAtOnce = kInFlight / TOPK;                  // chunks of a thread at a time
+    static constexpr int kStep = kChunksAtOnce * kThreads;
+    using Rows = RowChunk[kChunksAtOnce][TOPK];
     const UnpermuteParams& p;
     const Route* const routes;   // the routes of the block's tokens
     const i64 first_token, first_chunk;
@@ -139,7 +139,7 @@ private:
     }
     __device__ __forceinline__ void request(int first, Rows& part) const {
 #pragma unroll
-        for (int c = 0; c < kTogether; c++) {
+        for (int c = 0; c < kChunksAtOnce; c++) {
             const int i = first + c * kThreads;
             if (i >= end) break;
             const int token = token_of(i);
@@ -153,7 +153,7 @@ private:
     }
     __device__ __forceinline__ void add(int first, const Rows& part) const {
 #pragma unroll
-        for (int c = 0; c < kTogether; c++) {
+        for (int c = 0; c < kChunksAtOnce; c++) {
             const int i = first + c * kThreads;
             if (i >= end) break;
             const int token = token_of(i);
@@ -166,7 +166,7 @@ private:
 };
 #endif
 
-// The tokens of a block of threads, and the chunks of their rows.
+// A block of threads has these tokens.
 struct BlockTokens {
     i64 first;                   // the first token
     int count;                   // how many tokens exist
@@ -217,12 +217,12 @@ unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];
     __shared__ Route sorted[kMostRoutes];
     const u32 group = blockIdx.x / p.across, part = blockIdx.x - group * p.across;
-    const i64 first = (i64)group * p.tokens_per_block, first_chunk = (i64)part * p.segment;
+    const i64 first = (i64)group * p.tokens_per_block, first_chunk = (i64)part * p.row_share;
     const i64 chunks = (p.columns + kCount - 1) / kCount;
     const int count = left_of(p.routes.tokens - first, p.tokens_per_block);
     [[maybe_unused]] const bool all_here = BlockTokens{first, count, part == 0}.sort(p, given, sorted);
 
-    const int across = left_of(chunks - first_chunk, p.segment);
+    const int across = left_of(chunks - first_chunk, p.row_share);
 #if TOPK
     if (all_here) return RowPipeline{p, sorted, first, first_chunk, across, count * across}.run();
 #endif

@@ -97,7 +97,7 @@ __device__ __forceinline__ void add_tile(Shared& shared, int slots, i64 tile) {
     }
 }
 
-// A thread's chunks of a tile. Chunk u begins kStep * u columns after the first.
+// A thread loads and stores its chunks of a tile by this. Chunk u begins kStep * u columns after the first.
 template <bool kVector>
 struct Chunks {
     int left;                    // columns from the first chunk on; whole chunks with kVector
@@ -173,7 +173,7 @@ __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared
     }
 }
 
-// A thread's chunks of the gradient of a token, tile by tile.
+// A thread keeps its chunks of the gradient of a token here, tile by tile.
 struct TokenGrad {
     const UnpermuteBackwardParams& p;
     const IN::storage* const grad;           // the token's gradient

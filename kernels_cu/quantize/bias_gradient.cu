@@ -1,10 +1,13 @@
-// Bias gradients (docs/numerics.md, section 1): adds up the sums that cast_transpose has found tile by tile,
-// by the same tree.
+// sum_rows makes bias gradients (docs/numerics.md, section 1): it adds up the sums that cast_transpose has
+// found tile by tile, by the same tree.
 //
 // sum_rows  src [batch, rows, columns] f32 -> dst [batch, ceil(rows / (8 ROWS)), columns], each the sum of up
 //           to 8 ROWS rows by the fixed tree (tree_sum.cuh); no rows give one row of +0. A block takes 32
 //           columns (whole 128-byte lines), each thread ROWS rows of one column, all in flight. Bytes moved
 //           per element: 4; launch-bound for the few rows that there are.
+//
+// Defines:
+//   ROWS    rows per thread: 8, or 32 for many rows
 #include "numerics/tree_sum.cuh"
 #include "memory/chunks.cuh"
 
@@ -15,19 +18,19 @@ struct SumRowsParams {
     i64 rows, columns;
 };
 
-// A block takes 32 columns and eight segments of ROWS rows.
-constexpr int kColumns = 32, kSegments = 8;
+// A block has 32 columns and kWarps * ROWS rows: a warp has ROWS rows of all columns.
+constexpr int kColumns = 32, kWarps = 8;
 
-extern "C" __global__ void __launch_bounds__(kColumns * kSegments)
+extern "C" __global__ void __launch_bounds__(kColumns * kWarps)
 sum_rows(const __grid_constant__ SumRowsParams p) {
     if (is_set(p.noop)) return;
-    __shared__ float shared[kSegments][kColumns];
-    const int lane = threadIdx.x % kColumns, segment = threadIdx.x / kColumns;
+    __shared__ float shared[kWarps][kColumns];
+    const int lane = threadIdx.x % kColumns, warp = threadIdx.x / kColumns;
     const i64 across = (p.columns + kColumns - 1) / kColumns, to_row = blockIdx.x / across;
     const i64 column = (blockIdx.x - to_row * across) * kColumns + lane;
-    const i64 groups = p.rows > kSegments * ROWS ? (p.rows + kSegments * ROWS - 1) / (kSegments * ROWS) : 1;
+    const i64 groups = p.rows > kWarps * ROWS ? (p.rows + kWarps * ROWS - 1) / (kWarps * ROWS) : 1;
     const i64 matrix = to_row / groups;
-    const i64 row = (to_row - matrix * groups) * (kSegments * ROWS) + segment * ROWS;
+    const i64 row = (to_row - matrix * groups) * (kWarps * ROWS) + warp * ROWS;
     const float* from = p.src + (matrix * p.rows + row) * p.columns + column;
     const int left = column < p.columns ? left_of(p.rows - row, ROWS) : 0;
     float term[ROWS];
@@ -36,11 +39,11 @@ sum_rows(const __grid_constant__ SumRowsParams p) {
     TreeSum<ROWS> sum;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum.add(r, term[r]);
-    shared[segment][lane] = sum.sum();
+    shared[warp][lane] = sum.sum();
     __syncthreads();
-    if (segment != 0 || column >= p.columns) return;
-    TreeSum<kSegments> total;
+    if (warp != 0 || column >= p.columns) return;
+    TreeSum<kWarps> total;
 #pragma unroll
-    for (int r = 0; r < kSegments; r++) total.add(r, shared[r][lane]);
+    for (int r = 0; r < kWarps; r++) total.add(r, shared[r][lane]);
     p.dst[to_row * p.columns + column] = p.rows ? as_float(f32::narrow(total.sum())) : 0.0f;
 }

@@ -1,5 +1,5 @@
-// Quantisation in blocks of 128 along rows of memory with f32 scales (docs/numerics.md, section 3): whole
-// blocks, data in the order of x.
+// This kernel quantises in blocks of 128 along rows of memory with f32 scales (docs/numerics.md, section 3):
+// whole blocks, data in the order of x.
 //
 //   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
 //
@@ -12,18 +12,19 @@
 #include "scale/block_params.cuh"
 #include "numerics/amax.cuh"
 
-// Elements of a scale's block and of a load; ops/quantize/blocks.py has the same numbers.
+// kLength elements share a scale, and a load has kChunk elements; ops/quantize/blocks.py has the same
+// numbers.
 constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);
-// kLanes lanes share a block, so that one load of a warp covers kAtOnce blocks.
-constexpr int kLanes = kLength / kChunk, kAtOnce = 32 / kLanes;
+// kLanes lanes share a block, so that one load of a warp covers kBlocksPerLoad blocks.
+constexpr int kLanes = kLength / kChunk, kBlocksPerLoad = 32 / kLanes;
 // The eight scales of a warp are 32 bytes together.
-constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;
+constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kBlocksPerLoad;
 constexpr int kOwners = kLanes / kLoads;                             // These lanes find the same scale.
 // ops/quantize/blocks.py has these numbers and kWarpBlocks.
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 using Source = Chunk<IN, kChunk>;
 
-// The blocks of a warp.
+// A warp has these blocks.
 struct WarpBlocks {
     u32 matrix;
     i64 first, column;           // the first block's row among those of its column of blocks, and that column
@@ -77,19 +78,19 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
     const int lane = threadIdx.x % 32, in_block = lane % kLanes, of_load = lane / kLanes;
     const i64 at = m * p.rows * p.columns + first * step + column * kLength + of_load * step
         + in_block * kChunk;
-    const auto exists = [&](int load) { return load * kAtOnce + of_load < count; };
+    const auto exists = [&](int load) { return load * kBlocksPerLoad + of_load < count; };
     Source chunk[kLoads];
     u32 largest[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; i++)
-        chunk[i] = exists(i) ? Source::load(p.x + (at + i * kAtOnce * step)) : Source{};
+        chunk[i] = exists(i) ? Source::load(p.x + (at + i * kBlocksPerLoad * step)) : Source{};
 #pragma unroll
     for (int i = 0; i < kLoads; i++) {
         Amax<IN> amax;
         amax.add(chunk[i]);
         largest[i] = amax.largest;
     }
-    const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
+    const int own = in_block / kOwners * kBlocksPerLoad + of_load;   // the block whose scale this lane finds
     // With DIVIDE, div_rn() below may be a call anyway; otherwise the kernel has no call.
     halve_down<kLanes / 2, kLoads / 2>(largest, IN::max_magnitudes<false>);
     const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{largest[0]}.f32_bits());
@@ -103,6 +104,6 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
         const float factor = __shfl_sync(~0u, s.factor, owner);
         const float divisor = DIVIDE ? __shfl_sync(~0u, s.scale_inv, owner) : 0.0f;
         const auto out = quantized(chunk[i], factor, divisor, quick);
-        if (exists(i)) out.store(p.rows_data + (at + i * kAtOnce * step));
+        if (exists(i)) out.store(p.rows_data + (at + i * kBlocksPerLoad * step));
     }
 }

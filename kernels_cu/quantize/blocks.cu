@@ -1,5 +1,5 @@
-// Quantisation in blocks of 32, 64 or 128 elements, or of 128 x 128, with f32 scales (docs/numerics.md,
-// section 3).
+// These kernels quantise in blocks of 32, 64 or 128 elements, or of 128 x 128, with f32 scales
+// (docs/numerics.md, section 3).
 //
 //   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
 //
@@ -47,11 +47,11 @@ static_assert(!kAlongColumns || WARP_TILES_DOWN % 4 == 0, "a block of 128 rows i
 // for groups with CUDA 12, the compiler spills at the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && \
     (__CUDA_ARCH__ >= 1200 || defined(ENTRY_group_quantize_block) && __CUDACC_VER_MAJOR__ < 13)
-constexpr int kMostInFlight = 256;
+constexpr int kMostThreadsInFlight = 256;
 #else
-constexpr int kMostInFlight = sizeof(IN::storage) == 2 ? 512 : 256;
+constexpr int kMostThreadsInFlight = sizeof(IN::storage) == 2 ? 512 : 256;
 #endif
-constexpr int kThreadsInFlight = ALIGNED ? kMostInFlight : Tile::kThreads;
+constexpr int kThreadsInFlight = ALIGNED ? kMostThreadsInFlight : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 constexpr int kWarps = Tile::kThreads / 32;
 #ifdef ENTRY_group_quantize_block
@@ -62,42 +62,42 @@ constexpr int kTilesPerBlock = 1;
 static_assert(kTilesPerBlock == 1 || (ALIGNED && ALONG_COLUMNS == 2),
               "several tiles share the ends of transposed columns");
 
-// Whether elements are divided by scale_inv instead of multiplied by the factor.
+// Returns true if elements are divided by scale_inv instead of multiplied by the factor.
 __device__ __forceinline__ bool divides(const BlockParams& p) { return !ALIGNED && p.divide; }
 __device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) {
     return divides(p) ? s.scale_inv : s.factor;
 }
 
 // Finds the scales of the warp tile's rows; one warp does all of it. reduced receives the operands for
-// write_quad, one segment of columns after the other, and inverses the values of scale_inv, from which
+// write_quad, one subblock of columns after the other, and inverses the values of scale_inv, from which
 // store_row_scales() stores those of several warp tiles at a time. Scales of neighbouring rows that adjoin
 // are stored here, 32 together. Returns whether all divisors of this lane's row have quick quotients.
 __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                 const TilePosition& at, float* reduced, float* inverses) {
     const int lane = threadIdx.x % 32;
     u32 largest[4];
-    amax.template reduce_rows<32 / kSegments>(largest);
-    *reinterpret_cast<uint4*>(reduced + lane / 8 * kSegmentStride + lane % 8 * 4) =
+    amax.template reduce_rows<32 / kSubblocks>(largest);
+    *reinterpret_cast<uint4*>(reduced + lane / 8 * kSubblockStride + lane % 8 * 4) =
         make_uint4(largest[0], largest[1], largest[2], largest[3]);
     __syncwarp();
-    const int segments = (int)p.block_segments, blocks = kSegments / segments;
+    const int subblocks = (int)p.subblocks_per_block, blocks = kSubblocks / subblocks;
     const i64 row = at.row + Tile::row() + lane;
     const i64 first = (at.column + Tile::column()) / kWarpTileColumns * blocks;
     bool quick = true;
 #pragma unroll 1
     for (int b = 0; b < blocks; b++) {                               // Each lane has a row.
         u32 bits = 0;
-        for (int segment = b * segments; segment < (b + 1) * segments; segment++)
-            bits = larger(bits, as_bits(reduced[segment * kSegmentStride + lane]));
+        for (int subblock = b * subblocks; subblock < (b + 1) * subblocks; subblock++)
+            bits = larger(bits, as_bits(reduced[subblock * kSubblockStride + lane]));
         const BlockScale s = p.rule.of(bits);
         const float stored = row < p.rows ? s.scale_inv : 0.0f;
-        inverses[b * kSegmentStride + lane] = stored;
+        inverses[b * kSubblockStride + lane] = stored;
         if (p.along_rows.to && p.along_rows.row == 1 && p.along_rows.has(row, first + b))
             *p.along_rows.at(at.matrix, row, first + b) = stored;
-        // Copies the factor to every segment of the block, so that readers index by segment. Only this lane
+        // Copies the factor to every subblock of the block, so that readers index by subblock. Only this lane
         // owns the row, so there is no race.
-        for (int segment = b * segments; segment < (b + 1) * segments; segment++)
-            reduced[segment * kSegmentStride + lane] = s.factor;
+        for (int subblock = b * subblocks; subblock < (b + 1) * subblocks; subblock++)
+            reduced[subblock * kSubblockStride + lane] = s.factor;
         quick &= row >= p.rows || has_quick_quotients(s.scale_inv);
     }
     __syncwarp();
@@ -107,14 +107,14 @@ __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, c
 // Stores scales of neighbouring blocks of a row that adjoin: for every row those of the whole tile's width.
 __device__ __forceinline__ void store_row_scales(const BlockParams& p, const TilePosition& at,
                                                  const float* inverses) {
-    const int blocks = kSegments / (int)p.block_segments, across = blocks * WARP_TILES_ACROSS;
+    const int blocks = kSubblocks / (int)p.subblocks_per_block, across = blocks * WARP_TILES_ACROSS;
     const i64 first = at.column / kWarpTileColumns * blocks;
 #pragma unroll 1
     for (int i = threadIdx.x; i < Tile::kRows * across; i += Tile::kThreads) {
         const int r = i / across, b = i % across, warp = b / blocks * WARP_TILES_DOWN + r / kWarpTileRows;
         if (p.along_rows.has(at.row + r, first + b))
             *p.along_rows.at(at.matrix, at.row + r, first + b) =
-                inverses[warp * kRowWords + b % blocks * kSegmentStride + r % kWarpTileRows];
+                inverses[warp * kRowWords + b % blocks * kSubblockStride + r % kWarpTileRows];
     }
 }
 
@@ -125,24 +125,24 @@ __device__ __forceinline__ void find_column_scales(const WarpTileAmax<IN, false>
                                                    float (&columns)[kLaneColumns]) {
     u32 bits[kLaneColumns];
     amax.of_columns(bits);
-    const int segments = (int)p.block_segments, down = Tile::row() / kWarpTileRows;
+    const int subblocks = (int)p.subblocks_per_block, down = Tile::row() / kWarpTileRows;
     *reinterpret_cast<uint4*>(amaxes + down * Tile::kColumns + Tile::column()) =
         make_uint4(bits[0], bits[1], bits[2], bits[3]);
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < WARP_TILES_DOWN / segments * Tile::kColumns; i += Tile::kThreads) {
+    for (int i = threadIdx.x; i < WARP_TILES_DOWN / subblocks * Tile::kColumns; i += Tile::kThreads) {
         const int block = i / Tile::kColumns, column = i % Tile::kColumns;
-        u32* of_block = amaxes + block * segments * Tile::kColumns + column;
+        u32* of_block = amaxes + block * subblocks * Tile::kColumns + column;
         u32 largest = 0;
-        for (int b = 0; b < segments; b++) largest = larger(largest, of_block[b * Tile::kColumns]);
+        for (int b = 0; b < subblocks; b++) largest = larger(largest, of_block[b * Tile::kColumns]);
         const BlockScale s = p.rule.of(largest);
         *of_block = as_bits(operand(p, s));
-        const i64 r = at.row / (segments * kWarpTileRows) + block, c = at.column + column;
+        const i64 r = at.row / (subblocks * kWarpTileRows) + block, c = at.column + column;
         if (p.along_columns.to && p.along_columns.has(r, c))
             *p.along_columns.at(at.matrix, r, c) = c < p.columns ? s.scale_inv : 0.0f;
     }
     __syncthreads();
-    const uint4 four = *reinterpret_cast<const uint4*>(amaxes + down / segments * segments * Tile::kColumns
+    const uint4 four = *reinterpret_cast<const uint4*>(amaxes + down / subblocks * subblocks * Tile::kColumns
                                                        + Tile::column());
     columns[0] = as_float(four.x), columns[1] = as_float(four.y);
     columns[2] = as_float(four.z), columns[3] = as_float(four.w);
@@ -184,8 +184,8 @@ __device__ __forceinline__ float find_square_scale(const WarpTileAmax<IN, false>
     return operand(p, s);
 }
 
-// How the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
-// transposed. square: `along_rows` tells of data in the order of x, `along_columns` of transposed data.
+// Says how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
+// transposed. square: `along_rows` stands for data in the order of x, `along_columns` for transposed data.
 struct Stored {
     int along_rows, along_columns;
     bool square;
@@ -197,12 +197,12 @@ struct Stored {
     __device__ __forceinline__ bool rows_transposed() const { return !square && along_rows == 2; }
 };
 
-// A tile's shared memory.
+// A tile has these pieces of shared memory.
 struct TileMemory {
     Tile of_rows, of_columns;    // transposed data of blocks along rows, and along columns
     float *reduced, *inverses;   // words of every row of every warp tile (find_row_scales)
     u32* amaxes;                 // words of every column of every warp tile
-    u8* segment;                 // ends of transposed columns (ColumnSegment)
+    u8* column_ends;             // ends of transposed columns (ColumnSegment)
 
     __device__ __forceinline__ TileMemory(u8* shared, const Stored& stored)
         : of_rows{shared}, of_columns{stored.rows_transposed() ? shared + Tile::kBytes : shared} {
@@ -210,11 +210,12 @@ struct TileMemory {
         reduced = reinterpret_cast<float*>(words);
         inverses = reduced + kWarps * kRowWords;
         amaxes = reinterpret_cast<u32*>(kAlongRows ? inverses + kWarps * kRowWords : reduced);
-        segment = reinterpret_cast<u8*>(kAlongColumns ? amaxes + WARP_TILES_DOWN * Tile::kColumns : amaxes);
+        column_ends =
+            reinterpret_cast<u8*>(kAlongColumns ? amaxes + WARP_TILES_DOWN * Tile::kColumns : amaxes);
     }
 };
 
-// The operands of a warp tile. quick: all divisors of this lane have quick quotients.
+// A warp tile has these operands. quick: all divisors of this lane have quick quotients.
 struct Operands {
     RowOperands rows;
     ColumnOperands columns;
@@ -228,7 +229,7 @@ __device__ __forceinline__ Operands find_operands(const BlockParams& p, const Ti
                                                   const Stored& stored, const TileMemory& memory) {
     WarpTileAmax<IN, false> amax;
     amax.template find<kAlongRows, kAlongColumns>(warp_tile);
-    const int warp = threadIdx.x / 32, segment = threadIdx.x % 32 / (32 / kSegments);
+    const int warp = threadIdx.x / 32, subblock = threadIdx.x % 32 / (32 / kSubblocks);
     float* const reduced = memory.reduced + warp * kRowWords;
     float* const inverses = memory.inverses + warp * kRowWords;
     float of_columns[kLaneColumns] = {};
@@ -242,8 +243,8 @@ __device__ __forceinline__ Operands find_operands(const BlockParams& p, const Ti
             quick = find_row_scales(amax, p, at, reduced, inverses) || !stored.along_rows;
         if constexpr (kAlongColumns) find_column_scales(amax, p, at, memory.amaxes, of_columns);
     }
-    const RowOperands rows{reduced + segment * kSegmentStride,
-                           inverses + segment / (int)p.block_segments * kSegmentStride};
+    const RowOperands rows{reduced + subblock * kSubblockStride,
+                           inverses + subblock / (int)p.subblocks_per_block * kSubblockStride};
     ColumnOperands columns;
     const bool has_columns = stored.square || stored.along_columns;
 #pragma unroll
@@ -279,7 +280,7 @@ __device__ __forceinline__ void write_warp_tile(const WarpTileWriter& writer, co
     }
 }
 
-// Where a tile is among the tiles of a block, one below the other.
+// Says where a tile is among the tiles of a block, one below the other.
 struct PositionInSegment {
     int rows_before;
     bool last;
@@ -308,7 +309,7 @@ __device__ __forceinline__ void store_tile(const BlockParams& p, const TilePosit
     else if (vector && (single || (reinterpret_cast<u64>(to) | (u64)p.rows) % kSector == 0))
         memory.of_columns.template store<true>(to, p.rows, columns_of_tile, rows_of_tile, true);
     else
-        ColumnSegment<Tile>{memory.of_columns, memory.segment}.store(
+        ColumnSegment<Tile>{memory.of_columns, memory.column_ends}.store(
             to, p.rows, columns_of_tile, rows_of_tile, in_segment.rows_before, in_segment.last);
 }
 
@@ -372,8 +373,8 @@ group_quantize_block(const __grid_constant__ GroupBlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ BlockParams group;                                    // its matrix
     const auto move_scales = [&](const RowSegment& found) {
-        move_to_group(group.along_rows, p.along_rows, found.before[0], found.rows);
-        move_to_group(group.along_columns, p.along_columns, found.before[1], found.rows);
+        move_to_group(group.along_rows, p.along_rows, found.units_before[0], found.rows);
+        move_to_group(group.along_columns, p.along_columns, found.units_before[1], found.rows);
     };
     const auto quantize = [&](const TilePosition& first, const i64& given, int tiles) {
 #pragma unroll 1

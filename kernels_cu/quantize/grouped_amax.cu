@@ -1,12 +1,12 @@
-// Current scaling of groups of consecutive rows, each with a scale of its own; sizes are on the device
+// This kernel finds the scales of current scaling for groups of consecutive rows; sizes are on the device
 // (docs/numerics.md, sections 1 and 7).
 //
 //   m = max |x| of the group      scale = as compute_scale finds it from m      amax = max(amax, m)
 //
 // group_amax_scale  x [rows, columns] -> scale [groups], and amax raised where it is given (null: not),
 //                   before group_cast_transpose. Every group is cut into segments of kSegmentRows rows, and a
-//                   segment into parts of 64 KB; a block takes one part. Its first warp finds the segment by
-//                   a scan over the sizes, or group_find_segments has found it. The block that finishes last
+//                   segment into shares of 64 KB; a block takes one. Its first warp finds the segment by a
+//                   scan over the sizes, or group_find_segments has found it. The block that finishes last
 //                   writes every scale, those of empty groups too, and leaves the workspace as it found it
 //                   (zeros), so that a captured graph replays.
 // IN in {bf16, f16, f32}. Bytes moved per element: sizeof(IN).
@@ -25,9 +25,9 @@ struct GroupAmaxParams {
 };
 
 constexpr int kThreads = 256;
-constexpr int kSegmentRows = 64;        // also in ops/quantize/grouped_tensor.py, as is the size of a part
+constexpr int kSegmentRows = 64;        // ops/quantize/grouped_tensor.py has the size of a share too.
 constexpr u32 kSegmentRowsLog2 = log2_of(kSegmentRows);
-constexpr int kPart = (64 << 10) / sizeof(IN::storage);
+constexpr int kShareElements = (64 << 10) / sizeof(IN::storage);
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
@@ -35,7 +35,7 @@ group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
     __shared__ bool last;
     if (is_set(p.noop)) return;
     u32* const amaxes = p.workspace + 1;
-    const u32 segment = blockIdx.x / p.groups.across, part = blockIdx.x - segment * p.groups.across;
+    const u32 segment = blockIdx.x / p.groups.across, share = blockIdx.x - segment * p.groups.across;
     if (threadIdx.x < 32) {
         if (p.groups.segments) load_segment(p.groups, segment, found);
         else find_segment<false, false>(p.groups, segment, kSegmentRowsLog2, 0, 0, found);
@@ -43,14 +43,15 @@ group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
     __syncthreads();
     const i64 before = found.index * kSegmentRows;
     const i64 elements = left_of(found.rows - before, kSegmentRows) * p.groups.columns;
-    const int mine = found.group < 0 ? 0 : left_of(elements - (i64)part * kPart, kPart);
+    const int own_elements =
+        found.group < 0 ? 0 : left_of(elements - (i64)share * kShareElements, kShareElements);
     Amax<IN> amax;
-    const i64 in_group = before * p.groups.columns + (i64)part * kPart;
-    if (mine) add_elements<kThreads>(amax, p.x + found.start + in_group, mine);
-    const u32 part_amax = block_max<kThreads>(amax.f32_bits());
+    const i64 in_group = before * p.groups.columns + (i64)share * kShareElements;
+    if (own_elements) add_elements<kThreads>(amax, p.x + found.start + in_group, own_elements);
+    const u32 share_amax = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
-        if (mine && load_relaxed(amaxes + found.group) < part_amax)
-            atomicMax(amaxes + found.group, part_amax);
+        if (own_elements && load_relaxed(amaxes + found.group) < share_amax)
+            atomicMax(amaxes + found.group, share_amax);
         last = is_last_block(p.workspace, gridDim.x);
     }
     __syncthreads();

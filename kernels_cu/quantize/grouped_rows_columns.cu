@@ -1,5 +1,5 @@
-// Groups of rows quantised with an f32 scale for every row, and for every column of each group; sizes are on
-// the device (docs/numerics.md, sections 3 and 7).
+// These kernels quantise groups of rows with an f32 scale for every row, or for every column of each group;
+// sizes are on the device (docs/numerics.md, sections 3 and 7).
 //
 //   factor, scale_inv = of max |x| over the row or column (include/scale/block_scale.cuh)
 //   data = narrow(fl(x * factor)), or fl(x / scale_inv)
@@ -25,7 +25,7 @@
 #include "scale/block_write.cuh"
 
 struct GroupVectorsParams {
-    BlockParams all;             // rows, block_segments, square: unused
+    BlockParams all;             // rows, subblocks_per_block, square: unused
     RowGroups groups;            // rows alone: `across` blocks share a segment
     GroupScales along_rows, along_columns;      // along_columns: unused, and all 0
     u32* row_amaxes;             // [result rows]: the largest magnitudes, as f32 bits; or null
@@ -49,7 +49,8 @@ __device__ __forceinline__ void raise_amax_bits(u32* amax, u32 bits) {
     if (load_relaxed(amax) < bits) atomicMax(amax, bits);
 }
 
-// first_row, first_column: where the maxima of the group's first row and column are.
+// Raises the maxima of a warp tile's rows and columns. first_row, first_column: where those of the group's
+// first row and column are.
 __device__ __forceinline__ void raise_amaxes(const GroupVectorsParams& p, const WarpTile<IN>& warp_tile,
                                              const TilePosition& at, i64 first_row, i64 first_column,
                                              u32* words) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void store_column_scales(const GroupVectorsParams& p)
     }
 }
 
-// The factors and the divisors of a tile's rows, then of its columns, in shared memory.
+// Shared memory has the factors and the divisors of a tile's rows, then those of its columns.
 struct TileFactors {
     float *of_rows, *of_columns;
 
@@ -167,8 +168,8 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
     if (is_set(p.all.noop)) return;
     if (p.phase == 1) store_column_scales(p);
     const auto move_scales = [&](const RowSegment& segment) {
-        move_to_group(group.along_rows, p.along_rows, segment.before[0], segment.rows);
-        first_row = p.all.columns ? segment.to / p.all.columns : 0;
+        move_to_group(group.along_rows, p.along_rows, segment.units_before[0], segment.rows);
+        first_row = p.all.columns ? segment.result_start / p.all.columns : 0;
     };
     if (!find_group_tile<Tile>(p, group, at, found, move_scales)) return;
     if (group.columns == 0) return;
@@ -178,7 +179,7 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
     const WarpTilePosition position{row * group.columns + column, left_of(group.rows - row, kWarpTileRows),
                               left_of(group.columns - column, kLaneColumns)};
     WarpTile<IN> warp_tile;
-    const int given_left = left_of(found.given - row, kWarpTileRows);
+    const int given_left = left_of(found.rows_in_x - row, kWarpTileRows);
     warp_tile.template load<false>(group.x + position.at, group.columns, given_left, position.columns_left,
                                    group.vector & 1);
     if (p.phase == 0) {
@@ -196,13 +197,13 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
 #endif
 
 #ifdef ENTRY_group_quantize_rows
-// The share of a segment that a block takes: find_group_tile treats it as a tile.
+// A block takes such a share of a segment, which find_group_tile() treats as a tile.
 // ops/quantize/grouped_blocks.py has the same numbers.
 struct SegmentOfRows {
     static constexpr int kRows = 32, kColumns = 8192, kThreads = 256;
 };
-// How many elements a chunk has, and how many chunks of a row a thread holds.
-constexpr int kChunk = 16 / sizeof(IN::storage), kHeld = 4;
+// A chunk has kChunk elements, and a thread holds kChunksInRegisters chunks of a row.
+constexpr int kChunk = 16 / sizeof(IN::storage), kChunksInRegisters = 4;
 using Source = Chunk<IN, kChunk>;
 // A multiprocessor has 768 threads; 512 where the compiler spills at the registers of 768.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -227,25 +228,25 @@ __device__ __forceinline__ void write_chunk(const Source& in, float operand, u8*
     else if (left) out.store(to);
 }
 
-// The chunks of a row that a thread holds, `stride` elements apart. left: how many elements of the row exist.
+// A thread holds these chunks of a row, `stride` elements apart. left: how many elements of the row exist.
 struct HeldChunks {
-    Source chunk[kHeld];
+    Source chunk[kChunksInRegisters];
 
     __device__ __forceinline__ void load(const IN::storage* x, int left, int stride, bool vector) {
 #pragma unroll
-        for (int i = 0; i < kHeld; i++)
+        for (int i = 0; i < kChunksInRegisters; i++)
             chunk[i] = load_chunk(x + i * stride, left_of(left - i * stride, kChunk), vector);
     }
     __device__ __forceinline__ void write(float factor, u8* to, int left, int stride, bool wide) const {
 #pragma unroll
-        for (int i = 0; i < kHeld; i++)
+        for (int i = 0; i < kChunksInRegisters; i++)
             write_chunk<kMultiply>(chunk[i], factor, to + i * stride, left_of(left - i * stride, kChunk),
                                    wide);
     }
 };
 
-// Chunks of a row `stride` elements apart, of `left` elements from the first one on, of which x has `given`:
-// all or none. They are read when needed.
+// These chunks of a row are read when needed. They are `stride` elements apart, of `left` elements from the
+// first one on, of which x has `given`: all or none.
 struct ReadChunks {
     const IN::storage* x;
     u8* to;
@@ -307,7 +308,7 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
     __shared__ u32 amaxes[2][SegmentOfRows::kThreads / 32];          // of warps, in rows that take turns
     if (is_set(p.all.noop)) return;
     const auto move_scales = [&](const RowSegment& segment) {
-        move_to_group(group.along_rows, p.along_rows, segment.before[0], segment.rows);
+        move_to_group(group.along_rows, p.along_rows, segment.units_before[0], segment.rows);
     };
     if (!find_group_tile<SegmentOfRows>(p, group, at, found, move_scales)) return;
     const i64 columns = p.all.columns;
@@ -316,9 +317,9 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
     const int team = (int)p.team, across = (int)p.groups.across, teams = SegmentOfRows::kThreads / team;
     const int begin = (threadIdx.x & (team - 1)) * kChunk, stride = team * kChunk;
     const int warps = team / 32, first_warp = threadIdx.x / team * warps;
-    const int left = left_of(columns - begin, kHeld * stride);       // of what this thread holds, and later
+    const int left = left_of(columns - begin, kChunksInRegisters * stride);    // of the held chunks
     const bool vector = p.all.vector & 1, wide = p.all.vector & 2;
-    const int given = left_of(found.given - at.row, SegmentOfRows::kRows);
+    const int given = left_of(found.rows_in_x - at.row, SegmentOfRows::kRows);
     const int rows = left_of(group.rows - at.row, SegmentOfRows::kRows);
     // How many scales of rows are stored, padding included.
     const int stored = left_of(group.along_rows.rows - at.row, SegmentOfRows::kRows);
@@ -335,7 +336,7 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
         next.load(x + (row + step) * columns, row + step < given ? left : 0, stride, vector);
         const i64 in_row = row * columns, of_row = columns - begin;
         const ReadChunks all{x + in_row, to + in_row, row < given ? of_row : 0, of_row, stride, vector, wide};
-        const ReadChunks rest = all.after(kHeld * stride);
+        const ReadChunks rest = all.after(kChunksInRegisters * stride);
         Amax<IN> amax;
 #pragma unroll
         for (const Source& c : held.chunk) amax.add(c);

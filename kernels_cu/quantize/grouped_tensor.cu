@@ -1,5 +1,5 @@
-// Per-tensor scaling of groups of consecutive rows, each with its own scale; sizes are on the device
-// (docs/numerics.md, sections 1 and 7).
+// These kernels do per-tensor scaling of groups of consecutive rows, each with its own scale; sizes are on
+// the device (docs/numerics.md, sections 1 and 7).
 //
 //   data = narrow(fl(x * scale[g]))    data_t = each group's data transposed    scale_inv = fl(1 / scale)
 //   amax = max(amax, max |x|)
@@ -49,7 +49,7 @@ struct GroupCastParams {
     u32 tiles;                   // of groups of any sizes; blocks are fewer where segments have been found
 };
 
-// A group, and a block's tile of it.
+// Describes a group, and a block's tile of it.
 struct GroupTensor {
     const IN::storage* x;
     u8 *data, *data_t;           // or null
@@ -62,8 +62,8 @@ struct GroupTensor {
     u32 next;                    // the block's next tile, as blocks are counted
 };
 
-// A group as cast_tile sees it. For whole tiles x and columns are in registers, so that loads do not wait for
-// them; the other paths have no registers left.
+// cast_tile() sees a group like this. For whole tiles x and columns are in registers, so that loads do not
+// wait for them; the other paths have no registers left.
 template <class X, class Columns>
 struct GroupView {
     X x;
@@ -84,8 +84,8 @@ constexpr bool kPads<GroupView<X, Columns>> = true;
 
 constexpr u32 kTileRowsLog2 = log2_of(TILE_ROWS);
 
-// As in tensor.cu: 1024 threads per multiprocessor on an H200, where everything fits into the 64 registers
-// that each thread then has.
+// A multiprocessor has 1024 threads on an H200, as in tensor.cu: everything fits into the 64 registers that
+// each thread then has.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kBlocks = (kLoads == 2 || !LARGE ? 512 : 1024) / Tile::kThreads;
 #else
@@ -125,8 +125,8 @@ __device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, Row
         find_segment<false, true>(p.groups, segment, kTileRowsLog2, 0, 0, tensor.found);
     }
     if (lane != 0) return;
-    const i64 group = tensor.found.group, to = tensor.found.to;
-    tensor.given = tensor.found.given, tensor.rows = tensor.found.rows, tensor.columns = p.groups.columns;
+    const i64 group = tensor.found.group, to = tensor.found.result_start;
+    tensor.given = tensor.found.rows_in_x, tensor.rows = tensor.found.rows, tensor.columns = p.groups.columns;
     tensor.x = p.x + tensor.found.start;
     tensor.data = p.data ? p.data + to : nullptr;
     tensor.data_t = p.data_t ? p.data_t + to : nullptr;
@@ -188,13 +188,14 @@ struct GroupCurrentParams {
 
 struct GroupTensors {
     const GroupCurrentParams& p;
-    // The step from a block's tile to its next, in whole segments and in further tiles.
+    // A block steps from a tile to its next by whole segments and further tiles.
     u32 segments_per_step, tiles_per_step;
 
     explicit __device__ __forceinline__ GroupTensors(const GroupCurrentParams& p)
         : p(p), segments_per_step(gridDim.x / p.groups.across), tiles_per_step(gridDim.x % p.groups.across) {}
 
-    // A tile's segment, its place along the segment's rows, and this lane's word of the segment's record.
+    // The search reads ahead: it has the next tile's segment, the place `at` along the segment's rows, and
+    // this lane's word of the segment's record.
     struct Ahead {
         u32 tile = ~0u, segment, at, word;
     };
@@ -223,13 +224,13 @@ struct GroupTensors {
             const i64 row = past_groups ? 0 : found.index * kTileSide;
             const i64 in_group = row * columns + column;
             const i64 in_group_t = past_groups ? in_group : column * found.rows + row;
-            u8* const data_t = p.data_t ? p.data_t + found.to + in_group_t : nullptr;
-            u8* const data = p.data ? p.data + found.to + in_group : nullptr;
+            u8* const data_t = p.data_t ? p.data_t + found.result_start + in_group_t : nullptr;
+            u8* const data = p.data ? p.data + found.result_start + in_group : nullptr;
             const u32 first = (segment - (u32)found.index) * p.groups.across;
             const u32 tiles = (u32)((found.rows + kTileSide - 1) / kTileSide) * p.groups.across;
             const u32 vector = found.rows % 16 == 0 && reinterpret_cast<u64>(data_t) % 16 == 0;
             to = {p.x + found.start + in_group, data, data_t, found.rows, columns, found.group, tile, first,
-                  tiles, left_of(found.given - row, kTileSide), left_of(found.rows - row, kTileSide),
+                  tiles, left_of(found.rows_in_x - row, kTileSide), left_of(found.rows - row, kTileSide),
                   left_of(columns - column, kTileSide), vector, past_groups ? (u32)kClear : 0};
         }
         __syncwarp();
@@ -246,8 +247,8 @@ struct GroupTensors {
     // Writes the scales of all groups, also of those without a tile.
     __device__ __forceinline__ void last(u32 launch) const {
         for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kConsumers) {
-            const u64 told = load_relaxed(p.amax_of_launch + g);
-            const u32 amax = is_of(told, launch) ? (u32)told : 0;
+            const u64 published = load_relaxed(p.amax_of_launch + g);
+            const u32 amax = is_of(published, launch) ? (u32)published : 0;
             write_scale_inv(p.single_read.rule.scale_of(as_float(amax)), p.scale_inv + g, nullptr);
             if (p.amax) raise_amax(p.amax + g, amax, load_relaxed(p.amax + g));
         }

@@ -51,7 +51,7 @@ constexpr int kBlock = 32;
 #ifdef ENTRY_quantize_mx_rows
 constexpr int kChunk = kElementwiseChunk<IN, OUT>, kLanes = kBlock / kChunk;
 
-// The amax of the block that this lane's chunk is a part of, as f32 bits.
+// Returns the amax of the block that this lane's chunk is a part of, as f32 bits.
 template <bool kNan>
 __device__ __forceinline__ u32 block_amax(const Chunk<IN, kChunk>& chunk) {
     Amax<IN, kNan> amax;
@@ -101,18 +101,19 @@ constexpr int kLanes = kBlock / kLaneColumns;                        // These la
 // neither both directions with one transposed nor groups fit the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #ifdef ENTRY_group_quantize_mx
-constexpr bool kFits = false;
+constexpr bool kFits512Threads = false;
 #else
-constexpr bool kFits = ALONG_ROWS + ALONG_COLUMNS < 3 || ALONG_ROWS == ALONG_COLUMNS;
+constexpr bool kFits512Threads = ALONG_ROWS + ALONG_COLUMNS < 3 || ALONG_ROWS == ALONG_COLUMNS;
 #endif
 #else
-constexpr bool kFits = true;
+constexpr bool kFits512Threads = true;
 #endif
-constexpr int kThreadsInFlight = ALIGNED ? sizeof(IN::storage) == 2 && kFits ? 512 : 256 : Tile::kThreads;
+constexpr int kThreadsInFlight =
+    ALIGNED ? sizeof(IN::storage) == 2 && kFits512Threads ? 512 : 256 : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 
-// Scale bytes of a warp tile: those of the four rows whose maxima this lane has, and those of its four
-// columns. Rows and columns that do not exist have 0.
+// A lane has these scale bytes of a warp tile: those of the four rows whose maxima this lane has, and those
+// of its four columns. Rows and columns that do not exist have 0.
 struct Scales {
     u32 rows = 0, columns = 0;
 };
@@ -213,7 +214,7 @@ __device__ __forceinline__ void write_half(const MxParams& p, const WarpTile<IN>
     if (stored == 2) tile.write(half, words);
 }
 
-// How the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
+// Says how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
 // transposed.
 struct Stored {
     int along_rows, along_columns;
@@ -225,7 +226,7 @@ struct Stored {
     }
 };
 
-// A tile's shared memory.
+// A tile has these pieces of shared memory.
 struct TileMemory {
     Tile of_rows, of_columns;    // transposed data of blocks along rows, and along columns
     u8* column_scales;           // kColumns bytes for every warp tile down
@@ -388,8 +389,8 @@ group_quantize_mx(const __grid_constant__ GroupMxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ MxParams group;                                       // its matrix
     const auto move_scales = [&](const RowSegment& found) {
-        move_to_group(group.along_rows, p.along_rows, found.before[0]);
-        move_to_group(group.along_columns, p.along_columns, found.before[1]);
+        move_to_group(group.along_rows, p.along_rows, found.units_before[0]);
+        move_to_group(group.along_columns, p.along_columns, found.units_before[1]);
         if (group.along_columns.swizzled()) group.along_columns.block = p.along_columns.units(found.rows);
     };
     quantize_group<Tile>(p, group, move_scales,

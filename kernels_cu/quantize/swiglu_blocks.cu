@@ -1,9 +1,10 @@
-// SwiGLU, or its gradients, quantised in blocks with f32 scales from one read (docs/numerics.md, sections 9
-// and 3; include/scale/block_scale.cuh); column-wise data are transposed. What is computed, and the programs:
-// include/swiglu/swiglu.cuh.
+// These kernels compute SwiGLU or its gradients and quantise them in blocks with f32 scales, from one read
+// (docs/numerics.md, sections 9 and 3; include/scale/block_scale.cuh); column-wise data are transposed.
+// include/swiglu/swiglu.cuh says what is computed, which programs there are, and what their defines mean: IN,
+// OUT, BACKWARD and PATH.
 //
-// Launch and bytes moved as for swiglu_tensor.cu, and 4 bytes per block for its scale. Every path but any
-// streams.
+// Launch and bytes moved are as for swiglu_tensor.cu, and each block has 4 bytes more for its scale. Every
+// path but any streams.
 #include "scale/block_scale.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
@@ -12,7 +13,7 @@ struct SwigluBlockParams {
     u8 *data, *data_t;           // or null
     ScaleGrid row_scales, column_scales;             // of row-wise and column-wise blocks
     BlockRule rule;
-    u32 block_segments;          // of 32 elements in a block: 1, 2 or 4
+    u32 subblocks_per_block;     // of 32 elements in a block: 1, 2 or 4
     u32 vector;                  // every row of data_t allows 16-byte stores
     u32 tiles;                   // of a block of threads, one below the other, where rows stream
     u32 divides;                 // path any: elements are divided by scale_inv, not multiplied by the scale
@@ -38,28 +39,29 @@ __device__ __forceinline__ Chunk<OUT, 8> quantized(const SwigluBlockParams& p, c
 }
 
 // ---- rows that stream ----
-// Scales along rows. A block is one to four segments of four lanes; a lane writes the scale of the chunk that
-// it owns.
+// These are the scales along rows. A block is one, two or four subblocks of four lanes. A lane writes the
+// scale of the chunk that it owns.
 struct BlockRowScales {
     const SwigluBlockParams& p;
-    u32 at_scale;                // where it goes, from p.row_scales.to on: the host refuses 2^32 scales
+    u32 at_scale;                // where it goes, from p.row_scales.to on: the op refuses 2^32 scales
     int given;                   // how many rows there are from this one on
-    // Gradients with options: whether the block lies in the first part, and in the other.
+    // Gradients with options: true if the block lies in the first part, and in the other.
     bool has, has_other;
 
     // at: the position of the tile's results.
     __device__ __forceinline__ BlockRowScales(const SwigluBlockParams& p, const TilePosition& at, int thread)
         : BlockRowScales(
               p, at.row + thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2,
-              at.column + thread % Tile::kColumnPatches / (kSegment / 8) * kSegment) {}
-    // row: that of the chunk that this lane owns; column: that of its segment.
+              at.column + thread % Tile::kColumnPatches / (kSubblock / 8) * kSubblock) {}
+    // row: that of the chunk that this lane owns; column: that of its subblock.
     __device__ __forceinline__ BlockRowScales(const SwigluBlockParams& p, i64 row, i64 column) : p(p) {
-        const i64 segment = column / kSegment, block = segment >> p.block_segments / 2;
+        const i64 subblock = column / kSubblock, block = subblock >> p.subblocks_per_block / 2;
         if constexpr (kOptions && kBackward)
-            this->has = column < end_of(p.call, 0), has_other = column + apart(p.call) < end_of(p.call, 1);
-        const bool has = p.data && !(segment & (p.block_segments - 1)) && block < p.row_scales.columns;
+            this->has = column < end_of(p.call, 0);
+            has_other = column + columns_between_parts(p.call) < end_of(p.call, 1);
+        const bool has = p.data && !(subblock & (p.subblocks_per_block - 1)) && block < p.row_scales.columns;
         const i64 rows = p.call.rows - row;
-        given = !has ? -kMost : rows < kMost ? (int)rows : kMost;
+        given = !has ? -kRowLimit : rows < kRowLimit ? (int)rows : kRowLimit;
         at_scale = (u32)(row * p.row_scales.row + block * p.row_scales.column);
     }
     // Moves to the chunk that is this many rows below.
@@ -78,7 +80,7 @@ struct BlockRowScales {
     // of two and no number is extreme, the weight is multiplied into the scale: a product with a power of two
     // is rounded only where FP8 makes it 0.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights) const {
-        const float weight = weights[row_of(owned<4>()) * kApart];
+        const float weight = weights[row_of(owned<4>()) * kRowStride];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
         if (!divides(p) && __all_sync(~0u, p.rule.is_quick(weighted) && is_moderate(weight))) {
             const BlockScale s = p.rule.quick(weighted);
@@ -90,17 +92,17 @@ struct BlockRowScales {
     }
 
 private:
-    static constexpr int kMost = 1 << 16;                            // more rows than a block of threads has
+    static constexpr int kRowLimit = 1 << 16;                        // more rows than a block of threads has
 
     __device__ __forceinline__ u32 amax(const float (&y)[4][8]) const {
         u32 amax = fold_chunks<false>(y);
         // Without branches: at distance 0 a lane finds itself.
-        amax = larger(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 1 ? 4 : 0));
-        return larger(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 2 ? 8 : 0));
+        amax = larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 1 ? 4 : 0));
+        return larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 2 ? 8 : 0));
     }
     __device__ __forceinline__ void store(const BlockScale& s, i64 columns) const {
         const u32 further = columns
-            ? (u32)((columns / kSegment >> p.block_segments / 2) * p.row_scales.column) : 0;
+            ? (u32)((columns / kSubblock >> p.subblocks_per_block / 2) * p.row_scales.column) : 0;
         if (given > (int)(p.call.rows - p.row_scales.rows))
             as_global(p.row_scales.to)[at_scale + further] = given > 0 ? s.scale_inv : 0.0f;
     }
@@ -114,16 +116,16 @@ __device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, con
     amaxes.write<false>(y);
     __syncthreads();
     const int thread = thread_again();
-    const int segment = ColumnAmaxes::segment(thread);
+    const int subblock = ColumnAmaxes::subblock(thread);
     const int column = ColumnAmaxes::column(thread);
-    u32 amax = amaxes.read(segment, column);
-    if (p.block_segments > 1) amax = larger(amax, __shfl_xor_sync(~0u, amax, 8));
-    if (p.block_segments > 2) amax = larger(amax, __shfl_xor_sync(~0u, amax, 16));
+    u32 amax = amaxes.read(subblock, column);
+    if (p.subblocks_per_block > 1) amax = larger(amax, __shfl_xor_sync(~0u, amax, 8));
+    if (p.subblocks_per_block > 2) amax = larger(amax, __shfl_xor_sync(~0u, amax, 16));
     const BlockScale s = p.rule.quick_of(amax);
-    amaxes.put(segment, column, operand(p, s));
-    const i64 to_block = (at.row / kSegment + segment) >> p.block_segments / 2;
+    amaxes.put(subblock, column, operand(p, s));
+    const i64 to_block = (at.row / kSubblock + subblock) >> p.subblocks_per_block / 2;
     const i64 to_column = at.column + column;
-    const bool first = !(segment & (p.block_segments - 1));
+    const bool first = !(subblock & (p.subblocks_per_block - 1));
     if constexpr (kOptions) {
         // Wide rows need no padding; the other part may begin after the end.
         if (first && p.column_scales.has(to_block, to_column) && to_column < end)
@@ -167,7 +169,7 @@ __device__ __forceinline__ void quantize_with_options(const SwigluBlockParams& p
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const auto& four = four_chunks(y, part);
-            const i64 columns = part * apart(call);
+            const i64 columns = part * columns_between_parts(call);
             if (p.data) {
                 // Nothing derived from `thread` takes registers before this.
                 const int thread = thread_again();
@@ -211,7 +213,7 @@ __device__ __forceinline__ void quantize_without_options(const SwigluBlockParams
     ChunkPosition position(call, first);
     BlockRowScales scales(p, first.row + row_in_step(row_of(own)),
                      first.column + part_of(own) * call.half() +
-                         Tile::column_patch() / (kSegment / 8) * kSegment);
+                         Tile::column_patch() / (kSubblock / 8) * kSubblock);
     const float* weights = Stream::shared_probs() + row_in_step(0);
     const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
     const int steps = (rows_left + kStepRows - 1) / kStepRows;
@@ -238,14 +240,15 @@ __device__ __forceinline__ void quantize_without_options(const SwigluBlockParams
 }
 
 // ---- path any ----
-// Words from one segment of a warp's rows to the next, free of bank conflicts.
-constexpr int kSegmentStride = 16 + 4;
+// Subblocks of a warp's rows are so many words apart, which is free of bank conflicts.
+constexpr int kSubblockStride = 16 + 4;
 
 // Quantises a tile column by column. amaxes: [16][128] words.
 __device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, const TilePosition& at,
                                                  const float (&y)[8][8], u32* amaxes, const Tile& tile) {
     const SwigluCall& call = p.call;
-    const int blocks = kSegments / (int)p.block_segments, patches = (int)p.block_segments * (kSegment / 8);
+    const int blocks = kSubblocks / (int)p.subblocks_per_block;
+    const int patches = (int)p.subblocks_per_block * (kSubblock / 8);
     PatchAmaxes amax;
     amax.find_columns<false>(y);
     store_column_amaxes(amaxes, amax.column);
@@ -270,23 +273,24 @@ __device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, con
     store_transposed(call, at, tile, p.data_t, p.vector);
 }
 
-// The scales of the 16 rows of a warp. of_rows: their amaxes, segment by segment, in whose place the operands
-// are left, one for every segment of a block, so that readers need not know the block. Only this lane reads
-// and writes its blocks.
+// Finds and stores the scales of the 16 rows of a warp. of_rows has their amaxes, subblock by subblock, and
+// gets the operands in their place: one for every subblock of a block, so that readers index by subblock.
+// Only this lane reads and writes its blocks.
 __device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, const TilePosition& at,
                                                 float* of_rows) {
-    const int lane = threadIdx.x % 32, segments = (int)p.block_segments, blocks = kSegments / segments;
+    const int lane = threadIdx.x % 32, subblocks = (int)p.subblocks_per_block;
+    const int blocks = kSubblocks / subblocks;
 #pragma unroll 1
     for (int i = lane; i < 16 * blocks; i += 32) {                   // Each lane has a block.
         const int r = i % 16, b = i / 16;
         u32 bits = 0;
-        for (int k = b * segments; k < (b + 1) * segments; k++) {
-            const u32 other = as_bits(of_rows[k * kSegmentStride + r]);
+        for (int k = b * subblocks; k < (b + 1) * subblocks; k++) {
+            const u32 other = as_bits(of_rows[k * kSubblockStride + r]);
             bits = larger(other, bits);
         }
         const BlockScale s = p.rule.of(bits);
-        for (int k = b * segments; k < (b + 1) * segments; k++)
-            of_rows[k * kSegmentStride + r] = operand(p, s);
+        for (int k = b * subblocks; k < (b + 1) * subblocks; k++)
+            of_rows[k * kSubblockStride + r] = operand(p, s);
         const i64 to_row = at.row + threadIdx.x / 32 * 16 + r;
         const i64 to_block = at.column / Tile::kColumns * blocks + b;
         if (p.row_scales.has(to_row, to_block))
@@ -297,7 +301,7 @@ __device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, cons
 __device__ __forceinline__ void quantize_any(const SwigluBlockParams& p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
-    __shared__ __align__(16) float of_rows[kWarps][kSegments * kSegmentStride];
+    __shared__ __align__(16) float of_rows[kWarps][kSubblocks * kSubblockStride];
     const SwigluCall& call = p.call;
     const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
     const PatchPosition patch(call, at);
@@ -310,17 +314,17 @@ __device__ __forceinline__ void quantize_any(const SwigluBlockParams& p) {
         for (int c = 0; c < 8; c++) y[r][c] = rows[r].of[c];
     PatchAmaxes amax;
     if (p.data) {
-        float* const mine = of_rows[threadIdx.x / 32];
+        float* const of_warp = of_rows[threadIdx.x / 32];
         amax.find_rows<false>(y);
         amax.reduce_rows();
-        const int segment = Tile::column_patch() / (kSegment / 8), row = threadIdx.x % 32 / 16 * 8;
-        float* const owned = mine + segment * kSegmentStride + row + PatchAmaxes::owned();
+        const int subblock = Tile::column_patch() / (kSubblock / 8), row = threadIdx.x % 32 / 16 * 8;
+        float* const owned = of_warp + subblock * kSubblockStride + row + PatchAmaxes::owned();
         owned[0] = as_float(amax.row[0]), owned[1] = as_float(amax.row[1]);
         __syncwarp();
-        find_row_scales(p, at, mine);
+        find_row_scales(p, at, of_warp);
         __syncwarp();
         float by[8];
-        load_floats(mine + segment * kSegmentStride + row, by);
+        load_floats(of_warp + subblock * kSubblockStride + row, by);
 #pragma unroll
         for (int r = 0; r < 8; r++) store_row(call, patch, p.data, r, quantized(p, y[r], by[r]));
     }

@@ -1,9 +1,10 @@
-// SwiGLU, or its gradients, quantised in MX blocks of 32 elements with E8M0 scales from one read
-// (docs/numerics.md, sections 9 and 2; include/numerics/e8m0.cuh); column-wise data are stored as y is. What
-// is computed, and the programs: include/swiglu/swiglu.cuh.
+// These kernels compute SwiGLU or its gradients and quantise them in MX blocks of 32 elements with E8M0
+// scales, from one read (docs/numerics.md, sections 9 and 2; include/numerics/e8m0.cuh); column-wise data are
+// stored as y is. include/swiglu/swiglu.cuh says what is computed, which programs there are, and what their
+// defines mean: IN, OUT, BACKWARD and PATH.
 //
-// Launch and bytes moved as for swiglu_tensor.cu, and a byte per block for its scale. Every path but any
-// streams.
+// Launch and bytes moved are as for swiglu_tensor.cu, and each block has a byte more for its scale. Every
+// path but any streams.
 #include "numerics/e8m0.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
@@ -15,8 +16,8 @@ struct SwigluMxParams {
     u32 tiles;                   // of a block of threads, one below the other, where rows stream
 };
 
-// A thread's word of the scales' bytes in shared memory: four blocks of a row or of a column (swizzled), or a
-// block of each of four columns. Swizzled, a warp's words are neighbours in the result.
+// A thread stores a word of the scales' bytes in shared memory: four blocks of a row or of a column
+// (swizzled), or a block of each of four columns. Swizzled, a warp's words are neighbours in the result.
 struct ScaleWord {
     int word, swizzled;
 
@@ -25,7 +26,8 @@ struct ScaleWord {
     __device__ __forceinline__ u32 blocks_of_column(const u8* of_columns) const {
         u32 blocks = 0;
 #pragma unroll
-        for (int b = 0; b < kSegments; b++) blocks |= (u32)of_columns[b * Tile::kColumns + swizzled] << 8 * b;
+        for (int b = 0; b < kSubblocks; b++)
+            blocks |= (u32)of_columns[b * Tile::kColumns + swizzled] << 8 * b;
         return blocks;
     }
 };
@@ -34,21 +36,21 @@ struct ScaleWord {
 __device__ __forceinline__ void store_scales(const SwigluMxParams& p, const TilePosition& at,
                                              const u8* of_rows, const u8* of_columns) {
     const SwigluCall& call = p.call;
-    const i64 row_blocks = (call.columns + kSegment - 1) / kSegment;
-    const i64 column_blocks = (call.rows + kSegment - 1) / kSegment;
+    const i64 row_blocks = (call.columns + kSubblock - 1) / kSubblock;
+    const i64 column_blocks = (call.rows + kSubblock - 1) / kSubblock;
     const ScaleWord own;
     if (p.data && own.word < Tile::kRows) {
         const int row = p.row_scales.swizzled() ? own.swizzled : own.word;
         const u32 four = reinterpret_cast<const u32*>(of_rows)[row];
-        p.row_scales.store_blocks(0, at.row + row, at.column / kSegment, four, call.rows, row_blocks);
+        p.row_scales.store_blocks(0, at.row + row, at.column / kSubblock, four, call.rows, row_blocks);
     }
     if (p.column_data && own.word < Tile::kColumns) {
         if (p.column_scales.swizzled()) {
-            p.column_scales.store_blocks(0, at.column + own.swizzled, at.row / kSegment,
+            p.column_scales.store_blocks(0, at.column + own.swizzled, at.row / kSubblock,
                                          own.blocks_of_column(of_columns), call.columns, column_blocks);
         } else {
             const int b = own.word / 32, c = own.word % 32 * 4;
-            p.column_scales.store_lines(0, at.column + c, at.row / kSegment + b,
+            p.column_scales.store_lines(0, at.column + c, at.row / kSubblock + b,
                                         reinterpret_cast<const u32*>(of_columns)[own.word], call.columns,
                                         column_blocks);
         }
@@ -59,8 +61,8 @@ __device__ __forceinline__ void store_scales(const SwigluMxParams& p, const Tile
 // padding follows.
 __device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, const TilePosition& at, i64 end,
                                                    bool last, const ScaleWord& own, const u8* of_rows) {
-    const i64 all = (p.call.columns + kSegment - 1) / kSegment;
-    const i64 block = at.column / kSegment, blocks = (end + kSegment - 1) / kSegment;
+    const i64 all = (p.call.columns + kSubblock - 1) / kSubblock;
+    const i64 block = at.column / kSubblock, blocks = (end + kSubblock - 1) / kSubblock;
     const int row = p.row_scales.swizzled() ? own.swizzled : own.word;
     const u32 four = reinterpret_cast<const u32*>(of_rows)[row];
     if (!p.row_scales.swizzled()) {
@@ -69,19 +71,20 @@ __device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, cons
     }
     const i64 stored = last ? swizzle_tiles(all) * kSwizzleBlocks : blocks;
 #pragma unroll 1
-    for (i64 b = block; b < stored && (last || b < block + kSegments); b++)
-        *p.row_scales.at(0, at.row + row, b) = b < block + kSegments ? (u8)(four >> (int)(b - block) * 8) : 0;
+    for (i64 b = block; b < stored && (last || b < block + kSubblocks); b++)
+        *p.row_scales.at(0, at.row + row, b) =
+            b < block + kSubblocks ? (u8)(four >> (int)(b - block) * 8) : 0;
 }
 
 // Stores column-wise scales in the same way.
 __device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, const TilePosition& at,
                                                       i64 end, bool last, const ScaleWord& own,
                                                       const u8* of_columns) {
-    const i64 column_blocks = (p.call.rows + kSegment - 1) / kSegment;
+    const i64 column_blocks = (p.call.rows + kSubblock - 1) / kSubblock;
     if (!p.column_scales.swizzled()) {
         const int b = own.word / 32, c = own.word % 32 * 4;
         const u32 four = reinterpret_cast<const u32*>(of_columns)[own.word];
-        p.column_scales.store_lines(0, at.column + c, at.row / kSegment + b, four, end, column_blocks);
+        p.column_scales.store_lines(0, at.column + c, at.row / kSubblock + b, four, end, column_blocks);
         return;
     }
     const u32 blocks = own.blocks_of_column(of_columns);
@@ -90,7 +93,7 @@ __device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, c
     for (i64 column = at.column + own.swizzled;
          column < stored && (last || column < at.column + Tile::kColumns);
          column += Tile::kColumns)
-        p.column_scales.store_blocks(0, column, at.row / kSegment, column < end ? blocks : 0, p.call.columns,
+        p.column_scales.store_blocks(0, column, at.row / kSubblock, column < end ? blocks : 0, p.call.columns,
                                      column_blocks);
 }
 
@@ -114,7 +117,7 @@ __device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&y)[8], float by
 __device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&y)[8], const float (&by)[8]) {
     return narrowed<OUT>(y, [&](float v, int i) { return mul_rn(v, by[i]); });
 }
-// The factors of eight columns, from their scales' bytes.
+// Loads the factors of eight columns from their scales' bytes.
 __device__ __forceinline__ void load_factors(const u8* of_columns, float (&by)[8]) {
     const uint2 bytes = *reinterpret_cast<const uint2*>(of_columns);
 #pragma unroll
@@ -122,17 +125,18 @@ __device__ __forceinline__ void load_factors(const u8* of_columns, float (&by)[8
 }
 
 // ---- rows that stream ----
-// Scales along rows. A lane writes the byte of the chunk that it owns, 0 where the chunk has no elements.
+// These are the scales along rows. A lane writes the byte of the chunk that it owns, 0 where the chunk has no
+// elements.
 struct MxRowScales {
     const SwigluMxParams& p;
-    bool given;                  // the chunk's segment has columns (0 times a weight may be NaN)
+    bool given;                  // the chunk's subblock has columns (0 times a weight may be NaN)
 
     // Returns the factor of the elements of this lane's chunk. to: where the byte goes.
     __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
     // Returns it for u, which has not been multiplied by the rows' weights yet, as BlockRowScales in
     // swiglu_blocks.cu does it.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
-        const float weight = weights[row_of(owned<4>()) * kApart];
+        const float weight = weights[row_of(owned<4>()) * kRowStride];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
         if (__all_sync(~0u, is_moderate(weight) && is_moderate_amax(weighted)))
             return mul_rn(weight, put(weighted, to));
@@ -151,7 +155,7 @@ private:
     }
 };
 
-// Quantises the segments down the columns. of_columns: a row of bytes for each of them.
+// Quantises the subblocks down the columns. of_columns: a row of bytes for each of them.
 __device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const TilePosition& at,
                                                  const i64& end, const float (&y)[4][8],
                                                  const ColumnAmaxes& amaxes, u8* of_columns, u8* data,
@@ -161,14 +165,14 @@ __device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const 
     else amaxes.write<false>(y);
     __syncthreads();
     const int thread = thread_again();
-    const int segment = ColumnAmaxes::segment(thread);
+    const int subblock = ColumnAmaxes::subblock(thread);
     const int column = ColumnAmaxes::column(thread);
-    const bool exists = at.column + column < end && at.row + segment * kSegment < call.rows;
-    of_columns[segment * Tile::kColumns + column] =
-        exists ? (u8)p.rule.byte(amaxes.read(segment, column)) : 0;
+    const bool exists = at.column + column < end && at.row + subblock * kSubblock < call.rows;
+    of_columns[subblock * Tile::kColumns + column] =
+        exists ? (u8)p.rule.byte(amaxes.read(subblock, column)) : 0;
     __syncthreads();
     float by[8];
-    load_factors(of_columns + row_in_step(0) / kSegment * Tile::kColumns + Tile::patch_column(), by);
+    load_factors(of_columns + row_in_step(0) / kSubblock * Tile::kColumns + Tile::patch_column(), by);
     store_chunks(call, data, position, left, [&](int r) { return quantized(y[r], by); });
 }
 
@@ -187,20 +191,20 @@ __device__ __forceinline__ void quantize_rows(const SwigluMxParams& p, const Str
     const SwigluCall& call = p.call;
     // Nothing derived from `thread` takes registers before this.
     const int thread = thread_again();
-    const int segment = thread % Tile::kColumnPatches / (kSegment / 8);
-    // The row that this lane owns.
+    const int subblock = thread % Tile::kColumnPatches / (kSubblock / 8);
+    // This lane owns a chunk of this row.
     const int row = thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2;
-    const MxRowScales scales{p, at.results(call).column + columns + segment * kSegment < end};
-    const float by = scales.scale(four, bytes + row * kSegments + segment);
+    const MxRowScales scales{p, at.results(call).column + columns + subblock * kSubblock < end};
+    const float by = scales.scale(four, bytes + row * kSubblocks + subblock);
     const ChunkPosition position(call, at.results(call), thread);
     store_quantized(p, p.data + columns, position, left, four, by);
 }
 
 __device__ __forceinline__ void quantize_with_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    // A word per row; two tiles take turns.
-    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];
-    __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];          // a row of bytes per 32 rows
+    // Each row has a word; two tiles take turns.
+    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
+    __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];         // a row of bytes per 32 rows
     const SwigluCall& call = p.call;
     StreamPosition at(call, p.tiles);
     Stream rows(call, at.tile(), p.tiles, shared);
@@ -214,7 +218,7 @@ __device__ __forceinline__ void quantize_with_options(const SwigluMxParams& p) {
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const auto& four = four_chunks(y, part);
-            const i64 columns = part * apart(call), end = end_of(call, part);
+            const i64 columns = part * columns_between_parts(call), end = end_of(call, part);
             const int left = rows.left_in(part, rows.left + kStepRows);
             u8* const bytes = of_rows[at.down % 2][part];
             if (p.data) quantize_rows(p, at, columns, end, four, left, bytes);
@@ -245,7 +249,7 @@ __device__ __forceinline__ void quantize_tile(const SwigluMxParams& p, const Str
     for (int part = 0; part < kParts; part++) {
         const auto& four = four_chunks(y, part);
         const i64 columns = part * call.half();
-        const int skipped = part * (Tile::kRows * kSegments);
+        const int skipped = part * (Tile::kRows * kSubblocks);
         if (p.data) {
             const float by = scales.scale(four, to + skipped);
             store_quantized(p, p.data + columns, position, left, four, by);
@@ -263,19 +267,19 @@ __device__ __forceinline__ void store_row_scales(const SwigluMxParams& p, const 
     // store_scales() reads other warps' bytes
     __syncthreads();
     for (int part = 0; part < kParts; part++)
-        store_scales(p, moved(at.tile(), part * p.call.half()), bytes + part * (Tile::kRows * kSegments),
+        store_scales(p, moved(at.tile(), part * p.call.half()), bytes + part * (Tile::kRows * kSubblocks),
                      nullptr);
 }
 
 // The paths rows and tiles take this function.
 __device__ __forceinline__ void quantize_without_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    // A word per row; two tiles take turns.
-    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];
+    // Each row has a word; two tiles take turns.
+    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
     const SwigluCall& call = p.call;
     StreamPosition at(call, p.tiles);
     const auto first = at.tile();
-    const int own = owned<4>(), segment = Tile::column_patch() / (kSegment / 8);
+    const int own = owned<4>(), subblock = Tile::column_patch() / (kSubblock / 8);
     Stream rows(call, first, p.tiles, shared);
     ChunkPosition position(call, first);
     const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
@@ -286,12 +290,12 @@ __device__ __forceinline__ void quantize_without_options(const SwigluMxParams& p
         float y[kThreadChunks][8];
         const int row = step * kStepRows + row_in_step(0);           // from the block's first row on
         const float* const weights = Stream::shared_probs() + row;
-        const MxRowScales scales{p, at.tile().column + segment * kSegment < call.half()};
-        const int own_row = part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kApart;
-        u8* const to = bytes + own_row * kSegments + segment;
+        const MxRowScales scales{p, at.tile().column + subblock * kSubblock < call.half()};
+        const int own_row = part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kRowStride;
+        u8* const to = bytes + own_row * kSubblocks + subblock;
         rows.compute(at, step % kSteps, weights, y);
         if constexpr (kTiled) {
-            __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];  // a row of bytes per 32 rows
+            __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns]; // a row of bytes per 32 rows
             const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
             quantize_tile(p, at, y, scales, position, rows.left + kStepRows, amaxes, bytes, to, of_columns);
             at.down++;
@@ -311,27 +315,28 @@ __device__ __forceinline__ void quantize_without_options(const SwigluMxParams& p
 }
 
 // ---- path any ----
-// Quantises the 32 rows of each segment down the columns. of_columns: a row of bytes for each of them.
+// Quantises the 32 rows of each subblock down the columns. of_columns: a row of bytes for each of them.
 __device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const TilePosition& at,
                                                  const PatchPosition& patch, const float (&y)[8][8],
                                                  u32* amaxes, u8* of_columns) {
     const SwigluCall& call = p.call;
-    const i64 column_blocks = (call.rows + kSegment - 1) / kSegment;
+    const i64 column_blocks = (call.rows + kSubblock - 1) / kSubblock;
     PatchAmaxes amax;
     if (p.rule.nan_wins()) amax.find_columns<true>(y);
     else amax.find_columns<false>(y);
     store_column_amaxes(amaxes, amax.column);
     __syncthreads();
 #pragma unroll
-    for (int i = threadIdx.x; i < kSegments * Tile::kColumns; i += kThreads) {
+    for (int i = threadIdx.x; i < kSubblocks * Tile::kColumns; i += kThreads) {
         const int b = i / Tile::kColumns, c = i % Tile::kColumns;
-        const bool exists = at.column + c < call.columns && at.row / kSegment + b < column_blocks;
+        const bool exists = at.column + c < call.columns && at.row / kSubblock + b < column_blocks;
         of_columns[i] =
-            exists ? (u8)p.rule.byte(column_amax(amaxes, b * (kSegment / 8), kSegment / 8, c)) : 0;
+            exists ? (u8)p.rule.byte(column_amax(amaxes, b * (kSubblock / 8), kSubblock / 8, c)) : 0;
     }
     __syncthreads();
     float by[8];
-    load_factors(of_columns + Tile::row_patch() / (kSegment / 8) * Tile::kColumns + Tile::patch_column(), by);
+    load_factors(of_columns + Tile::row_patch() / (kSubblock / 8) * Tile::kColumns + Tile::patch_column(),
+                 by);
 #pragma unroll
     for (int r = 0; r < 8; r++) store_row(call, patch, p.column_data, r, quantized(y[r], by));
 }
@@ -339,8 +344,8 @@ __device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const 
 __device__ __forceinline__ void quantize_any(const SwigluMxParams& p) {
     const SwigluCall& call = p.call;
     __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
-    __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];          // a row of bytes per 32 rows
-    __shared__ __align__(16) u8 of_rows[Tile::kRows * kSegments];    // a word per row
+    __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];         // a row of bytes per 32 rows
+    __shared__ __align__(16) u8 of_rows[Tile::kRows * kSubblocks];   // a word per row
     const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
     const PatchPosition patch(call, at);
     EightValues rows[8] = {};
@@ -351,22 +356,22 @@ __device__ __forceinline__ void quantize_any(const SwigluMxParams& p) {
 #pragma unroll
         for (int c = 0; c < 8; c++) y[r][c] = rows[r].of[c];
     PatchAmaxes amax;
-    const i64 row_blocks = (call.columns + kSegment - 1) / kSegment;
+    const i64 row_blocks = (call.columns + kSubblock - 1) / kSubblock;
     if (p.data) {
         if (p.rule.nan_wins()) amax.find_rows<true>(y);
         else amax.find_rows<false>(y);
         amax.reduce_rows();
-        const int segment = Tile::column_patch() / (kSegment / 8);
+        const int subblock = Tile::column_patch() / (kSubblock / 8);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = Tile::patch_row() + PatchAmaxes::owned() + i;
-            const bool exists = at.row + row < call.rows && at.column / kSegment + segment < row_blocks;
-            of_rows[row * kSegments + segment] = exists ? (u8)p.rule.byte(amax.row[i]) : 0;
+            const bool exists = at.row + row < call.rows && at.column / kSubblock + subblock < row_blocks;
+            of_rows[row * kSubblocks + subblock] = exists ? (u8)p.rule.byte(amax.row[i]) : 0;
         }
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < 8; r++) {
-            const float by = inverse_e8m0(of_rows[(Tile::patch_row() + r) * kSegments + segment]);
+            const float by = inverse_e8m0(of_rows[(Tile::patch_row() + r) * kSubblocks + subblock]);
             store_row(call, patch, p.data, r, quantized(y[r], by));
         }
     }

@@ -1,5 +1,6 @@
-// SwiGLU, or its gradients, and quantisation with one scale from one read (docs/numerics.md, sections 9 and
-// 1); column-wise data are transposed. What is computed, and the programs: include/swiglu/swiglu.cuh.
+// This kernel computes SwiGLU or its gradients and quantises them with one scale, from one read
+// (docs/numerics.md, sections 9 and 1); column-wise data are transposed. include/swiglu/swiglu.cuh says what
+// is computed, which programs there are, and what their defines mean: IN, OUT, BACKWARD and PATH.
 //
 // swiglu_cast   data = cast(y * scale), amax = max(amax, max |y|). To find current scaling's scale first it
 //               finds the amax of all blocks, and the last one to finish stores the scale; nothing else is
@@ -68,7 +69,8 @@ __device__ __forceinline__ void store_codes(const SwigluCastParams& p, const Str
     const ChunkPosition position(p.call, at.results(p.call), thread_again());
 #pragma unroll
     for (int part = 0; part < kParts; part++)
-        store_chunks(p.call, p.data + part * apart(p.call), position, rows.left_in(part, rows.left),
+        store_chunks(p.call, p.data + part * columns_between_parts(p.call), position,
+                     rows.left_in(part, rows.left),
                      [&](int chunk) { return codes[part][chunk]; });
 }
 // Stores them transposed, through shared memory behind the stages.
@@ -85,7 +87,8 @@ __device__ __forceinline__ void store_codes_t(const SwigluCastParams& p, const S
     __syncthreads();
 #pragma unroll
     for (int part = 0; part < kParts; part++)
-        store_tile(call, moved(at.results(call), part * apart(call)), end_of(call, part), tile(part),
+        store_tile(call, moved(at.results(call), part * columns_between_parts(call)), end_of(call, part),
+                   tile(part),
                    p.data_t, p.vector);
 }
 
@@ -105,11 +108,11 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
         rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             float y[2][8];
             if constexpr (kBackward) {
-                rows.gradients(r, weights[r * kApart], v, sigma, y, sums);
+                rows.gradients(r, weights[r * kRowStride], v, sigma, y, sums);
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++) y[0][i] = mul_rn(v[0][i], v[1][i]);
-                multiply_by_weight(call, weights + r * kApart, y[0]);
+                multiply_by_weight(call, weights + r * kRowStride, y[0]);
             }
             const u32 before = amax;
 #pragma unroll
@@ -149,7 +152,7 @@ __device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale
             float y[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]);
-            multiply_by_weight(call, weights + r * kApart, y);
+            multiply_by_weight(call, weights + r * kRowStride, y);
             amax = raised_by(amax, y);
             codes[r] = quantized(y, scale);
         });

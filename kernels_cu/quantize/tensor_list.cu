@@ -1,5 +1,5 @@
-// Per-tensor scaling of a list of matrices of any shapes in one launch, each with its own scale
-// (docs/numerics.md, section 1).
+// These kernels do per-tensor scaling of a list of matrices of any shapes in one launch, each with its own
+// scale (docs/numerics.md, section 1).
 //
 //   data = narrow(fl(x * scale))      data_t = data transposed      scale_inv = fl(1 / scale)
 //   amax = max(amax, max |x|)
@@ -20,7 +20,12 @@
 //                       (single_read.cuh), on the same table: the blocks of a matrix are its tiles of
 //                       128 x 128 elements. For matrices all of whose rows allow chunked access.
 //
-// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. An empty matrix has a block too, which writes its scale_inv.
+// An empty matrix has a block too, which writes its scale_inv.
+//
+// Defines:
+//   IN, OUT      {bf16, f16, f32}, {e4m3fn, e5m2}: formats of x and data. multi_amax_scale has no OUT.
+//   TILE_ROWS, TILE_COLUMNS   the tile of multi_cast_transpose
+//   DBIAS        0 for multi_cast_transpose: cast_tile.cuh has sums of columns for other kernels.
 #include "memory/elementwise.cuh"
 #include "scale/scale.cuh"
 #ifdef ENTRY_multi_cast_transpose
@@ -31,7 +36,7 @@
 #include "numerics/amax.cuh"
 #endif
 
-// One matrix; ops/quantize/tensor_list.py packs it.
+// A record describes one matrix; ops/quantize/tensor_list.py packs it.
 struct alignas(16) MultiTensor {
     const IN::storage* x;        // [rows, columns]
     u8* data;                    // [rows, columns], or null: not written
@@ -50,7 +55,7 @@ struct alignas(16) MultiTensor {
 static_assert(sizeof(MultiTensor) == 96, "as ops/quantize/tensor_list.py packs it");
 
 #ifdef ENTRY_multi_cast_transpose
-constexpr int kFew = 8;          // also in ops/quantize/tensor_list.py
+constexpr int kRecordsInArguments = 8;                               // ops/quantize/tensor_list.py reads it.
 
 struct MultiCastParams {
     const MultiTensor* tensors;
@@ -58,11 +63,12 @@ struct MultiCastParams {
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     u32 reverse;                 // 1: begin at the end of the list, which the L2 holds after multi_amax_scale
     u32 each;                    // blocks of every matrix, if all have as many (nobody reads tensor_of), or 0
-    u32 number;                  // of matrices, if their records are in `few` (nobody reads `tensors`), or 0
-    MultiTensor few[kFew];
+    u32 number;                  // of matrices, if their records are in argument_records (nobody reads
+                                 // `tensors`), or 0
+    MultiTensor argument_records[kRecordsInArguments];
 };
 
-// A matrix as cast_tile sees it.
+// cast_tile() sees a matrix like this.
 struct TensorView {
     const IN::storage* x;
     i64 columns;
@@ -97,7 +103,7 @@ multi_cast_transpose(const __grid_constant__ MultiCastParams p) {
             return reinterpret_cast<const uint4*>(tensors + index) + threadIdx.x;
         };
         reinterpret_cast<uint4*>(&tensor)[threadIdx.x] =
-            p.number ? *words(p.few) : load_read_only(words(p.tensors));
+            p.number ? *words(p.argument_records) : load_read_only(words(p.tensors));
     }
     __syncthreads();
     const float scale = tensor.scale ? *tensor.scale : tensor.scale_value;
@@ -162,7 +168,8 @@ struct ListedTensors {
     const u32* tensor_of;
     u32 tiles;
 
-    // The tile that is looked for next: a lane's word of its record; and the number of the record after it.
+    // The search reads ahead: a lane has its word of the record of the next tile, and knows the record after
+    // it.
     struct Ahead {
         u32 tile = ~0u, index, next_index;
         u64 word;

@@ -1,5 +1,5 @@
-// Quantisation with an f32 scale for every row of memory, or for every column: the vectors of this file
-// (docs/numerics.md, section 3).
+// This kernel quantises with an f32 scale for every row of memory, or for every column: the vectors of this
+// file (docs/numerics.md, section 3).
 //
 //   factor, scale_inv = of max |x| over the vector (scale/block_scale.cuh)
 //   data = narrow(fl(x * factor))
@@ -15,10 +15,10 @@ static_assert(WARP_TILES_DOWN == 1 || WARP_TILES_ACROSS == 1, "warp tiles along 
 constexpr bool kAlongRows = ALONG_ROWS;
 constexpr int kVectors = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
 constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements of them at a time
-constexpr int kParts = kAlongRows ? WARP_TILES_ACROSS * kSegments : WARP_TILES_DOWN;
-constexpr int kPartStride = kAlongRows ? kSegmentStride : kVectors;
+constexpr int kParts = kAlongRows ? WARP_TILES_ACROSS * kSubblocks : WARP_TILES_DOWN;
+constexpr int kPartStride = kAlongRows ? kSubblockStride : kVectors;
 
-// Where a block's vectors are.
+// Says where a block's vectors are.
 struct BlockOfVectors {
     i64 matrix, first;           // the matrix, and its row or column that is the block's first
 
@@ -32,7 +32,7 @@ struct BlockOfVectors {
     static __device__ __forceinline__ i64 length(const BlockParams& p) {
         return kAlongRows ? p.columns : p.rows;
     }
-    // The first row and column of a tile, whose vectors' elements begin at `begin`.
+    // Return the first row and column of the tile whose vectors' elements begin at `begin`.
     __device__ __forceinline__ i64 row(i64 begin) const { return kAlongRows ? first : begin; }
     __device__ __forceinline__ i64 column(i64 begin) const { return kAlongRows ? begin : first; }
 
@@ -58,15 +58,15 @@ __device__ __forceinline__ void find_amaxes(const BlockParams& p, const BlockOfV
         WarpTileAmax<IN, false> amax;
         amax.template find<kAlongRows, !kAlongRows>(warp_tile);
         u32 bits[4];
-        if constexpr (kAlongRows) amax.template reduce_rows<32 / kSegments>(bits);
+        if constexpr (kAlongRows) amax.template reduce_rows<32 / kSubblocks>(bits);
         else amax.of_columns(bits);
 #pragma unroll
         for (int i = 0; i < 4; i++) largest[i] = larger(largest[i], bits[i]);
     }
     const int lane = threadIdx.x % 32;
-    const int part = kAlongRows ? threadIdx.x / 32 * kSegments + lane / 8 : threadIdx.x / 32;
-    u32* const mine = amaxes + part * kPartStride + (kAlongRows ? lane % 8 : lane) * 4;
-    *reinterpret_cast<uint4*>(mine) = make_uint4(largest[0], largest[1], largest[2], largest[3]);
+    const int part = kAlongRows ? threadIdx.x / 32 * kSubblocks + lane / 8 : threadIdx.x / 32;
+    u32* const own_amaxes = amaxes + part * kPartStride + (kAlongRows ? lane % 8 : lane) * 4;
+    *reinterpret_cast<uint4*>(own_amaxes) = make_uint4(largest[0], largest[1], largest[2], largest[3]);
 }
 
 // Stores the scales of the vectors, and replaces their amaxes by the factors and, kPartStride words further,

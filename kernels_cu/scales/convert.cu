@@ -19,8 +19,8 @@
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"
 
-// A layout of scales, in elements. A layout without tiles has line32 = 32 line, line128 = 128 line and block4
-// = 4 block.
+// A layout of scales has these strides, in elements. A layout without tiles has line32 = 32 line, line128 =
+// 128 line and block4 = 4 block.
 struct ScaleStrides {
     i64 matrix;
     i64 line, line32, line128;   // distance to the next line among 32, the next 32 among 128, the next 128
@@ -45,11 +45,11 @@ struct ScaleLayoutParams {
 };
 
 constexpr int kThreads = 256;
-// Which four scales of a tile a thread has: those of four lines; those of four blocks; a packed word, where
-// eight lines are a sector; a word of a swizzled tile.
+// `order` says which four scales of a tile a thread has: those of four lines; those of four blocks; a packed
+// word, where eight lines are a sector; a word of a swizzled tile.
 constexpr u32 kFourLines = 0, kFourBlocks = 1, kPacked = 2, kSwizzled = 3;
 
-// The line and the block of the first of this thread's four scales.
+// Finds the line and the block of the first of this thread's four scales.
 struct FirstScale {
     i64 line, block;
 

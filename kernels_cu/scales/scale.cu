@@ -11,11 +11,11 @@
 //                         the scale. It moves 8 bytes per element of the history.
 //
 // A block of update_delayed_scaling has 512 threads and 2^columns_log2 whole columns of the history. A thread
-// has a segment of consecutive rows of one column, with eight loads in flight. Row i comes from row i + 1, so
-// a thread reads only one row that another thread overwrites: the row after its segment. It reads that row
+// has consecutive rows of one column (ThreadRows), with eight loads in flight. Row i comes from row i + 1, so
+// a thread reads only one row that another thread overwrites: the row after its last one. It reads that row
 // before the barrier, and then no thread waits until the maxima meet. 32 columns are whole cache lines of
-// every row. The host chooses fewer columns, and so shorter segments, where few tensors have a long history.
-// 1 x 1024 and 512 x 16 take one round of loads.
+// every row. The op chooses fewer columns, and so fewer rows per thread, where few tensors have a long
+// history. 1 x 1024 and 512 x 16 take one round of loads.
 #include "memory/elementwise.cuh"
 #include "scale/scale.cuh"
 
@@ -66,28 +66,28 @@ __device__ __forceinline__ u32 raised(u32 amax, u32 bits) {
     return bits <= 0x7f800000u && bits > amax ? bits : amax;
 }
 
-// This thread's rows of a column: rows begin to end - 1 of the history.
-struct Segment {
+// A thread has rows begin to end - 1 of one column of the history.
+struct ThreadRows {
     i64 column, begin, end;
-    bool has_column;             // the column exists
-    bool has_rows;               // so do rows of the segment
+    bool has_column;             // The column exists.
+    bool has_rows;               // So do rows of it that this thread has.
 
-    __device__ __forceinline__ explicit Segment(const UpdateDelayedScalingParams& p) {
-        const int columns = 1 << p.columns_log2, segments_log2 = kThreadsLog2 - p.columns_log2;
+    __device__ __forceinline__ explicit ThreadRows(const UpdateDelayedScalingParams& p) {
+        const int columns = 1 << p.columns_log2, threads_log2 = kThreadsLog2 - p.columns_log2;
         column = ((i64)blockIdx.x << p.columns_log2) + (threadIdx.x & (columns - 1));
         has_column = column < p.n;
-        const i64 rows = (p.length + (1 << segments_log2) - 1) >> segments_log2;
+        const i64 rows = (p.length + (1 << threads_log2) - 1) >> threads_log2;
         begin = (threadIdx.x >> p.columns_log2) * rows;
         end = begin + rows < p.length ? begin + rows : p.length;
         has_rows = has_column && begin < end;
     }
 };
 
-// Moves the rows of a segment up by one, all but the last.
+// Moves the rows of a thread up by one, all but the last.
 struct RollingRows {
     const UpdateDelayedScalingParams& p;
     u32* row;                    // where the next value goes
-    i64 left;                    // rows that are still to be moved within the segment
+    i64 left;                    // rows of the thread that are still to be moved
     u32 value[kInFlight];
 
     __device__ __forceinline__ void load() {
@@ -119,30 +119,30 @@ update_delayed_scaling(const __grid_constant__ UpdateDelayedScalingParams p) {
     __shared__ u32 column_amax[32];
     if (threadIdx.x < 32) column_amax[threadIdx.x] = 0;
     const int columns = 1 << p.columns_log2, own = threadIdx.x & (columns - 1);
-    const Segment segment(p);
-    const i64 column = segment.column;
-    RollingRows rows{p, p.history + segment.begin * p.n + column,
-                     segment.has_rows ? segment.end - segment.begin - 1 : 0, {}};
+    const ThreadRows own_rows(p);
+    const i64 column = own_rows.column;
+    RollingRows rows{p, p.history + own_rows.begin * p.n + column,
+                     own_rows.has_rows ? own_rows.end - own_rows.begin - 1 : 0, {}};
     u32* const final_row = rows.row + rows.left * p.n;
 
     // A short history has all its loads in flight before the first use. After the barrier, every row that
     // another thread overwrites has been read.
-    const u32 current = segment.has_column ? p.history[column] : 0u;
-    const u32 reduced = segment.has_column && p.amax ? p.amax[column] : 0u;
-    const u32 beyond = segment.has_rows && segment.end < p.length ? final_row[p.n] : 0u;
-    const bool writes_scale = segment.has_column && (int)threadIdx.x < columns;
+    const u32 current = own_rows.has_column ? p.history[column] : 0u;
+    const u32 reduced = own_rows.has_column && p.amax ? p.amax[column] : 0u;
+    const u32 beyond = own_rows.has_rows && own_rows.end < p.length ? final_row[p.n] : 0u;
+    const bool writes_scale = own_rows.has_column && (int)threadIdx.x < columns;
     const float previous = writes_scale ? p.scale[column] : 0.0f;
     rows.load();
     __syncthreads();
 
     const u32 last = reduced << 1 ? reduced : current;               // The shift drops the sign.
-    const bool changes = segment.has_column && (!p.amax || last << 1);
+    const bool changes = own_rows.has_column && (!p.amax || last << 1);
     u32 amax_seen = rows.roll(changes);
-    if (segment.has_rows) {
-        const u32 newest = segment.end < p.length ? beyond : last;
+    if (own_rows.has_rows) {
+        const u32 newest = own_rows.end < p.length ? beyond : last;
         amax_seen = raised(amax_seen, newest);
         if (changes) *final_row = newest;
-        if (changes && segment.begin == 0) p.history[column] = 0;
+        if (changes && own_rows.begin == 0) p.history[column] = 0;
     }
     for (int step = columns; step < 32; step *= 2) {
         const u32 other = __shfl_xor_sync(~0u, amax_seen, step);

@@ -55,7 +55,7 @@ struct ScaleTile {
     bool exists, past_groups;    // the swizzled matrix has the tile; it follows the last group
 };
 
-// The 8 tiles of this block of threads.
+// A block of threads has the 8 tiles from `first` on.
 struct Tiles {
     const LayoutParams& p;
     const GroupTile* groups;     // in shared memory

@@ -18,7 +18,7 @@ from cupy_fp8.arrays import address, bits
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16
 from cupy_fp8.kernels import grid_size
 from cupy_fp8.layouts import cdiv, round_up
-from cupy_fp8.ops.matmul import aligned
+from cupy_fp8.ops.matmul import align_rows
 from cupy_fp8.ops.moe import route
 from cupy_fp8.ops.quantize import bias_gradient
 from cupy_fp8.reference import numerics
@@ -272,15 +272,15 @@ def _aligned(m: Any, x: Any) -> Any:
     if m is reference:
         return np.pad(bits(x), ((0, 0), (0, -k % 16))).view(x.dtype)
     out = fp8.empty((rows, round_up(k, 16)), x.dtype, like=x)
-    grid = grid_size(cdiv(rows, aligned._ROWS_OF_BLOCK), x.shape)
-    aligned._KERNEL.variant().bind(x, grid, to=address(out), rows=rows, row_bytes=k,
+    grid = grid_size(cdiv(rows, align_rows._ROWS_OF_BLOCK), x.shape)
+    align_rows._KERNEL.variant().bind(x, grid, to=address(out), rows=rows, row_bytes=k,
                                    chunks=out.shape[1] // 16, **{"from": address(x)}).run()
     return out
 
 
 def _summed(m: Any, sums: Any) -> Any:
     """The second kernel of bias gradients alone: the first one has a sum for 128 elements of x."""
-    (rows, columns), each = sums.shape, bias_gradient._SEGMENTS * bias_gradient._ROWS[0]
+    (rows, columns), each = sums.shape, bias_gradient._WARPS * bias_gradient._ROWS[0]
     if m is reference:
         return numerics.tree_sum(sums.reshape(-1, each, columns), 1)
     out = fp8.empty((rows // each, columns), np.float32, like=sums)

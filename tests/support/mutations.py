@@ -122,7 +122,7 @@ _FAULTS = (
     Fault("include/groups/group_tiles.cuh", "left_of(size[u] - units_before, kUnits)",
           "left_of(size[u] - units_before - 1, kUnits)", "swizzle_scales", "scales/swizzle",
           "GROUPED=2"),
-    Fault("include/groups/quantize_group.cuh", "group.x += found.start;", "group.x += found.to;",
+    Fault("include/groups/quantize_group.cuh", "group.x += found.start;", "group.x += found.result_start;",
           "group_quantize", "quantize/grouped_rows_columns"),
     Fault("include/groups/row_groups.cuh", "p.offsets_out[g] = first * p.columns;",
           "p.offsets_out[g] = start * p.columns;", "group_quantize", "quantize/grouped_rows_columns"),

@@ -64,41 +64,41 @@ def transpose(a: Array, *, out: Array | None = None) -> Array:
 
 
 # ---- the call and its launches ----
-class _Conversion(NamedTuple):
+class _Inputs(NamedTuple):
     a: Input
     to: np.dtype[Any]
     saturate: bool = True
 
 
-class _AsType(Op[_Conversion]):
-    def arguments(self, call: Call, a: Any, dtype: Any, saturate: Any) -> _Conversion:
+class _AsType(Op[_Inputs]):
+    def arguments(self, call: Call, a: Any, dtype: Any, saturate: Any) -> _Inputs:
         to = lookup(dtype, _ALL_DTYPES, "dtype").dtype
         saturate = flag(saturate, "saturate")
-        return _Conversion(call.read("a", a, _ALL_DTYPES), to, saturate)
+        return _Inputs(call.read("a", a, _ALL_DTYPES), to, saturate)
 
-    def result(self, inputs: _Conversion) -> Description:
+    def result(self, inputs: _Inputs) -> Description:
         return one_array(inputs.a.shape, inputs.to)
 
-    def reference(self, inputs: _Conversion) -> np.ndarray:
+    def reference(self, inputs: _Inputs) -> np.ndarray:
         return reference.astype(inputs.a.array, inputs.to, inputs.saturate)
 
-    def launches(self, call: Call, inputs: _Conversion, *written: int) -> Iterator[Launch]:
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         yield from flat_launches(inputs.a, written[0], 0, inputs.to, inputs.saturate)
 
 
-class _Transpose(Op[_Conversion]):
-    def arguments(self, call: Call, a: Any) -> _Conversion:
-        found = call.read("a", a, BYTE_DTYPES)
-        check_dimensions(found.shape, "a", 2)
-        return _Conversion(found, found.dtype)
+class _Transpose(Op[_Inputs]):
+    def arguments(self, call: Call, a: Any) -> _Inputs:
+        source = call.read("a", a, BYTE_DTYPES)
+        check_dimensions(source.shape, "a", 2)
+        return _Inputs(source, source.dtype)
 
-    def result(self, inputs: _Conversion) -> Description:
+    def result(self, inputs: _Inputs) -> Description:
         return one_array(swap_last(inputs.a.shape), inputs.to)
 
-    def reference(self, inputs: _Conversion) -> np.ndarray:
+    def reference(self, inputs: _Inputs) -> np.ndarray:
         return reference.transpose(inputs.a.array)
 
-    def launches(self, call: Call, inputs: _Conversion, *written: int) -> Iterator[Launch]:
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         yield from transposed_launches(inputs.a, written[0])
 
 
@@ -106,7 +106,8 @@ _ASTYPE, _TRANSPOSE_OP = _AsType(), _Transpose()
 
 
 def flat_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any], saturate: bool) -> Iterator[Launch]:
-    """The launch that converts an array in its order. scale: the address of a factor, or 0 for none."""
+    """Yields the launch that converts an array in its order. scale: the address of a factor, or 0 for none.
+    """
     src = a.array
     if src.size:
         blocks, vector = shapes.elementwise_grid(src.size, src.shape, src.dtype.itemsize, to.itemsize,
@@ -117,7 +118,7 @@ def flat_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any], satura
 
 
 def transposed_launches(a: Input, to_at: int) -> Iterator[Launch]:
-    """The launch that transposes each matrix of an array of bytes."""
+    """Yields the launch that transposes each matrix of an array of bytes."""
     src = a.array
     if src.size:
         rows, columns = src.shape[-2:]
@@ -133,7 +134,7 @@ def _transpose_variant(tile: shapes.Tile) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these ops may launch."""
+    """Yields every variant that these ops may launch."""
     for source, to in product(_ALL_DTYPES, _ALL_DTYPES):
         yield _CONVERT.variant(IN=source, OUT=to)
     for tile in (shapes.SMALL, _BYTES):

@@ -30,11 +30,11 @@ _BLOCKS = Kernel("convert/dequantize", "dequantize_blocks", block=shapes.ELEMENT
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
 #: This choice is the fastest on an H200 (docs/lab-notes).
 _TRANSPOSED = shapes.Tile(128, 256, down_first=True)
-#: Chunks that a block of threads of dequantize_long_row takes.
+#: A block of threads of dequantize_long_row takes so many chunks.
 _CHUNKS = 2 * shapes.ELEMENTWISE_THREADS
-#: log2 of the chunks along a row of a tile of dequantize_blocks, which has fewer if rows are short.
+#: A tile of dequantize_blocks has so many chunks along a row (log2), or fewer if rows are short.
 _CHUNKS_LOG2 = 5
-#: Rows that each thread of dequantize_blocks takes.
+#: A thread of dequantize_blocks takes so many rows.
 _STEPS, _STEPS_SWIZZLED = 4, 8
 
 
@@ -66,7 +66,7 @@ def dequantize(q: Scaled | Quantized | Grouped, *misplaced: NoReturn, dtype: Any
 
 
 def _misplaced(q: Any, second: Any) -> TypeError:
-    """The error for a second positional argument: scales, or a dtype."""
+    """Returns the error for a second positional argument: scales, or a dtype."""
     if is_array(second):
         return TypeError("q: expected data and scales in one Scaled, got them apart; write "
                          "dequantize(Scaled(data, scale_inv, data.shape)), with block= and scale_layout= for "
@@ -77,7 +77,7 @@ def _misplaced(q: Any, second: Any) -> TypeError:
 
 @for_methods
 def dequantize_groups(g: Grouped, dtype: Any, out: Array | None) -> Array:
-    """`Grouped.dequantize`."""
+    """Computes `Grouped.dequantize`."""
     result: Array = run(_DEQUANTIZE_GROUPS, (g, dtype), out)
     return result
 
@@ -161,12 +161,13 @@ _DEQUANTIZE, _DEQUANTIZE_GROUPS = _Dequantize(), _DequantizeGroups()
 
 
 # ---- launches ----
-#: A variant, its blocks of threads, and members of its struct by name.
+#: A choice is a variant, its blocks of threads, and members of its struct by name.
 _Chosen = tuple[Variant, int, dict[str, int]]
 
 
 class _Blocks:
-    """How a kernel finds the scale of each element. One scale for the tensor is a block that covers it."""
+    """Says how a kernel finds the scale of each element. One scale for the tensor is a block that covers it.
+    """
 
     def __init__(self, inputs: _Inputs) -> None:
         s, self.data, scales, self.to = inputs
@@ -194,7 +195,8 @@ class _Blocks:
                             rows=self.rows, columns=self.columns, **self.scaling, **members)
 
     def _direct(self, aligned: bool) -> _Chosen:
-        """The launch of dequantize_long_row or dequantize_blocks. aligned: the result is, to 16 bytes."""
+        """Returns the launch of dequantize_long_row or dequantize_blocks. aligned: the result is, to 16
+        bytes."""
         source, to, chunk = self.data.dtype, self.to, 16 // self.to.itemsize
         chunks_log2 = _CHUNKS_LOG2
         if not self.scaling["columnwise"]:
@@ -212,13 +214,13 @@ class _Blocks:
         return variant, grid, {"down": down, "across": across, "chunks_log2": chunks_log2, "vector": vector}
 
     def _four_scales_adjoin(self) -> bool:
-        """Whether the scales of four neighbouring columns can be loaded at once."""
+        """Returns whether the scales of four neighbouring columns can be loaded at once."""
         s, four = self.scaling, 16 if self.scaling["f32_scales"] else 4
         return s["column_stride"] == 1 and not (
             s["scale_tiles"] or s["row_stride"] % 4 or s["matrix_stride"] % 4 or self.scale_at % four)
 
     def _transposing(self, aligned: bool) -> _Chosen:
-        """The launch of dequantize_blocks_transposed."""
+        """Returns the launch of dequantize_blocks_transposed."""
         data = self.data.array
         vector = (self.rows % 8 == 0 and self.data.at % 8 == 0) | (self.columns % 16 == 0 and aligned) << 1
         tile = shapes.choose_tile(data, _TRANSPOSED) if vector == 3 else shapes.SMALL
@@ -227,7 +229,7 @@ class _Blocks:
 
 
 def _strides(s: Scaled, scales: Array) -> dict[str, int]:
-    """Where the scales of blocks lie: members of the struct."""
+    """Returns where the scales of blocks lie: members of the struct."""
     assert s.block is not None
     strides = validate.matrix_strides(scales)
     assert strides is not None
@@ -241,7 +243,7 @@ def _strides(s: Scaled, scales: Array) -> dict[str, int]:
 
 
 def block_shift(block: int | None, extent: int) -> int:
-    """log2 of a block's extent. A block of None, or one larger than the array, holds everything."""
+    """Returns log2 of a block's extent. A block of None, or one larger than the array, holds everything."""
     everything = max(SMALLEST_BLOCK, extent).bit_length()
     return everything if block is None else min(block.bit_length() - 1, everything)
 
@@ -254,7 +256,8 @@ def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.T
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that blocks or transposed data may launch. Other calls launch those of `convert`."""
+    """Yields every variant that blocks or transposed data may launch. Other calls launch those of `convert`.
+    """
     for source, to in product(FP8_DTYPES, INPUT_DTYPES):
         yield _LONG_ROW.variant(IN=source, OUT=to)
         for swizzled in (False, True):

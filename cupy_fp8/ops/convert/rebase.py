@@ -41,7 +41,7 @@ _WARP_LOG2 = 5
 #: A tile has so many chunks side by side where nothing else decides: a warp then reads 512 adjacent bytes.
 #: There are never more than threads.
 _CHUNKS_ACROSS_LOG2, _MOST_ACROSS_LOG2 = 5, 8
-#: The layouts that the kernel does not read or write itself.
+#: The kernel does not read or write these layouts itself.
 _OTHER_LAYOUTS = ("swizzled", "deepgemm_sm100")
 
 
@@ -200,11 +200,11 @@ class _Rebase(Op[_Inputs]):
         new_shape = scale_shape(s.shape, inputs.block, layout, s.transposed)
         old = block_shifts(inputs.stored(s.block), shape) if s.block else block_shifts((None, None), shape)
         new = block_shifts(inputs.stored(inputs.block), shape)
-        tile = choose_tile(shape, new)
+        tiling = choose_tiling(shape, new)
         f32_scales = inputs.before is None and s.scale_inv.dtype == float32
         aligned = shape[-1] % 16 == 0 and data.at % 16 == 0 and written[0] % 16 == 0
         yield _KERNEL.variant(IN=data.dtype, ALIGNED=aligned).bind(
-            data.array, grid_size(prod(shape[:-2]) * tile.down * tile.across, shape), data=data.at,
+            data.array, grid_size(prod(shape[:-2]) * tiling.down * tiling.across, shape), data=data.at,
             out=written[0], scales=scales_at, new_scales=new_at,
             errors=call.error_word() if f32_scales else 0,
             changed=inputs.changed.at if inputs.changed else 0, rows=shape[-2], columns=shape[-1],
@@ -212,7 +212,7 @@ class _Rebase(Op[_Inputs]):
             f32_scales=int(f32_scales), new_f32_scales=int(inputs.dtype == float32), **strides._asdict(),
             **{f"new_{name}": stride
                for name, stride in _strides(new_shape, s, inputs.block, layout)._asdict().items()},
-            **tile._asdict(), **_padding(shape, new, layout, inputs.block))
+            **tiling._asdict(), **_padding(shape, new, layout, inputs.block))
         if inputs.after is not None:
             yield from conversion_launches(call, inputs.after, new_scales, written[1])
 
@@ -222,17 +222,17 @@ _REBASE = _Rebase()
 
 # ---- arguments ----
 def _held(layout: str, before: np.dtype[Any], dtype: Any) -> np.dtype[Any]:
-    """The dtype of the new scales."""
+    """Returns the dtype of the new scales."""
     if dtype is None:
         return scale_dtype(before, layout)
-    found = as_dtype(dtype, "scale_dtype", "one that scales have")
-    if found not in SCALE_DTYPES[layout]:
-        raise TypeError(f"scale_dtype: {layout} scales are {names(SCALE_DTYPES[layout])}, got {found}")
-    return found
+    new_dtype = as_dtype(dtype, "scale_dtype", "one that scales have")
+    if new_dtype not in SCALE_DTYPES[layout]:
+        raise TypeError(f"scale_dtype: {layout} scales are {names(SCALE_DTYPES[layout])}, got {new_dtype}")
+    return new_dtype
 
 
 def _check_direction(s: Scaled, name: str, block: Block | None) -> None:
-    """ValueError for blocks across the rows of the data as they are stored."""
+    """Raises ValueError for blocks across the rows of the data as they are stored."""
     if block is None or block[0 if s.transposed else 1] != 1:
         return
     wanted = "(B, 1) or (B, B'), along the rows of data stored transposed" if s.transposed else \
@@ -244,14 +244,15 @@ def _check_direction(s: Scaled, name: str, block: Block | None) -> None:
 
 
 def _as_converted(s: Scaled, block: Block) -> tuple[tuple[int, ...], Block]:
-    """The shape and the block that `convert_scales` takes: scales of 2-D blocks follow the stored data."""
+    """Returns the shape and the block that `convert_scales` takes: scales of 2-D blocks follow the stored
+    data."""
     if s.transposed and 1 not in block:
         return swap_last(s.shape), (block[1], block[0])
     return s.shape, block
 
 
 def _scratch(call: Call, use: str, shape: tuple[int, ...]) -> Input:
-    """Memory for E8M0 scales."""
+    """Returns memory for E8M0 scales."""
     words = call.scratch(use, cdiv(prod(shape), 4))
     scales = words.view(np.uint8)[:prod(shape)].view(float8_e8m0fnu).reshape(shape)
     return Input(scales, address(words))
@@ -259,8 +260,8 @@ def _scratch(call: Call, use: str, shape: tuple[int, ...]) -> Input:
 
 # ---- the launch ----
 class _ScaleStrides(NamedTuple):
-    """How far it is from a scale to that of the block below, to the right, and in the next matrix, of data as
-    stored."""
+    """Says how far it is from a scale to that of the block below, to the right, and in the next matrix, of
+    data as stored."""
 
     row_stride: int
     column_stride: int
@@ -268,7 +269,7 @@ class _ScaleStrides(NamedTuple):
 
 
 def _strides(shape: tuple[int, ...], s: Scaled, block: Block, layout: str) -> _ScaleStrides:
-    """The strides of C-contiguous scales of this shape."""
+    """Returns the strides of C-contiguous scales of this shape."""
     return _turned((shape[-2] * shape[-1], shape[-1], 1), s, block, layout)
 
 
@@ -291,20 +292,20 @@ def _turned(strides: tuple[int, int, int], s: Scaled, block: Block, layout: str)
 
 
 def block_shifts(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:
-    """log2 of a block's extents."""
+    """Returns log2 of a block's extents."""
     return block_shift(block[0], shape[-2]), block_shift(block[1], shape[-1])
 
 
 def _padding(shape: tuple[int, ...], shifts: tuple[int, int], layout: str, block: Block) -> dict[str, int]:
-    """The grid of new blocks, and the scales of padding that follow it."""
+    """Returns the grid of new blocks, and the scales of padding that follow it."""
     rows, columns = (cdiv(extent, 1 << shift) for extent, shift in zip(shape[-2:], shifts, strict=True))
     pads = layout in ("gemm_ready", "deepgemm_sm90")
     return {"new_rows": rows, "new_columns": columns, "pad_rows": -rows % 4 if pads and 1 in block else 0,
             "pad_columns": -columns % 4 if pads and 1 not in block else 0}
 
 
-class Tile(NamedTuple):
-    """How blocks of threads share a matrix: members of the kernel's struct."""
+class RebaseTiling(NamedTuple):
+    """Says how blocks of threads share a matrix: members of the kernel's struct."""
 
     down: int
     across: int
@@ -316,8 +317,9 @@ class Tile(NamedTuple):
     lanes_log2: int
 
 
-def choose_tile(shape: tuple[int, ...], shifts: tuple[int, int]) -> Tile:
-    """A tile that holds whole new blocks where it can, else a part of one. shifts: log2 of their extents."""
+def choose_tiling(shape: tuple[int, ...], shifts: tuple[int, int]) -> RebaseTiling:
+    """Returns a tile that holds whole new blocks where it can, else a part of one. shifts: log2 of their
+    extents."""
     rows, columns = shape[-2:]
     block_rows, block_chunks = shifts[0], shifts[1] - _CHUNK_LOG2
     # So many chunks across leave room for the rows of a block.
@@ -331,15 +333,15 @@ def choose_tile(shape: tuple[int, ...], shifts: tuple[int, int]) -> Tile:
     targets_down, targets_across = max(0, down - block_rows), max(0, across - block_chunks)
     lanes = across - targets_across if targets_across else across + down - targets_down
     region_rows, region_columns = max(down, block_rows), max(across + _CHUNK_LOG2, shifts[1])
-    return Tile(cdiv(rows, 1 << region_rows), cdiv(columns, 1 << region_columns), across,
-                targets_down, targets_across,
-                cdiv(min(1 << region_rows, rows), 1 << down) if block_rows > down else 1,
-                cdiv(min(1 << region_columns, columns), 1 << across + _CHUNK_LOG2)
-                if block_chunks > across else 1,
-                min(_WARP_LOG2, lanes))
+    return RebaseTiling(cdiv(rows, 1 << region_rows), cdiv(columns, 1 << region_columns), across,
+                        targets_down, targets_across,
+                        cdiv(min(1 << region_rows, rows), 1 << down) if block_rows > down else 1,
+                        cdiv(min(1 << region_columns, columns), 1 << across + _CHUNK_LOG2)
+                        if block_chunks > across else 1,
+                        min(_WARP_LOG2, lanes))
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     for dtype, aligned in product(FP8_DTYPES, (False, True)):
         yield _KERNEL.variant(IN=dtype, ALIGNED=aligned)

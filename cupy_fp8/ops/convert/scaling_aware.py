@@ -25,9 +25,9 @@ from .scaling_aware_tiles import TARGETS, TILE_ROWS, launch, tiles_of, variants
 
 __all__ = ["TARGETS", "scaling_aware_transpose", "variants"]
 
-#: log2 of the rows in each unit that is counted before an expert: E8M0 blocks, and padded row scales.
+#: E8M0 blocks, and padded row scales, are counted before an expert in units of so many rows (log2).
 _UNITS = 5, 2
-#: The blocks along rows that become blocks along columns, and the dtype of their scales.
+#: These blocks along rows become blocks along columns. Their scales have this dtype.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
 _SQUARE = (128, 128)
 _LAYOUTS = ("gemm_ready", "compact")
@@ -120,7 +120,7 @@ class _Result(Description):
         self._own = self._memory_of(s)
 
     def _memory_of(self, row: Scaled) -> list[Any]:
-        """The memory that `out` must share with q."""
+        """Returns the memory that `out` must share with q."""
         return [(backend.module_of(a, "out.rowwise"), a.dtype, a.shape, is_contiguous(a) or a.strides,
                  address(a) if a.size else 0) for a in ([row.data] if self._writes_row_scales else row)]
 
@@ -184,7 +184,7 @@ class _Inputs(NamedTuple):
         return rows * cdiv(columns, self.block) * _BLOCKS[1, self.block].itemsize
 
     def compact_scales(self) -> np.ndarray:
-        """The scales on the host, for the reference."""
+        """Returns the scales on the host, for the reference."""
         scales: np.ndarray = asnumpy(self.scales.array)
         if self.conversion is None:
             return scales
@@ -317,15 +317,15 @@ def _check_choices(target: Any, scale_layout: Any) -> None:
 
 
 def _check_scales(inputs: _Inputs) -> None:
-    """ValueError unless f32 scales are powers of two, as E8M0 scales always are. Where the sizes are known,
-    only rows of experts count. Waits for the device."""
+    """Raises ValueError unless f32 scales are powers of two, as E8M0 scales always are. Where the sizes are
+    known, only rows of experts count. Waits for the device."""
     host = inputs.groups.host
     validate.may_wait(inputs.scales.array)
     check_powers_of_two(inputs.compact_scales()[:None if host is None else sum(host.tolist())])
 
 
 def check_powers_of_two(scales: np.ndarray) -> None:
-    """ValueError unless all f32 scales are powers of two or 0."""
+    """Raises ValueError unless all f32 scales are powers of two or 0."""
     wrong = exponents(scales).wrong
     if wrong.any():
         first = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))

@@ -24,10 +24,10 @@ _COLUMNS = 128                              # columns of a tile
 _SMALL_EXPERT = 4 * TILE_ROWS               # rows of an expert, on average
 # A block of threads has a warp for every 16 columns.
 _KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose", block=2 * _COLUMNS)
-#: Bytes of shared memory. A block with several tiles has two copies of the first, one of which is being
-#: filled. The second holds columns shifted to whole sectors, which are read up to a word past their end. The
-#: third holds the first sector of each column until the block's last tile is done. A launch that shifts
-#: nothing leaves the second and third to the L1.
+#: A launch takes these bytes of shared memory. A block with several tiles has two copies of the first, one of
+#: which is being filled. The second holds columns shifted to whole sectors, which are read up to a word past
+#: their end. The third holds the first sector of each column until the block's last tile is done. A launch
+#: that shifts nothing leaves the second and third to the L1.
 _TILE, _SHIFTED, _FIRST_SECTORS = TILE_ROWS * _COLUMNS + 16, (TILE_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
 _MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # tiles of a block, without and with several experts
 _BLOCKS_PER_MULTIPROCESSOR = 8              # blocks that there must be before one gets more tiles
@@ -37,8 +37,8 @@ _SCALE_BLOCKS = 128, 32                     # elements that share a scale
 
 
 class Tiles(NamedTuple):
-    """Tiles of the data: how many there are down and across. shifts: whether a column of the result may begin
-    at an address that is no multiple of 16 bytes."""
+    """Describes tiles of the data: how many there are down and across. shifts: whether a column of the result
+    may begin at an address that is no multiple of 16 bytes."""
 
     down: int
     strips: int
@@ -57,7 +57,7 @@ def tiles_of(data: Input, groups: int | None, out_at: int) -> Tiles:
 
 
 def launch(data: Input, block: int, target: str, groups: int | None, tiles: Tiles, **members: Any) -> Launch:
-    """The launch that transposes. members: the other members of the kernel's struct."""
+    """Returns the launch that transposes. members: the other members of the kernel's struct."""
     rows, columns = data.shape
     aligned = columns % 16 == 0 and data.at % 16 == 0
     program = _program(data.dtype, block, target, aligned, tiles.shifts, rows, groups)
@@ -73,7 +73,7 @@ def launch(data: Input, block: int, target: str, groups: int | None, tiles: Tile
 
 
 class _Program(NamedTuple):
-    """A variant of the kernel. blocks: blocks of threads that fit on a multiprocessor."""
+    """Describes a variant of the kernel. blocks: blocks of threads that fit on a multiprocessor."""
 
     dtype: np.dtype[Any]
     block: int
@@ -83,7 +83,7 @@ class _Program(NamedTuple):
     one_tile: bool          # a block of threads has one tile, whose columns begin at multiples of 16 bytes
 
     def shared(self, shifts: bool) -> int:
-        """Bytes of shared memory that a launch takes. shifts: see `Tiles`."""
+        """Returns how many bytes of shared memory a launch takes. shifts: see `Tiles`."""
         if self.one_tile:
             return _TILE
         parts_wait = self.block == 128 and self.blocks < 4
@@ -101,7 +101,8 @@ def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shift
 
 
 def _tiles_of_a_block(x: Array, count: int, most: int) -> int:
-    """Tiles for each block of threads: few, so that little of the GPU is idle during the last blocks."""
+    """Returns how many tiles a block of threads takes: few, so that little of the GPU is idle during the last
+    blocks."""
     if isinstance(x, np.ndarray):
         return 3                            # Tests on the CPU then see a tile follow another in every way.
     blocks = _BLOCKS_PER_MULTIPROCESSOR * kernels.multiprocessors(x.data.device_id)
@@ -119,7 +120,7 @@ def _variant(program: _Program) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     yield from segment_variants()
     for dtype, block, target, aligned in product(FP8_DTYPES, _SCALE_BLOCKS, TARGETS, (False, True)):
         programs = [_program(dtype, block, target, aligned, shifts, _SMALL_EXPERT, groups)

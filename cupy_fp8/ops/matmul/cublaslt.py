@@ -30,9 +30,9 @@ _MODES = {"tensor": library.SCALE_TENSOR, "row": library.SCALE_OUTER_VECTOR, "ve
           "block": library.SCALE_BLK128, "mx": library.SCALE_VEC32_UE8M0}
 _TYPES = {float8_e4m3fn: library.R_8F_E4M3, float8_e5m2: library.R_8F_E5M2, bfloat16: library.R_16BF,
           float16: library.R_16F, float32: library.R_32F}
-#: The dtype of a bias beside that of the result.
+#: A result of a dtype can have a bias of this one.
 _BIAS = {bfloat16: bfloat16, float16: float16, float32: bfloat16}
-#: Pairs of scalings: the compute capabilities that have them (from, to), and the library's first version.
+#: A pair of scalings needs these compute capabilities (from, to), and this version of the library.
 _PAIRS: dict[tuple[str, str], tuple[int, int, tuple[int, int]]] = {
     ("tensor", "tensor"): (89, 999, (12, 0)), ("mx", "mx"): (100, 999, (12, 8)),
     **dict.fromkeys((("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector")),
@@ -51,8 +51,8 @@ _POINTER_BYTES = ctypes.sizeof(c_void_p)
 
 # ---- what the library takes ----
 def refusal(product: Product, out_at: int) -> str | None:
-    """Why the library does not take a product, or None. It says NOT_SUPPORTED to all of these, some only when
-    it is called."""
+    """Returns why the library does not take a product, or None. It says NOT_SUPPORTED to all of these, some
+    only when it is called."""
     a, b = product.a, product.b
     least, most, version = _PAIRS.get((a.scaling, b.scaling), (0, 0, (0, 0)))
     if not most:
@@ -96,9 +96,9 @@ def _wrong_address(product: Product, out_at: int) -> str | None:
 
 # ---- launches ----
 def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
-    """The launches of a product that `refusal` has nothing against: those that bring scales to the library's
-    layout, and one for the product, or one for each matrix of a batch with more than one scale. None where
-    the library knows no algorithm all the same."""
+    """Returns the launches of a product that `refusal` has nothing against: those that bring scales to the
+    library's layout, and one for the product, or one for each matrix of a batch with more than one scale. It
+    is None where the library knows no algorithm all the same."""
     a, b, x = product.a, product.b, product.a.data.array
     before: list[Any] = []
     scales = []
@@ -133,13 +133,14 @@ def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
 
 
 def _alignment(places: list[int]) -> int:
-    """What the library may rely on. It has faster algorithms for matrices at multiples of 256 bytes, as
-    allocations are."""
+    """Returns what the library may rely on. It has faster algorithms for matrices at multiples of 256 bytes,
+    as allocations are."""
     return ALLOCATION_ALIGNMENT if all(place % ALLOCATION_ALIGNMENT == 0 for place in places) else _ALIGNMENT
 
 
 def _layout(operand: Operand) -> str | None:
-    """The layout of scales that the library reads; None: as they are, a vector of a scale for each row."""
+    """Returns the layout of scales that the library reads; None: as they are, a vector of a scale for each
+    row."""
     if operand.scaling == "mx":
         return "swizzled"
     vectors = operand.batch == 1 or operand.rows * 4 % _ALIGNMENT == 0
@@ -149,7 +150,8 @@ def _layout(operand: Operand) -> str | None:
 
 
 class AlgorithmKey(NamedTuple):
-    """Everything that the choice of an algorithm depends on. The names are cuBLASLt's: its A is b."""
+    """Describes everything that the choice of an algorithm depends on. The names are cuBLASLt's: its A is b.
+    """
 
     device: int
     m: int                              # the rows of the row-major result
@@ -172,8 +174,8 @@ class AlgorithmKey(NamedTuple):
 
 
 class MatmulPlan:
-    """The layouts and the algorithm of products that have one key. The description belongs to the launches
-    that get other addresses each time, under the lock."""
+    """Holds the layouts and the algorithm of products that have one key. The description belongs to the
+    launches that get other addresses each time, under the lock."""
 
     def __init__(self, lib: Library, key: AlgorithmKey) -> None:
         self.library, self.key, self.handle = lib, key, _handle(lib, key.device)
@@ -193,7 +195,7 @@ class MatmulPlan:
         return cdiv(self.algorithm.workspace_bytes, 4)
 
     def describe(self) -> Opaque:
-        """A new description, without the addresses."""
+        """Returns a new description, without the addresses."""
         key, made = self.key, library.description(self.library)
         made.set(transa=library.OP_T, transb=library.OP_N)
         if key.a_mode != library.SCALE_TENSOR:              # the default, before 12.8 the only mode
@@ -205,7 +207,7 @@ class MatmulPlan:
         return made
 
     def set_addresses(self, description: Opaque, values: list[int]) -> None:
-        """The addresses that belong to the description: of scales, and of a bias."""
+        """Sets the addresses that belong to the description: of scales, and of a bias."""
         for number, value in zip(_ADDRESSES, values[3:6], strict=True):
             if value:
                 self.library.checked("MatmulDescSetAttribute", description.at, number,
@@ -213,7 +215,8 @@ class MatmulPlan:
 
     def arguments(self, description: Opaque, values: list[int], algorithm: Heuristic | None = None,
                   d: int = 0) -> tuple[Any, ...]:
-        """Those of cublasLtMatmul but for the stream. d: where the result goes if not to C."""
+        """Returns the arguments of cublasLtMatmul but for the stream. d: where the result goes if not to C.
+        """
         algorithm = algorithm or self.algorithm
         assert algorithm is not None
         c = values[2]
@@ -236,7 +239,7 @@ class MatmulPlan:
 
 
 class ProductLaunch:
-    """A call of cublasLtMatmul, which takes the place of a kernel's launch.
+    """Describes a call of cublasLtMatmul, which takes the place of a kernel's launch.
 
     values: addresses of b's data, a's data, the result, b's scales, a's scales, the bias and the workspace; 0
     for what is absent."""
@@ -251,7 +254,7 @@ class ProductLaunch:
         self._start(self.values, self._arguments)
 
     def run_with(self, values: list[int]) -> None:
-        """The same product of arrays at other addresses."""
+        """Launches the same product of arrays at other addresses."""
         self._start(values, None)
 
     def _start(self, values: list[int], arguments: tuple[Any, ...] | None) -> None:
@@ -275,7 +278,7 @@ class ProductLaunch:
 
 
 # ---- plans ----
-#: The plan of each product; None where the library has no algorithm.
+#: A product has a plan, or None where the library has no algorithm.
 _plans: dict[AlgorithmKey, MatmulPlan | None] = {}
 _NEW: Any = object()
 _handles: dict[tuple[int, int], int] = {}
@@ -284,7 +287,7 @@ _MOST_PLANS = 4096
 
 
 def _handle(lib: Library, device: int) -> int:
-    """The library's handle of a device, which is current. Threads may share it."""
+    """Returns the library's handle of a device, which is current. Threads may share it."""
     key = id(lib), device
     if key not in _handles:
         _handles[key] = lib.create()
@@ -292,8 +295,8 @@ def _handle(lib: Library, device: int) -> int:
 
 
 def _plan(call: Call, key: AlgorithmKey, x: Array, values: list[int]) -> MatmulPlan | None:
-    """The plan of a key, made at its first call. That call's memory serves a trial run of the algorithm,
-    since the library refuses some products only then."""
+    """Returns the plan of a key, made at its first call. That call's memory serves a trial run of the
+    algorithm, since the library refuses some products only then."""
     plan = _plans.get(key, _NEW)
     if plan is not _NEW:
         return plan
@@ -341,7 +344,7 @@ def _make(key: AlgorithmKey, x: Array, values: list[int]) -> MatmulPlan | None:
 
 
 def _microseconds(run: Any) -> float:
-    """The shortest time of a launch among a few rows of launches."""
+    """Returns the shortest time of a launch among a few rows of launches."""
     cuda = backend.cupy().cuda
     best, launches_in_a_row = float("inf"), 5
     for _ in range(4):

@@ -106,7 +106,7 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
 
 
 class _Inputs(NamedTuple):
-    """A validated call.
+    """Describes a validated call.
 
     to          the dtype of the result
     accumulate  the result's array, which holds what the products are added to; None: there is nothing

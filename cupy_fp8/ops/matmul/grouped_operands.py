@@ -21,12 +21,12 @@ from . import operands, tiles
 from .operands import Operand
 from .problem import OperandView
 
-#: The rows that share a scale in each kind of scaling, as a power of two.
+#: So many rows share a scale in each kind of scaling, as a power of two.
 _ROW_SHIFTS = {"tensor": 0, "row": 0, "vector": 0, "block": 7}
 
 
 class GroupedOperand(NamedTuple):
-    """An operand of a grouped product.
+    """Describes an operand of a grouped product.
 
     given             what the caller gave: the argument of the reference
     rows              rows of a group's matrix; of "m" those of all groups together, told apart by splits
@@ -52,7 +52,7 @@ class GroupedOperand(NamedTuple):
     scales_by_groups: tuple[Input, Callable[[int], tuple[int, ...]]] | None = None
 
     def view_for(self, call: Call) -> tuple[list[Launch], OperandView]:
-        """The launches that convert scales, and where the kernel finds everything."""
+        """Returns the launches that convert scales, and where the kernel finds everything."""
         if self.unconverted is None:
             return [], self.view
         conversions, scales = operands.scales_for(call, self.unconverted)
@@ -64,19 +64,19 @@ class GroupedOperand(NamedTuple):
 
 # ---- "m" ----
 def read_rows(call: Call, given: Any, check: Any) -> GroupedOperand:
-    """a of "m": rows of all groups, one group after the other."""
+    """Reads a of "m": rows of all groups, one group after the other."""
     if isinstance(given, Grouped):
         return _grouped_rows(call, given, check)
     s = given._row if isinstance(given, Quantized) else given
     if isinstance(s, Scaled) and s.block == (1, 128) and getattr(s.scale_inv, "ndim", 2) == 1:
         return _rows_with_flat_scales(call, given, s)
-    found = _matrix(call, "a", given, 2, "[all rows, K]")
-    if found.scaling == "block":
+    operand = _matrix(call, "a", given, 2, "[all rows, K]")
+    if operand.scaling == "block":
         raise ValueError("a: expected one scale, a scale for each row or blocks 1×128, since groups begin at "
                          "any row, got blocks 128×128; group_quantize makes such blocks for each group")
-    view = tiles.view_of(found)._replace(start_bytes=found.k)
-    return GroupedOperand(given=given, rows=found.rows, k=found.k, scaling=found.scaling, view=view,
-                          unconverted=found)
+    view = tiles.view_of(operand)._replace(start_bytes=operand.k)
+    return GroupedOperand(given=given, rows=operand.rows, k=operand.k, scaling=operand.scaling, view=view,
+                          unconverted=operand)
 
 
 def row_starts(operand: GroupedOperand, view: OperandView) -> OperandView:
@@ -85,27 +85,27 @@ def row_starts(operand: GroupedOperand, view: OperandView) -> OperandView:
 
 
 def read_weights(call: Call, given: Any) -> GroupedOperand:
-    """b of "m": [experts, N, K]."""
+    """Reads b of "m": [experts, N, K]."""
     if isinstance(given, Grouped):
         raise TypeError("b: expected a Scaled or Quantized [experts, N, K], got a Grouped")
-    found = _matrix(call, "b", given, 3, "[experts, N, K]")
-    view = tiles.view_of(found)._replace(group_bytes=found.rows * found.k)
-    return GroupedOperand(given=given, rows=found.rows, k=found.k, scaling=found.scaling, view=view,
-                          unconverted=found)
+    operand = _matrix(call, "b", given, 3, "[experts, N, K]")
+    view = tiles.view_of(operand)._replace(group_bytes=operand.rows * operand.k)
+    return GroupedOperand(given=given, rows=operand.rows, k=operand.k, scaling=operand.scaling, view=view,
+                          unconverted=operand)
 
 
 def _matrix(call: Call, name: str, given: Any, dimensions: int, what: str) -> Operand:
-    found = operands.read(call, name, given)
-    if len(found.s.shape) != dimensions:
-        raise ValueError(f"{name}: expected {what}, got shape {found.s.shape}")
-    if found.scaling == "mx":
+    operand = operands.read(call, name, given)
+    if len(operand.s.shape) != dimensions:
+        raise ValueError(f"{name}: expected {what}, got shape {operand.s.shape}")
+    if operand.scaling == "mx":
         raise ValueError(f"{name}: expected one scale, a scale for each row, or blocks of 128, got MX blocks "
                          f"1×32; {name}.to_block((1, 128), scale_layout='gemm_ready') converts them")
-    return found
+    return operand
 
 
 def _rows_with_flat_scales(call: Call, given: Any, s: Scaled) -> GroupedOperand:
-    """The row-wise part that `scaling_aware_transpose` returns for experts."""
+    """Returns the row-wise part that `scaling_aware_transpose` returns for experts."""
     data = call.read("a.data", s.data, FP8_DTYPES)
     if s.transposed or data.shape != s.shape or len(s.shape) != 2:
         raise ValueError(f"a: expected row-wise data [all rows, K], got {s!r}")
@@ -121,7 +121,7 @@ def _rows_with_flat_scales(call: Call, given: Any, s: Scaled) -> GroupedOperand:
 
 
 def check_scales(name: str, operand: GroupedOperand, groups: int) -> None:
-    """ValueError unless scales whose shape depends on the number of groups are those of so many."""
+    """Raises ValueError unless scales whose shape depends on the number of groups are those of so many."""
     if operand.scales_by_groups is not None:
         scales, shape_of = operand.scales_by_groups
         validate.check_shape(f"{name}.scale_inv", scales.shape, shape_of(groups),
@@ -193,14 +193,14 @@ def _grouped_scaling(name: str, g: Grouped, direction: str, known: dict[Any, str
 
 
 def _makes(direction: str) -> str:
-    """The end of a message: a call that makes an operand."""
+    """Returns the end of a message: a call that makes an operand."""
     return f"; group_quantize(x, splits, BlockScaling((1, 128)), {direction}=True) makes an operand"
 
 
 def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: str, view: OperandView,
                      check: Any, beside: GroupedOperand | None = None, *,
                      columnwise: bool = False) -> GroupedOperand:
-    """The operand of a Grouped whose data are read. Its sizes and scales are read here."""
+    """Returns the operand of a Grouped whose data are read. Its sizes and scales are read here."""
     same = beside is not None and isinstance(beside.given, Grouped) and beside.given.splits is g.splits
     sizes = beside.own_sizes if same and beside else call.splits(f"{name}.splits", g.splits, check)
     assert sizes is not None
@@ -223,8 +223,8 @@ def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: st
 # ---- "k" ----
 def read_columns(call: Call, name: str, given: Any, check: Any,
                  beside: GroupedOperand | None = None) -> GroupedOperand:
-    """An operand of "k": columns of all groups, one group after the other. beside: the other operand, which
-    often has the same sizes."""
+    """Reads an operand of "k": columns of all groups, one group after the other. beside: the other operand,
+    which often has the same sizes."""
     if isinstance(given, Grouped):
         return _grouped_columns(call, name, given, check, beside)
     s = given
@@ -233,14 +233,14 @@ def read_columns(call: Call, name: str, given: Any, check: Any,
         s = column if column is not None and getattr(column.data, "ndim", 2) == 1 else given
     if isinstance(s, Scaled) and getattr(s.data, "ndim", 2) == 1 and s.transposed:
         return _flat_columns(call, name, given, s)
-    found = _matrix(call, name, given, 2, "[rows, all columns], or flat column-wise data of groups")
-    view = tiles.view_of(found)._replace(start_bytes=1)
-    return GroupedOperand(given=given, rows=found.rows, k=found.k, scaling=found.scaling, view=view,
-                          unconverted=found, whole_blocks=found.scaling in ("vector", "block"))
+    operand = _matrix(call, name, given, 2, "[rows, all columns], or flat column-wise data of groups")
+    view = tiles.view_of(operand)._replace(start_bytes=1)
+    return GroupedOperand(given=given, rows=operand.rows, k=operand.k, scaling=operand.scaling, view=view,
+                          unconverted=operand, whole_blocks=operand.scaling in ("vector", "block"))
 
 
 def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> GroupedOperand:
-    """The column-wise part that `scaling_aware_transpose` returns for experts."""
+    """Returns the column-wise part that `scaling_aware_transpose` returns for experts."""
     data = call.read(f"{name}.data", s.data, FP8_DTYPES)
     if s.block != (128, 1) or s.scale_layout not in ("compact", "gemm_ready"):
         raise ValueError(f"{name}: expected flat column-wise data in blocks (128, 1) with compact or "
@@ -260,8 +260,9 @@ def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> GroupedOperan
 
 
 def columns_instead(a: GroupedOperand, b: GroupedOperand, least: int = 0) -> str:
-    """The end of a message about operands of "k" without enough columns: the operands, quantised in both
-    directions, whose transposes have as many as the other one, and at least so many; '' if there are none."""
+    """Returns the end of a message about operands of "k" without enough columns: the operands, quantised in
+    both directions, whose transposes have as many as the other one, and at least so many; '' if there are
+    none."""
     for text, flipped, columns, others in (("b.T has", (b,), b.rows, a.k), ("a.T has", (a,), a.rows, b.k),
                                            ("a.T and b.T have", (a, b), a.rows, b.rows)):
         if columns == others >= least and all(map(_has_transpose, flipped)):
@@ -270,7 +271,7 @@ def columns_instead(a: GroupedOperand, b: GroupedOperand, least: int = 0) -> str
 
 
 def _has_transpose(operand: GroupedOperand) -> bool:
-    """Whether .T of what was given is an operand too."""
+    """Returns whether .T of what was given is an operand too."""
     q = operand.given
     return (operand.unconverted is not None and isinstance(q, Quantized) and q._column is not None
             and q._column.transposed)
@@ -279,7 +280,7 @@ def _has_transpose(operand: GroupedOperand) -> bool:
 # ---- sizes ----
 def read_sizes(call: Call, a: GroupedOperand, b: GroupedOperand, splits: Any, check: Any,
                group: str) -> Groups:
-    """The sizes of groups of "m" or "k": those of a Grouped, or `splits`."""
+    """Reads the sizes of groups of "m" or "k": those of a Grouped, or `splits`."""
     found = [(name, sizes) for name, sizes in (("a", a.own_sizes), ("b", b.own_sizes)) if sizes is not None]
     if not found:
         if splits is None:
@@ -305,7 +306,7 @@ def read_sizes(call: Call, a: GroupedOperand, b: GroupedOperand, splits: Any, ch
 
 
 def check_whole_blocks(groups: Groups) -> None:
-    """ValueError unless groups whose sizes are known begin at multiples of 128."""
+    """Raises ValueError unless groups whose sizes are known begin at multiples of 128."""
     if groups.host is None:
         return
     starts = np.concatenate([[0], np.cumsum(groups.host)[:-1]]) if len(groups.host) else groups.host

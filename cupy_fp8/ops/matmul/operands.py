@@ -21,21 +21,22 @@ from ...results import Quantized, Scaled, block_text, row_wise
 from ..scales.convert import conversion, conversion_launches
 from ..scales.swizzle import check_aligned
 
-#: The kinds of scaling, by the block of the matrix that shares a scale.
+#: The block of a matrix that shares a scale decides the kind of scaling.
 SCALINGS: dict[Any, str] = {
     None: "tensor", (1, None): "row", (1, 128): "vector", (128, 128): "block", (1, 32): "mx"}
-#: Elements of data along a line and along K that share a scale, as powers of two. A whole line or matrix
+#: So many elements of data along a line and along K share a scale, as powers of two. A whole line or matrix
 #: counts as any number.
 _WHOLE = 63
 _SHIFTS = {"tensor": (_WHOLE, _WHOLE), "row": (0, _WHOLE), "vector": (0, 7), "block": (7, 7), "mx": (0, 5)}
-#: The layouts that can be read as they are by what asks for one.
+#: What asks for a layout can read these as they are.
 _READ_AS = {None: ("compact", "gemm_ready", "deepgemm_sm90"), "gemm_ready": ("gemm_ready", "deepgemm_sm90"),
             "swizzled": ("swizzled",)}
 _CONVERT = "%s.to_block((1, 128), scale_layout='gemm_ready') converts scales that are powers of two"
 
 
 class Operand(NamedTuple):
-    """`batch` matrices of `rows` lines with `k` FP8 values each, adjacent in memory, and their scales.
+    """Describes `batch` matrices of `rows` lines with `k` FP8 values each, adjacent in memory, and their
+    scales.
 
     s        what the caller gave (its row-wise part): the argument of the reference
     data     the FP8 array [rows, k] or [batch, rows, k], C-contiguous
@@ -64,7 +65,7 @@ class Operand(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A validated call of `matmul_nt`: operands of one batch and K.
+    """Describes a validated call of `matmul_nt`: operands of one batch and K.
 
     to          the dtype of the result
     accumulate  the result's array, which holds what the product is added to; None: there is nothing
@@ -96,7 +97,7 @@ class Product(NamedTuple):
 
 
 class ScaleView(NamedTuple):
-    """Scales as a kernel reads them: that of row r and column k of matrix i is
+    """Describes scales as a kernel reads them: that of row r and column k of matrix i is
 
         at[i * matrix + (r >> line_shift) * line + (k >> k_shift) * block]
 
@@ -127,7 +128,7 @@ def read(call: Call, name: str, given: Any) -> Operand:
 
 
 def check_pair(a: Operand, b: Operand) -> None:
-    """ValueError unless the two can be multiplied."""
+    """Raises ValueError unless the two can be multiplied."""
     if len(a.s.shape) != len(b.s.shape) or a.batch != b.batch:
         wanted = "a matrix" if len(a.s.shape) == 2 else f"a batch of {a.batch} matrices"
         raise ValueError(f"b: expected {wanted}, as a has shape {a.s.shape}, got shape {b.s.shape}")
@@ -142,9 +143,9 @@ def check_pair(a: Operand, b: Operand) -> None:
 
 def scales_for(call: Call, operand: Operand, layout: str | None = None,
                alignment: int = 4) -> tuple[list[Launch], ScaleView]:
-    """The launches, to run before the product, that bring an operand's scales to what a kernel reads, and
-    where it finds them. layout: 'gemm_ready', or 'swizzled' of MX, whose strides mean nothing; None: float32
-    (E8M0 of MX) in any layout that has strides. One scale for the tensor stays where it is."""
+    """Returns the launches, to run before the product, that bring an operand's scales to what a kernel reads,
+    and where it finds them. layout: 'gemm_ready', or 'swizzled' of MX, whose strides mean nothing; None:
+    float32 (E8M0 of MX) in any layout that has strides. One scale for the tensor stays where it is."""
     s, scales, scaling = operand.s, operand.scales, operand.scaling
     shifts = _SHIFTS[scaling]
     if scaling == "tensor":
@@ -184,8 +185,8 @@ def _scaling(name: str, s: Scaled) -> str:
 
 
 def _check_scales(name: str, s: Scaled, scales: Input) -> None:
-    """TypeError for MX blocks with f32 scales, ValueError for scales in tiles or words that are not aligned.
-    """
+    """Raises TypeError for MX blocks with f32 scales, ValueError for scales in tiles or words that are not
+    aligned."""
     part = f"{name}.scale_inv"
     if s.block == (1, 32) and scales.dtype == float32:
         raise TypeError(f"{part}: expected dtype float8_e8m0fnu of blocks 1×32, got float32; "
@@ -195,7 +196,7 @@ def _check_scales(name: str, s: Scaled, scales: Input) -> None:
 
 
 def _view(scales: Input, s: Scaled, layout: str, shifts: tuple[int, int]) -> ScaleView:
-    """The strides of the scales of `s`, stored in this layout."""
+    """Returns the strides of the scales of `s`, stored in this layout."""
     strides = validate.matrix_strides(scales.array)
     assert strides is not None
     assert s.block is not None

@@ -9,13 +9,13 @@ import numpy as np
 from ...formats import bfloat16, float16, float32
 from .operands import ScaleView
 
-#: The enum OutType, for results and biases.
+#: The enum OutType numbers the dtypes of results and biases.
 TYPES: dict[np.dtype[Any], int] = {bfloat16: 0, float16: 1, float32: 2}
 
 
 class OperandView(NamedTuple):
-    """Where a kernel finds the rows and scales of each group: the members of the struct Operand. Strides that
-    are left out are 0."""
+    """Says where a kernel finds the rows and scales of each group: the members of the struct Operand. Strides
+    that are left out are 0."""
 
     data: int
     scale: int
@@ -32,13 +32,14 @@ class OperandView(NamedTuple):
     e5m2: int = 0
 
     def with_scales(self, view: ScaleView) -> OperandView:
-        """The same data with scales that lie as `view` says, for matrices that are all equally large."""
+        """Returns the same data with scales that lie as `view` says, for matrices that are all equally large.
+        """
         return self._replace(scale=view.at, scale_group=view.matrix, scale_row=view.line,
                              scale_block=view.block, scale_shift=view.line_shift)
 
 
 class Problem(NamedTuple):
-    """Products D = A · Bᵀ, one for each group.
+    """Describes products D = A · Bᵀ, one for each group.
 
     sizes_of_k    whether the sizes of groups are lengths of K ("k"), else rows of A ("m")
     groups        their number
@@ -70,7 +71,7 @@ class Problem(NamedTuple):
     whole_blocks: bool = False
 
     def members(self) -> dict[str, Any]:
-        """The members of the struct Product."""
+        """Returns the members of the struct Product."""
         splits = self.splits or {"groups": self.groups}
         return {"a": self.a._asdict(), "b": self.b._asdict(), "splits": splits, "out": self.out,
                 "bias": self.bias, "out_group": self.out_group, "out_start": self.out_start,

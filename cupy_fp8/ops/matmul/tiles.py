@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ...calls.call import Call
 from ...formats import float8_e5m2
 from ...kernels import Kernel, Launch, Variant, grid_size
-from . import aligned, operands, wgmma
+from . import align_rows, operands, wgmma
 from .operands import Operand, Product
 from .problem import OperandView, Problem
 
@@ -25,26 +25,26 @@ def _variant(rows: int, sizes_of_k: bool) -> Variant:
     return _KERNEL.variant(shared=shared, TILE_ROWS=rows, SIZES_OF_K=sizes_of_k)
 
 
-#: Blocks of a launch that has what another one leaves over, mostly nothing.
+#: A launch that takes what another one leaves over, mostly nothing, has so many blocks.
 _BLOCKS_FOR_OTHERS = 256
 
 
 def variants() -> list[Variant]:
-    """Every program that a product may launch."""
+    """Returns every program that a product may launch."""
     own = _variant(_ROWS, False), _variant(_FEW_ROWS, False), _variant(_ROWS, True)
-    return [*own, *wgmma.variants(), *aligned.variants()]
+    return [*own, *wgmma.variants(), *align_rows.variants()]
 
 
 def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
-    """The launches that compute products. The choice of the kernel is made here."""
+    """Yields the launches that compute products. The choice of the kernel is made here."""
     if 0 in (problem.n, problem.groups * problem.m if problem.sizes_of_k else problem.total):
         return
     share, most = wgmma.ALL_GROUPS, None
     if wgmma.takes(call, problem):
-        if aligned.worth_copies(problem):
-            copies, problem = aligned.with_copies(call, problem)
+        if align_rows.worth_copies(problem):
+            copies, problem = align_rows.with_copies(call, problem)
             yield from copies
-        if aligned.is_aligned(problem.a) and aligned.is_aligned(problem.b):
+        if align_rows.is_aligned(problem.a) and align_rows.is_aligned(problem.b):
             yield from wgmma.launches(call, problem)
             if not problem.sizes_of_k:
                 return
@@ -58,7 +58,7 @@ def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
 
 
 def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch]:
-    """The launches that compute `matmul_nt`: groups of equal size, one for each matrix of a batch."""
+    """Yields the launches that compute `matmul_nt`: groups of equal size, one for each matrix of a batch."""
     a, b = product.a, product.b
     conversions, a_scales = operands.scales_for(call, a)
     more, b_scales = operands.scales_for(call, b)
@@ -73,5 +73,5 @@ def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch
 
 
 def view_of(operand: Operand) -> OperandView:
-    """An operand's rows, all with one pitch. Its scales are still to be given."""
+    """Returns an operand's rows, all with one pitch. Its scales are still to be given."""
     return OperandView(operand.at, 0, pitch=operand.k, e5m2=int(operand.dtype == float8_e5m2))

@@ -28,10 +28,10 @@ _ROWS_OUT = 16                      # rows of a box of D, where groups may end a
 _CLUSTERS_ON_CPU = 2
 #: Numbers of tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
-#: Bytes of shared memory: what the struct Shared asserts.
+#: A block has so many bytes of shared memory, as the struct Shared asserts.
 SHARED = 218880
 _FP8 = (float8_e4m3fn, float8_e5m2)
-#: The struct's `share`: all groups, those that tensor copies can read, the others.
+#: The struct's `share` has these values: all groups, those that tensor copies can read, the others.
 ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
 
 
@@ -40,7 +40,7 @@ def _variant(a: np.dtype[Any], b: np.dtype[Any], scaling: str, sizes_of_k: bool)
 
 
 def variants() -> list[Variant]:
-    """Every program that a product may launch."""
+    """Returns every program that a product may launch."""
     scalings = "kRows", "kBlocks", "kVectors"
     return [_variant(a, b, scaling, sizes_of_k)
             for a, b, scaling, sizes_of_k in combinations(_FP8, _FP8, scalings, (False, True))
@@ -48,8 +48,9 @@ def variants() -> list[Variant]:
 
 
 def takes(call: Call, problem: Problem) -> bool:
-    """Whether this kernel computes a problem if its operands are aligned (aligned.py): on Hopper, and (as
-    there) on the CPU. Of "k", groups whose rows do not begin at multiples of 16 bytes are left out."""
+    """Returns whether this kernel computes a problem if its operands are aligned (align_rows.py): on Hopper,
+    and (as there) on the CPU. Of "k", groups whose rows do not begin at multiples of 16 bytes are left out.
+    """
     if call.xp is not np and (compute_capability(call.x.data.device_id) != _HOPPER
                               or nvrtc_version() < _NVRTC):
         return False
@@ -77,12 +78,12 @@ def launches(call: Call, problem: Problem) -> Iterator[Launch]:
 
 
 def _taken(call: Call, p: Problem) -> int:
-    """The address of the numbers by which clusters take tiles."""
+    """Returns the address of the numbers by which clusters take tiles."""
     return 0 if p.sizes_of_k else call.workspace("tiles of products", 2)
 
 
 def tiles_of(problem: Problem, rows: int, columns: int) -> int:
-    """The tiles that groups of any sizes can have."""
+    """Returns how many tiles groups of any sizes can have."""
     across, total, groups = cdiv(problem.n, columns), problem.total, problem.groups
     if problem.sizes_of_k:
         return groups * cdiv(problem.m, rows) * across
@@ -93,15 +94,16 @@ def tiles_of(problem: Problem, rows: int, columns: int) -> int:
 
 
 def _scaling(p: Problem) -> str:
-    """Where scales lie: along K for both operands or for one, or not at all."""
+    """Returns where scales lie: along K for both operands or for one, or not at all."""
     if p.a.scale_block == 0 and p.b.scale_block == 0:
         return "kRows"
     return "kBlocks" if p.b.scale_shift == 7 and not p.sizes_of_k else "kVectors"
 
 
 def _copied(view: OperandView, *, anywhere: bool) -> bool:
-    """Whether the copy engine can copy the scales of an operand: those of neighbouring rows are neighbours,
-    and all lines of scales begin at multiples of 16 bytes. anywhere: groups may begin within a line."""
+    """Returns whether the copy engine can copy the scales of an operand: those of neighbouring rows are
+    neighbours, and all lines of scales begin at multiples of 16 bytes. anywhere: groups may begin within a
+    line."""
     in_16_bytes = (view.scale // 4, view.scale_group, view.scale_blocks, max(view.scale_block, 0),
                    0 if anywhere and view.scale_start == 1 else view.scale_start)
     return (view.scale_row == 1 and view.scale_shift == 0 and view.scale_block != 0
@@ -109,7 +111,8 @@ def _copied(view: OperandView, *, anywhere: bool) -> bool:
 
 
 def _operand_maps(call: Call, p: Problem, blocks: int) -> dict[str, Any]:
-    """The struct's tensor maps of A and B, and the memory in which the kernel writes those of groups."""
+    """Returns the struct's tensor maps of A and B, and the memory in which the kernel writes those of groups.
+    """
 
     def boxes(view: OperandView, columns: int, rows: int, pitch: int, box_rows: int) -> dict[str, TensorMap]:
         return {"bytes": tensor_map.encode(call.x, view.data, columns, rows, pitch, box_rows)}
@@ -125,8 +128,8 @@ def _operand_maps(call: Call, p: Problem, blocks: int) -> dict[str, Any]:
 
 
 def _out_map(call: Call, p: Problem, box_rows: int) -> TensorMap | None:
-    """The tensor map of D; None where other stores write it, since its rows do not begin at multiples of 16
-    bytes."""
+    """Returns the tensor map of D; None where other stores write it, since its rows do not begin at multiples
+    of 16 bytes."""
     pitch = p.n * p.to.itemsize
     if p.out % 16 or pitch % 16:
         return None

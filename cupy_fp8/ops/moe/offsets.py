@@ -89,7 +89,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
 @for_methods
 def wrap_groups(data: Array, splits: Any,
                 offsets: Array | None) -> tuple[Array, Array, tuple[int, int], Array]:
-    """The fields of a Grouped that `Grouped.wrap` makes: splits, offsets, shape and the flat data."""
+    """Returns the fields of a Grouped that `Grouped.wrap` makes: splits, offsets, shape and the flat data."""
     xp = backend.module_of(data, "data")
     check_dimensions(data.shape, "data", 2, 2)
     if not is_contiguous(data):
@@ -120,14 +120,14 @@ class _Output(NamedTuple):
         return Written(f"outputs[{i}]", (groups + self.lead,), self.dtype)
 
     def packed(self, at: int) -> bytes:
-        """The struct Output."""
+        """Returns the struct Output."""
         limit = self.largest // self.stride if self.stride else 2**64 - 1
         return _KERNEL.record("Output").pack(to=at, stride=self.stride, limit=limit,
                                              wide=int(self.dtype.itemsize == 8), lead=int(self.lead))
 
 
 class _Options:
-    """The validated options. Equal options are one object, so a call is remembered by its identity."""
+    """Holds the validated options. Equal options are one object, so a call is remembered by its identity."""
 
     def __init__(self, strides: tuple[int, ...], leads: Any, dtypes: Any) -> None:
         for i, stride in enumerate(strides):
@@ -165,13 +165,13 @@ def _integers(strides: Any) -> tuple[int, ...]:
 
 
 def _unchanging(option: Any) -> Any:
-    """An option's value or a tuple of its values, which the caller cannot change later."""
+    """Returns an option's value or a tuple of its values, which the caller cannot change later."""
     is_list = option.ndim if isinstance(option, np.ndarray) else isinstance(option, list)
     return tuple(option) if is_list else option
 
 
 def _leads(option: Any) -> Any:
-    """include_leading_zero as True or False, or as a tuple of these."""
+    """Returns include_leading_zero as True or False, or as a tuple of these."""
     option = _unchanging(option)
     return tuple(map(_lead, option)) if isinstance(option, tuple) else _lead(option)
 
@@ -199,7 +199,7 @@ def _dtype(given: Any) -> np.dtype[Any]:
 
 
 def _check_sizes(sizes: np.ndarray, options: _Options) -> None:
-    """ValueError unless all sizes are 0 or more, and every offset fits its dtype."""
+    """Raises ValueError unless all sizes are 0 or more, and every offset fits its dtype."""
     given = none_negative(sizes)
     total = sum(given)
     for i, output in enumerate(options.outputs):
@@ -226,7 +226,7 @@ class _Arrays(Description):
         return out
 
     def addresses(self, written: Sequence[int]) -> Sequence[int]:
-        """Where each output begins, from the addresses of the arrays that are allocated or given."""
+        """Returns where each output begins, from the addresses of the arrays that are allocated or given."""
         return written
 
 
@@ -315,5 +315,5 @@ _OFFSETS = _SplitsToOffsets()
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     yield _KERNEL.variant()

@@ -20,7 +20,7 @@ from ...formats import integer
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, padded_rows, round_up
 from ...results import Quantized, Scaled
-from .rows import Rows, read_rows, rowwise
+from .rows import MovedRows, read_rows, rowwise
 
 _THREADS = 256
 _KERNEL = Kernel("moe/pad", "move_groups", block=_THREADS)
@@ -143,23 +143,24 @@ def sort_chunks(x: Array | Scaled | Quantized, splits: Any, order: Any, *, out: 
 
 
 # ---- arguments and results ----
-class _Move(NamedTuple):
-    rows: Rows
+class _MoveInputs(NamedTuple):
+    rows: MovedRows
     groups: Groups
     number: int                     # rows of the result
     align: int = 1                  # sizes are rounded up to this in the source (unpad) or the result (pad)
     order: Groups = NO_GROUPS
 
 
-class _MoveGroups(Op[_Move]):
-    """The results and launches of the three ops. exact: the groups have all rows of the source."""
+class _MoveGroupsOp(Op[_MoveInputs]):
+    """Describes the results and makes the launches of the three ops. exact: the groups have all rows of the
+    source."""
 
     padded_source, exact = False, True
 
-    def result(self, inputs: _Move) -> Description:
+    def result(self, inputs: _MoveInputs) -> Description:
         return inputs.rows.moved(inputs.number)
 
-    def launches(self, call: Call, inputs: _Move, *written: int) -> Iterator[Launch]:
+    def launches(self, call: Call, inputs: _MoveInputs, *written: int) -> Iterator[Launch]:
         rows, groups, number, align, order = inputs
         data, blocks = _row_array(rows.data, number, written[0])
         scales, scale_blocks, one = _NOTHING, 0, {}
@@ -176,22 +177,22 @@ class _MoveGroups(Op[_Move]):
             exact=int(self.exact), data_blocks=blocks)
 
 
-class _Pad(_MoveGroups):
-    def arguments(self, call: Call, x: Any, splits: Any, align: Any, check: Any) -> _Move:
+class _PadOp(_MoveGroupsOp):
+    def arguments(self, call: Call, x: Any, splits: Any, align: Any, check: Any) -> _MoveInputs:
         rows, align = read_rows(call, "x", x), _align(call, align)
         groups = call.splits("splits", splits, check)
         if groups.host is not None:
             _check_sizes(groups.host, rows.number, "x")
-        return _Move(rows, groups, padded_rows(rows.number, len(groups.array), align), align)
+        return _MoveInputs(rows, groups, padded_rows(rows.number, len(groups.array), align), align)
 
-    def reference(self, inputs: _Move) -> Any:
+    def reference(self, inputs: _MoveInputs) -> Any:
         return reference.pad_groups(inputs.rows.given, inputs.groups.host, inputs.align)
 
 
-class _Unpad(_MoveGroups):
+class _UnpadOp(_MoveGroupsOp):
     padded_source, exact = True, False
 
-    def arguments(self, call: Call, y: Any, splits: Any, align: Any, number: Any, check: Any) -> _Move:
+    def arguments(self, call: Call, y: Any, splits: Any, align: Any, number: Any, check: Any) -> _MoveInputs:
         rows, align = read_rows(call, "y", y), _align(call, align)
         if number is None:
             number = rows.number
@@ -203,14 +204,14 @@ class _Unpad(_MoveGroups):
         groups = call.splits("splits", splits, check)
         if groups.host is not None:
             _check_padded_sizes(groups.host, align, rows.number, number)
-        return _Move(rows, groups, number, align)
+        return _MoveInputs(rows, groups, number, align)
 
-    def reference(self, inputs: _Move) -> Any:
+    def reference(self, inputs: _MoveInputs) -> Any:
         return reference.unpad_groups(inputs.rows.given, inputs.groups.host, inputs.align, rows=inputs.number)
 
 
-class _Sort(_MoveGroups):
-    def arguments(self, call: Call, x: Any, splits: Any, order: Any, check: Any) -> _Move:
+class _SortOp(_MoveGroupsOp):
+    def arguments(self, call: Call, x: Any, splits: Any, order: Any, check: Any) -> _MoveInputs:
         rows = read_rows(call, "x", x)
         groups, wanted = call.splits("splits", splits, check), call.splits("order", order, check)
         if wanted.number != groups.number:
@@ -220,13 +221,13 @@ class _Sort(_MoveGroups):
             _check_sizes(groups.host, rows.number, "x")
         if wanted.host is not None:
             _check_order(wanted.host)
-        return _Move(rows, groups, rows.number, order=wanted)
+        return _MoveInputs(rows, groups, rows.number, order=wanted)
 
-    def reference(self, inputs: _Move) -> Any:
+    def reference(self, inputs: _MoveInputs) -> Any:
         return reference.sort_chunks(inputs.rows.given, inputs.groups.host, inputs.order.host)
 
 
-_PAD, _UNPAD, _SORT = _Pad(), _Unpad(), _Sort()
+_PAD, _UNPAD, _SORT = _PadOp(), _UnpadOp(), _SortOp()
 
 
 # ---- validation ----
@@ -242,7 +243,7 @@ def _rows_of(out: Any) -> int:
 
 
 def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
-    """ValueError unless sizes on the host are 0 or more and add up to all rows."""
+    """Raises ValueError unless sizes on the host are 0 or more and add up to all rows."""
     given = none_negative(sizes)
     if sum(given) != total:
         raise ValueError(f"splits: expected sizes that add up to the {total} rows of {name}, got "
@@ -250,7 +251,8 @@ def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
 
 
 def _check_padded_sizes(sizes: np.ndarray, align: int, total: int, rows: int) -> None:
-    """ValueError unless `total` rows hold the padded groups, and `rows` rows the groups without padding."""
+    """Raises ValueError unless `total` rows hold the padded groups, and `rows` rows the groups without
+    padding."""
     given = none_negative(sizes)
     padded = sum(round_up(size, align) for size in given)
     if padded > total:
@@ -271,25 +273,25 @@ def _check_order(order: np.ndarray) -> None:
 
 
 # ---- launches ----
-#: The struct RowArray if there are no scales.
+#: The struct RowArray is this if there are no scales.
 _NOTHING = {"rows_per_block": 1, "across": 1, "step": 1}
 
 
 def _row_array(rows: Input, number: int, to: int) -> tuple[dict[str, int], int]:
-    """(the struct RowArray for `number` rows that are written, blocks of threads that write them)."""
+    """Returns (the struct RowArray for `number` rows that are written, blocks of threads that write them)."""
     row_bytes = rows.dtype.itemsize * prod(rows.shape[1:])
-    per_block, across, segment = _shares(row_bytes)
+    per_block, across, row_share = _shares(row_bytes)
     low_bits = rows.at | to | row_bytes
     step = 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1
     members = {"from": rows.at, "to": to, "row_bytes": row_bytes, "rows_per_block": per_block,
-               "across": across, "segment": segment, "step": step}
+               "across": across, "row_share": row_share, "step": step}
     # There is at least one block, so that an empty array's sizes are examined too.
     return members, grid_size(cdiv(number, per_block) * across, (number, *rows.shape[1:]))
 
 
 @functools.lru_cache(maxsize=1024)
 def _shares(row_bytes: int) -> tuple[int, int, int]:
-    """(rows of a block of threads, blocks that share a row, bytes of a row that each takes)."""
+    """Returns (rows of a block of threads, blocks that share a row, bytes of a row that each takes)."""
     at_once = _UNIT * _THREADS
     if row_bytes > at_once * _UNITS:
         across = cdiv(row_bytes, at_once * _BEST_UNITS)
@@ -307,5 +309,5 @@ def _shares(row_bytes: int) -> tuple[int, int, int]:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these ops may launch."""
+    """Yields every variant that these ops may launch."""
     yield _KERNEL.variant()

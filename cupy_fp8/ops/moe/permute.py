@@ -20,7 +20,7 @@ from ...results import Quantized, Scaled
 from ...routing import Routing
 from . import permute_launches as launching
 from .permute_launches import variants as variants
-from .rows import Rows, read_rows, rowwise
+from .rows import MovedRows, read_rows, rowwise
 
 
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
@@ -157,7 +157,7 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
 
 # ---- arguments ----
 def _check_scales_move(x: Scaled, name: str) -> None:
-    """ValueError for one scale, and for rows that are matrices: `pad_groups` takes these too."""
+    """Raises ValueError for one scale, and for rows that are matrices: `pad_groups` takes these too."""
     if x.block is None:
         raise ValueError(f"{name}: per-tensor data has a single scale, which does not move; permute "
                          f"{name}.data")
@@ -175,7 +175,7 @@ def _check_length(a: Array, length: int, name: str, of: str) -> None:
 
 
 class _Probs(NamedTuple):
-    """The probs of a call. columns: how many experts there are if probs are by expert; 0 if they are by
+    """Holds the probs of a call. columns: how many experts there are if probs are by expert; 0 if they are by
     slot."""
 
     array: np.ndarray | None = None
@@ -186,47 +186,47 @@ class _Probs(NamedTuple):
 def _probs(call: Call, probs: Any, routing: Routing) -> _Probs:
     if probs is None:
         return _Probs()
-    found = call.read("probs", probs, (float32,))
+    given = call.read("probs", probs, (float32,))
     by_slot, by_expert = (routing.tokens, routing.topk), (routing.tokens, routing.num_experts)
-    if found.shape == by_slot:
-        return _Probs(found.array, found.at)
-    if routing.experts is None or found.shape != by_expert:
+    if given.shape == by_slot:
+        return _Probs(given.array, given.at)
+    if routing.experts is None or given.shape != by_expert:
         also = "" if routing.experts is None else f", or {by_expert}, one for each expert"
-        raise ValueError(f"probs: expected shape {by_slot}, one for each slot{also}; got {found.shape}")
-    return _Probs(found.array, found.at, routing.num_experts)
+        raise ValueError(f"probs: expected shape {by_slot}, one for each slot{also}; got {given.shape}")
+    return _Probs(given.array, given.at, routing.num_experts)
 
 
 # ---- permute ----
-class _Moved(NamedTuple):
-    rows: Rows
+class _PermuteInputs(NamedTuple):
+    rows: MovedRows
     routing: Routing
     probs: _Probs
 
 
-class _Permute(Op[_Moved]):
+class _PermuteOp(Op[_PermuteInputs]):
     """Moves tokens to rows. name: the tokens' name in messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def arguments(self, call: Call, x: Any, routing: Any, probs: Any) -> _Moved:
+    def arguments(self, call: Call, x: Any, routing: Any, probs: Any) -> _PermuteInputs:
         name = self._name
         if isinstance(x, Scaled):
             _check_scales_move(x, name)
         rows = read_rows(call, name, x)
         _read_routing(call, routing)
         _check_length(rows.data.array, routing.tokens, name, "tokens")
-        return _Moved(rows, routing, _probs(call, probs, routing))
+        return _PermuteInputs(rows, routing, _probs(call, probs, routing))
 
-    def result(self, inputs: _Moved) -> Description:
+    def result(self, inputs: _PermuteInputs) -> Description:
         number = inputs.routing.rows
         moved = inputs.rows.moved(number)
         return moved if inputs.probs.array is None else Pair(moved, one_array((number,), float32, "out[1]"))
 
-    def reference(self, inputs: _Moved) -> Any:
+    def reference(self, inputs: _PermuteInputs) -> Any:
         return reference.permute(inputs.rows.given, inputs.routing, probs=inputs.probs.array)
 
-    def launches(self, call: Call, inputs: _Moved, *written: int) -> Iterator[Launch]:
+    def launches(self, call: Call, inputs: _PermuteInputs, *written: int) -> Iterator[Launch]:
         (_, data, scales, _), routing, probs = inputs
         data_at, *rest = written
         data_rows, scale_rows = launching.rows(data, data_at, routing.tokens), launching.NO_ROWS
@@ -241,68 +241,68 @@ class _Permute(Op[_Moved]):
 
 
 # ---- unpermute, and the gradient of permute ----
-class _Summed(NamedTuple):
+class _UnpermuteInputs(NamedTuple):
     y: Input
     routing: Routing
     probs: _Probs
     probs_grad: Input | None
 
 
-class _Unpermute(Op[_Summed]):
+class _UnpermuteOp(Op[_UnpermuteInputs]):
     """Sums the rows of each token, and gathers the elements of probs_grad by slot. name: the rows' name in
     messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def arguments(self, call: Call, y: Any, routing: Any, probs: Any, probs_grad: Any) -> _Summed:
-        found = call.read(self._name, y, INPUT_DTYPES)
-        check_dimensions(found.shape, self._name, 1)
+    def arguments(self, call: Call, y: Any, routing: Any, probs: Any, probs_grad: Any) -> _UnpermuteInputs:
+        rows = call.read(self._name, y, INPUT_DTYPES)
+        check_dimensions(rows.shape, self._name, 1)
         _read_routing(call, routing)
-        _check_length(found.array, routing.rows, self._name, "rows")
+        _check_length(rows.array, routing.rows, self._name, "rows")
         weights = _probs(call, probs, routing)
         gathered = None if probs_grad is None else call.read("probs_grad", probs_grad, (float32,),
                                                              (routing.rows,), "the routing's rows")
-        return _Summed(found, routing, weights, gathered)
+        return _UnpermuteInputs(rows, routing, weights, gathered)
 
-    def result(self, inputs: _Summed) -> Description:
+    def result(self, inputs: _UnpermuteInputs) -> Description:
         routing = inputs.routing
         sums = one_array((routing.tokens, *inputs.y.shape[1:]), inputs.y.dtype)
         if inputs.probs_grad is None:
             return sums
         return Pair(sums, one_array((routing.tokens, routing.topk), float32, "out[1]"))
 
-    def reference(self, inputs: _Summed) -> Any:
+    def reference(self, inputs: _UnpermuteInputs) -> Any:
         y, routing, probs, probs_grad = inputs
         if probs_grad is None:
             return reference.unpermute(y.array, routing, probs=probs.array)
         return reference.permute_backward(y.array, routing, probs_grad=probs_grad.array)
 
-    def launches(self, call: Call, inputs: _Summed, *written: int) -> Iterator[Launch]:
+    def launches(self, call: Call, inputs: _UnpermuteInputs, *written: int) -> Iterator[Launch]:
         y, routing, probs, probs_grad = inputs
         count, size, to = prod(y.shape[1:]), y.dtype.itemsize, written[0]
         vector = (y.at | to | count * size) % 16 == 0
-        division = launching.unpermute_division(routing.tokens, routing.topk, cdiv(count * size, 16))
+        split = launching.unpermute_split(routing.tokens, routing.topk, cdiv(count * size, 16))
         topk = routing.topk if vector and routing.topk in launching.TOPKS else 0
         gathering = {} if probs_grad is None else {"from_rows": probs_grad.at, "to_slots": written[1]}
         yield launching.UNPERMUTE.variant(IN=y.dtype, TOPK=topk).bind(
-            y.array, division.blocks, y=y.at, out=to, probs=probs.at,
-            routes=launching.routes(routing, probs.columns), columns=count, **division.members(),
+            y.array, split.blocks, y=y.at, out=to, probs=probs.at,
+            routes=launching.routes(routing, probs.columns), columns=count, **split.members(),
             vector=int(vector), **gathering)
 
 
 # ---- the gradient of unpermute ----
-class _Weighted(NamedTuple):
+class _UnpermuteBackwardInputs(NamedTuple):
     grad: Input
     y: Input
     routing: Routing
     probs: _Probs
 
 
-class _UnpermuteBackward(Op[_Weighted]):
-    """The gradients of the rows and of probs."""
+class _UnpermuteBackwardOp(Op[_UnpermuteBackwardInputs]):
+    """Computes the gradients of the rows and of probs."""
 
-    def arguments(self, call: Call, grad: Any, y: Any, routing: Any, probs: Any) -> _Weighted:
+    def arguments(self, call: Call, grad: Any, y: Any, routing: Any, probs: Any) -> _UnpermuteBackwardInputs:
         if y is None:
             raise TypeError("y: needed for the gradient of probs, got None")
         g = call.read("grad", grad, INPUT_DTYPES)
@@ -312,18 +312,18 @@ class _UnpermuteBackward(Op[_Weighted]):
         backend.require_module(y, call.xp, "y")
         rows = call.read("y", y, (g.dtype,), (routing.rows, *g.shape[1:]),
                          "the routing's rows, and the columns of grad")
-        return _Weighted(g, rows, routing, _probs(call, probs, routing))
+        return _UnpermuteBackwardInputs(g, rows, routing, _probs(call, probs, routing))
 
-    def result(self, inputs: _Weighted) -> Description:
+    def result(self, inputs: _UnpermuteBackwardInputs) -> Description:
         grad, y, _, probs = inputs
         assert probs.array is not None
         return Pair(one_array(y.shape, grad.dtype, "out[0]"), one_array(probs.array.shape, float32, "out[1]"))
 
-    def reference(self, inputs: _Weighted) -> Any:
+    def reference(self, inputs: _UnpermuteBackwardInputs) -> Any:
         grad, y, routing, probs = inputs
         return reference.unpermute_backward(grad.array, y.array, routing, probs=probs.array)
 
-    def launches(self, call: Call, inputs: _Weighted, *written: int) -> Iterator[Launch]:
+    def launches(self, call: Call, inputs: _UnpermuteBackwardInputs, *written: int) -> Iterator[Launch]:
         grad, y, routing, probs = inputs
         grad_y, dprobs = written
         count = prod(grad.shape[1:])
@@ -333,9 +333,9 @@ class _UnpermuteBackward(Op[_Weighted]):
             grad.array, grid, grad=grad.at, y=y.at, grad_y=grad_y, probs=probs.at, dprobs=dprobs,
             routes=launching.routes(routing, probs.columns, clearing), columns=count,
             vector=int((grad.at | y.at | grad_y | row_bytes) % 16 == 0),
-            step=launching.step(grad_y | row_bytes))
+            step=launching.widest_access(grad_y | row_bytes))
 
 
-_PERMUTE, _MOVE_GRAD = _Permute("x"), _Permute("grad")
-_UNPERMUTE, _PERMUTE_BACKWARD = _Unpermute("y"), _Unpermute("grad")
-_UNPERMUTE_BACKWARD = _UnpermuteBackward()
+_PERMUTE, _MOVE_GRAD = _PermuteOp("x"), _PermuteOp("grad")
+_UNPERMUTE, _PERMUTE_BACKWARD = _UnpermuteOp("y"), _UnpermuteOp("grad")
+_UNPERMUTE_BACKWARD = _UnpermuteBackwardOp()

@@ -32,8 +32,8 @@ _FEW_UNUSED = 4
 
 
 def routes(routing: Routing, columns: int, clearing: int = 0) -> dict[str, int]:
-    """The struct Routes. columns: experts, if probs are by expert; clearing: the first block that clears
-    rows, or 0."""
+    """Returns the struct Routes. columns: experts, if probs are by expert; clearing: the first block that
+    clears rows, or 0."""
     experts = 0 if routing.experts is None else address(routing.experts)
     return {"row_map": address(routing.row_map), "sources": address(routing.sources), "experts": experts,
             "tokens": routing.tokens, "rows": routing.rows, "topk": routing.topk, "columns": columns,
@@ -41,76 +41,78 @@ def routes(routing: Routing, columns: int, clearing: int = 0) -> dict[str, int]:
 
 
 def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(all blocks, the first that clears rows) of a launch in which `blocks` move tokens. 0: all clear
-    some."""
+    """Returns (all blocks, the first that clears rows) of a launch in which `blocks` move tokens. 0: all
+    clear some."""
     used = routing.tokens * routing.topk
     if routing.rows - used > used // _FEW_UNUSED:
         return grid_size(blocks + cdiv(routing.rows, _LANES), shape), blocks
     return grid_size(max(blocks, cdiv(routing.rows, _LANES)), shape), 0
 
 
-def step(low_bits: int) -> int:
-    """The widest access of 16, 4, 2 or 1 bytes that addresses and lengths with these low bits allow."""
+def widest_access(low_bits: int) -> int:
+    """Returns the widest access of 16, 4, 2 or 1 bytes that addresses and lengths with these low bits allow.
+    """
     return 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 2 if low_bits % 2 == 0 else 1
 
 
-class Division(NamedTuple):
-    """How blocks of threads share rows: members of the struct Rows or UnpermuteParams, and their number."""
+class RowSplit(NamedTuple):
+    """Says how blocks of threads share rows: members of the struct Rows or UnpermuteParams, and their number.
+    """
 
     tokens_per_block: int
     across: int
-    segment: int
+    row_share: int
     blocks: int
 
     def members(self) -> dict[str, int]:
-        return {"tokens_per_block": self.tokens_per_block, "across": self.across, "segment": self.segment}
+        return {"tokens_per_block": self.tokens_per_block, "across": self.across, "row_share": self.row_share}
 
 
 def _across(tokens: int, length: int, most: int, least: int) -> int:
-    """Blocks that share a row. None takes more than `most` of its length. If there are few tokens, each takes
-    about `least`, so that there are many blocks."""
+    """Returns how many blocks share a row. None takes more than `most` of its length. If there are few
+    tokens, each takes about `least`, so that there are many blocks."""
     return max(1, cdiv(length, most), min(cdiv(length, least), _BLOCKS // max(1, tokens)))
 
 
-#: The struct Rows if there are no scales.
+#: The struct Rows is this if there are no scales.
 NO_ROWS = {"step": 1, "tokens_per_block": 1, "across": 1, "blocks": 0}
 
 
 def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
-    """The struct Rows for rows that move to this address."""
+    """Returns the struct Rows for rows that move to this address."""
     row_bytes = prod(given.shape[1:]) * given.dtype.itemsize
-    common = step(given.at | to | row_bytes)
-    lanes_log2, division = _permute_division(tokens, row_bytes, common)
+    common = widest_access(given.at | to | row_bytes)
+    lanes_log2, split = _permute_split(tokens, row_bytes, common)
     return {"from": given.at, "to": to, "row_bytes": row_bytes, "step": common, "lanes_log2": lanes_log2,
-            **division.members(), "blocks": division.blocks}
+            **split.members(), "blocks": split.blocks}
 
 
 @functools.lru_cache(maxsize=1024)
-def _permute_division(tokens: int, row_bytes: int, step: int) -> tuple[int, Division]:
-    """(log2 of the threads that share a token, the division)."""
+def _permute_split(tokens: int, row_bytes: int, step: int) -> tuple[int, RowSplit]:
+    """Returns (log2 of the threads that share a token, the split)."""
     across = _across(tokens, row_bytes, _BYTES, 16 * _THREADS)
-    segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
+    row_share = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
     taken = max(1, min(_MOST_TOKENS, _BYTES // max(1, row_bytes), cdiv(tokens, _BLOCKS)))
     # If pieces are few, each has a thread of its own, so that neighbouring threads store neighbouring pieces.
     # Every thread has a token.
-    pieces = segment // step
+    pieces = row_share // step
     lanes = min(_THREADS, max(pieces if pieces <= 64 else cdiv(pieces, _UNITS), cdiv(_THREADS, taken)))
-    return (lanes - 1).bit_length(), Division(taken, across, segment, cdiv(tokens, taken) * across)
+    return (lanes - 1).bit_length(), RowSplit(taken, across, row_share, cdiv(tokens, taken) * across)
 
 
 @functools.lru_cache(maxsize=1024)
-def unpermute_division(tokens: int, topk: int, chunks: int) -> Division:
+def unpermute_split(tokens: int, topk: int, chunks: int) -> RowSplit:
     """chunks: the 16-byte chunks of a row."""
     across = _across(tokens, chunks, _CHUNKS, _THREADS)
-    segment = cdiv(chunks, across)
+    row_share = cdiv(chunks, across)
     most = min(_MOST_TOKENS, _CHUNKS // max(1, chunks), _MOST_ROUTES // max(1, topk), cdiv(tokens, _BLOCKS))
     taken = max(1, most)
-    return Division(taken, across, segment, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
+    return RowSplit(taken, across, row_share, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
 
 
 # ---- programs ----
 def variants() -> Iterator[Variant]:
-    """Every variant that permute, unpermute and their gradients may launch."""
+    """Yields every variant that permute, unpermute and their gradients may launch."""
     yield PERMUTE.variant()
     for dtype in INPUT_DTYPES:
         for topk in (0, *TOPKS):

@@ -76,11 +76,11 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
 
 
 # ---- what follows from shapes and options ----
-class _Extents(NamedTuple):
+class _RoutingShape(NamedTuple):
     mask: bool
     tokens: int
     topk: int
-    number: int
+    num_experts: int
     rows: int
     align: int
 
@@ -96,56 +96,56 @@ class _Extents(NamedTuple):
 
 
 def _extents(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, topk: Any, rows: Any,
-             align: Any) -> _Extents:
+             align: Any) -> _RoutingShape:
     mask = dtype == _BOOL
     if len(shape) != 2:
         raise ValueError(f"assignment: expected shape {'[T, E]' if mask else '[T, topk]'}, got {shape}")
     tokens, columns = shape
-    number, slots = (_of_mask(columns, num_experts, topk, rows) if mask
+    experts, slots = (_of_mask(columns, num_experts, topk, rows) if mask
                      else _of_indices(columns, num_experts, topk))
-    if not 1 <= number <= MOST_EXPERTS:
-        raise ValueError(f"num_experts: expected 1 to {MOST_EXPERTS}, got {shown(number)}")
+    if not 1 <= experts <= MOST_EXPERTS:
+        raise ValueError(f"num_experts: expected 1 to {MOST_EXPERTS}, got {shown(experts)}")
     if not 0 <= slots <= MOST_EXPERTS:
         raise ValueError(f"topk: expected 0 to {MOST_EXPERTS}, got {shown(slots)}")
     align = integer(align, "align")
     if not 1 <= align <= _MOST_ALIGN or align & align - 1:
         raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {shown(align)}")
-    bound = tokens * slots + number * (align - 1) if rows is None else integer(rows, "rows")
+    bound = tokens * slots + experts * (align - 1) if rows is None else integer(rows, "rows")
     if bound < 0:
         raise ValueError(f"rows: expected 0 or more, got {shown(bound)}")
     if max(bound, tokens * slots) > _MOST:
         raise ValueError(f"rows: {shown(bound)} rows of {tokens * slots} routes are more than int32 holds "
                          "(2**31 - 1); split the tokens")
-    return _Extents(mask, tokens, slots, number, bound, align)
+    return _RoutingShape(mask, tokens, slots, experts, bound, align)
 
 
 def _of_mask(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[int, int]:
-    """(experts, slots of a token) of a mask."""
+    """Returns (experts, slots of a token) of a mask."""
     if topk is None and rows is None:
         raise ValueError("topk: a mask needs topk (the most experts of one token) or rows (the bound of the "
                          "result), got neither")
-    number = columns if num_experts is None else integer(num_experts, "num_experts")
+    experts = columns if num_experts is None else integer(num_experts, "num_experts")
     slots = columns if topk is None else integer(topk, "topk")
-    if number != columns:
-        raise ValueError(f"num_experts: expected {columns}, the columns of the mask, got {shown(number)}")
+    if experts != columns:
+        raise ValueError(f"num_experts: expected {columns}, the columns of the mask, got {shown(experts)}")
     if slots > columns:
         raise ValueError(f"topk: expected at most {columns}, the experts of the mask, got {shown(slots)}")
-    return number, slots
+    return experts, slots
 
 
 def _of_indices(columns: int, num_experts: Any, topk: Any) -> tuple[int, int]:
-    """(experts, slots of a token) of indices."""
+    """Returns (experts, slots of a token) of indices."""
     if num_experts is None:
         raise ValueError("num_experts: needed where the assignment is indices, got None")
-    number = integer(num_experts, "num_experts")
+    experts = integer(num_experts, "num_experts")
     slots = columns if topk is None else integer(topk, "topk")
     if slots != columns:
         raise ValueError(f"topk: expected {columns}, the columns of the assignment, got {shown(slots)}")
-    return number, slots
+    return experts, slots
 
 
-def _check(host: np.ndarray, extents: _Extents) -> None:
-    """ValueError unless all experts of an assignment on the host exist, and have slots and rows."""
+def _check(host: np.ndarray, extents: _RoutingShape) -> None:
+    """Raises ValueError unless all experts of an assignment on the host exist, and have slots and rows."""
     if extents.mask:
         most = host.sum(axis=1)
         if extents.tokens and most.max() > extents.topk:
@@ -154,12 +154,12 @@ def _check(host: np.ndarray, extents: _Extents) -> None:
                              f"{most[token]} of token {token}")
         sizes = host.sum(axis=0)
     else:
-        wrong = (host < -1) | (host >= extents.number)
+        wrong = (host < -1) | (host >= extents.num_experts)
         if wrong.any():
             token, slot = map(int, np.argwhere(wrong)[0])
-            raise ValueError(f"assignment: expected experts 0 to {extents.number - 1}, or -1 for none, got "
-                             f"{host[token, slot]} at [{token}, {slot}]")
-        sizes = np.bincount(host[host >= 0].astype(np.int64), minlength=extents.number)
+            raise ValueError(f"assignment: expected experts 0 to {extents.num_experts - 1}, or -1 for none, "
+                             f"got {host[token, slot]} at [{token}, {slot}]")
+        sizes = np.bincount(host[host >= 0].astype(np.int64), minlength=extents.num_experts)
     needed = sum(round_up(size, extents.align) for size in sizes.tolist())
     if needed > extents.rows:
         raise ValueError(f"rows: expected at least the {needed} that this assignment needs (sizes rounded up "
@@ -170,11 +170,12 @@ def _check(host: np.ndarray, extents: _Extents) -> None:
 class _Result(Description):
     """Describes a Routing for these sizes."""
 
-    def __init__(self, extents: _Extents) -> None:
+    def __init__(self, extents: _RoutingShape) -> None:
         self._extents = extents
         parts: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
-            ("row_map", (extents.tokens, extents.topk), _INT32), ("splits", (extents.number,), _INT32),
-            ("aligned_splits", (extents.number,), _INT32), ("offsets", (extents.number + 1,), _INT64),
+            ("row_map", (extents.tokens, extents.topk), _INT32), ("splits", (extents.num_experts,), _INT32),
+            ("aligned_splits", (extents.num_experts,), _INT32),
+            ("offsets", (extents.num_experts + 1,), _INT64),
             ("sources", (extents.rows,), _INT32)]
         if extents.mask:
             parts.append(("experts", (extents.tokens, extents.topk), _INT32))
@@ -191,8 +192,8 @@ class _Result(Description):
         if not isinstance(out, Routing):
             raise TypeError(f"out: expected a Routing (an earlier result), got {type(out).__name__}")
         if self._extents.mask != (out.experts is not None):
-            wanted, found = ("a mask", "indices") if self._extents.mask else ("indices", "a mask")
-            raise ValueError(f"out: expected the routing of {wanted}, got that of {found}")
+            wanted, given = ("a mask", "indices") if self._extents.mask else ("indices", "a mask")
+            raise ValueError(f"out: expected the routing of {wanted}, got that of {given}")
         if out.align != self._extents.align:
             raise ValueError(f"out: expected align {self._extents.align}, got a routing with {out.align}")
         return [getattr(out, name) for name in self.names]
@@ -200,7 +201,7 @@ class _Result(Description):
 
 class _Inputs(NamedTuple):
     assignment: Input
-    extents: _Extents
+    extents: _RoutingShape
     result: _Result
 
 
@@ -208,33 +209,33 @@ class _Route(Op[_Inputs]):
     def arguments(self, call: Call, assignment: Any, num_experts: Any, topk: Any, rows: Any, align: Any,
                   check: Any) -> _Inputs:
         check = flag(check, "check")
-        found = call.read("assignment", assignment, (_INT32, _INT64, _BOOL))
+        x = call.read("assignment", assignment, (_INT32, _INT64, _BOOL))
         options = num_experts, topk, rows, align
-        extents = _extents(found.shape, found.dtype, *options)
+        extents = _extents(x.shape, x.dtype, *options)
         # An object that is not an int, such as an array of one element, can change before the next call.
         call.repeatable &= all(option is None or type(option) is int for option in options)
         if check or call.xp is np:
             call.repeatable = False
-            validate.may_wait(found.array)
-            _check(asnumpy(found.array), extents)
-        return _Inputs(found, extents, _Result(extents))
+            validate.may_wait(x.array)
+            _check(asnumpy(x.array), extents)
+        return _Inputs(x, extents, _Result(extents))
 
     def reference(self, inputs: _Inputs) -> Routing:
         extents = inputs.extents
-        return reference.route(inputs.assignment.array, num_experts=extents.number, topk=extents.topk,
+        return reference.route(inputs.assignment.array, num_experts=extents.num_experts, topk=extents.topk,
                                rows=extents.rows, align=extents.align)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         x, extents, result = inputs
         blocks, pitch = extents.blocks, round_up(extents.blocks, 4)
         counted = extents.mask or blocks > 1
-        counts = call.workspace("route", extents.number * pitch) if counted else 0
-        slot_for_each = extents.mask and extents.topk == extents.number
+        counts = call.workspace("route", extents.num_experts * pitch) if counted else 0
+        slot_for_each = extents.mask and extents.topk == extents.num_experts
         places = dict(zip(result.names, written, strict=True))
         for kernel in (_COUNT, _RANK) if counted else (_RANK,):
             yield kernel.variant().bind(
                 x.array, blocks, assignment=x.at, counts=counts, **places, errors=call.error_word(),
-                tokens=extents.tokens, topk=extents.topk, number=extents.number, rows=extents.rows,
+                tokens=extents.tokens, topk=extents.topk, num_experts=extents.num_experts, rows=extents.rows,
                 align=extents.align, warp_tokens=extents.warp_tokens, pitch=pitch,
                 wide=int(x.dtype == _INT64), mask=int(extents.mask) + int(slot_for_each))
 
@@ -243,6 +244,6 @@ _ROUTE = _Route()
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     yield _COUNT.variant()
     yield _RANK.variant()

@@ -13,8 +13,8 @@ from ...results import Quantized, Scaled, row_wise
 from ..scales.convert import with_compact_scales
 
 
-class Rows(NamedTuple):
-    """Rows that move. given: the array, or the Scaled that has the other arrays."""
+class MovedRows(NamedTuple):
+    """Describes rows that move. given: the array, or the Scaled that has the other arrays."""
 
     given: Any
     data: Input
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
         return self.data.shape[0]
 
     def moved(self, number: int) -> Description:
-        """The description of a result of `number` such rows."""
+        """Returns the description of a result of `number` such rows."""
         shape = number, *self.data.shape[1:]
         if not isinstance(self.given, Scaled):
             return one_array(shape, self.data.dtype)
@@ -59,11 +59,12 @@ class _ScaledRows(Description):
 
 
 def rowwise(x: Any, name: str) -> Any:
-    """The row-wise part of a Quantized, whose scales move with the rows. Anything else as it is."""
+    """Returns the row-wise part of a Quantized, whose scales move with the rows, and anything else as it is.
+    """
     return row_wise(x, name, "; only its scales move with rows") if isinstance(x, Quantized) else x
 
 
-def read_rows(call: Call, name: str, x: Any) -> Rows:
+def read_rows(call: Call, name: str, x: Any) -> MovedRows:
     """Declares rows that move: an array of any dtype of 1, 2, 4 or 8 bytes, or a row-wise Scaled with one
     scale or with blocks (1, B). Scales that are not compact are made so, in new memory."""
     if not isinstance(x, Scaled):
@@ -72,7 +73,7 @@ def read_rows(call: Call, name: str, x: Any) -> Rows:
             raise TypeError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {x.dtype}")
         check_dimensions(x.shape, name, 1)
         data = call.read(name, x, (x.dtype,))
-        return Rows(data.array, data)
+        return MovedRows(data.array, data)
     if x.transposed or (x.block is not None and x.block[0] != 1):
         raise ValueError(f"{name}: expected row-wise data stored as is, with one scale or blocks (1, B), "
                          f"whose scales move with their rows; got {x!r}")
@@ -81,4 +82,4 @@ def read_rows(call: Call, name: str, x: Any) -> Rows:
     if x.block is not None and x.scale_layout != "compact":
         x, scales = with_compact_scales(call, name, x)
     dense = Scaled._of(data.array, scales.array, x.shape, False, x.block, x.scale_layout)
-    return Rows(dense, data, one_scale=scales) if x.block is None else Rows(dense, data, scales)
+    return MovedRows(dense, data, one_scale=scales) if x.block is None else MovedRows(dense, data, scales)

@@ -11,9 +11,9 @@ from ...kernels import Kernel, Launch, Variant, grid_size, shapes
 from ...layouts import cdiv
 
 _SUM_ROWS = Kernel("quantize/bias_gradient", "sum_rows", block=256)
-_SEGMENTS = 8       # A block of threads adds so many row segments.
-_ROWS = (8, 32)     # A segment has so many rows: few mean fewer loads per thread, many fewer launches.
-_MOST = _SEGMENTS * _ROWS[-1]
+_WARPS = 8          # warps of a block, each of which adds rows of its own
+_ROWS = (8, 32)     # A warp has so many rows: few mean fewer loads per thread, many fewer launches.
+_MOST = _WARPS * _ROWS[-1]
 _COLUMNS_AT_ONCE = 32
 
 
@@ -26,8 +26,8 @@ class ColumnSums:
         self._dbias_at, self._partial_at = dbias_at, address(partial)
 
     def tiles_at(self, tile_rows: int) -> int:
-        """The address where cast_transpose writes the sums of its tiles: the gradient itself if no tile is
-        above another."""
+        """Returns the address where cast_transpose writes the sums of its tiles: the gradient itself if no
+        tile is above another."""
         return self._partial_at if cdiv(self.rows, tile_rows) > 1 else self._dbias_at
 
     def launches(self, x: Array, tile_rows: int, noop_at: int) -> Iterator[Launch]:
@@ -38,13 +38,13 @@ class ColumnSums:
             left = max(1, cdiv(rows, _MOST))
             to = at + 4 * self.matrices * rows * self.columns if left > 1 else self._dbias_at
             grid = grid_size(cdiv(self.columns, _COLUMNS_AT_ONCE) * left * self.matrices, x.shape)
-            variant = _SUM_ROWS.variant(ROWS=_ROWS[rows > _SEGMENTS * _ROWS[0]])
+            variant = _SUM_ROWS.variant(ROWS=_ROWS[rows > _WARPS * _ROWS[0]])
             yield variant.bind(x, grid, src=at, dst=to, noop=noop_at, rows=rows, columns=self.columns)
             rows, at = left, to
 
 
 def partial_sums(shape: tuple[int, ...]) -> int:
-    """How many partial sums all launches together write for an array of this shape."""
+    """Returns how many partial sums all launches together write for an array of this shape."""
     rows, total = cdiv(shape[-2], shapes.SMALL.rows), 0
     while rows > 1:
         total += rows
@@ -53,6 +53,6 @@ def partial_sums(shape: tuple[int, ...]) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that bias gradients may launch."""
+    """Yields every variant that bias gradients may launch."""
     for rows in _ROWS:
         yield _SUM_ROWS.variant(ROWS=rows)

@@ -22,24 +22,24 @@ from ...layouts import Block, swap_last
 from ...results import Quantized
 from .quantized_result import Addresses, QuantizedResult
 
-#: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes
+#: The data of one direction are stored not at all, in the order of x's memory, or with its last two axes
 #: swapped.
 ABSENT, AS_IS, TRANSPOSED = 0, 1, 2
 
-#: Members of a kernel's struct by name.
+#: A kernel's struct is given by the names of its members.
 Members = dict[str, Any]
 _NOWHERE = 0, 0
-#: Bits of the member `vector`: which accesses may be wide, those of x, of data along rows, and of data along
-#: columns.
+#: These bits of the member `vector` say which accesses may be wide: those of x, of data along rows, and of
+#: data along columns.
 WIDE_X, WIDE_ROWS, WIDE_COLUMNS = 1, 2, 4
 ALL_WIDE = WIDE_X | WIDE_ROWS | WIDE_COLUMNS
 
 
 # ---- members of the kernels' structs ----
 class Axis(NamedTuple):
-    """What a kernel writes for the blocks along one axis of memory. data, scales: the direction that they
-    belong to, or None if they are not written. stored: how the data are stored. strides: where the scales
-    lie, as the members of the kernel's struct beside their address."""
+    """Says what a kernel writes for the blocks along one axis of memory. data, scales: the direction that
+    they belong to, or None if they are not written. stored: how the data are stored. strides: where the
+    scales lie, as the members of the kernel's struct beside their address."""
 
     data: str | None
     stored: int
@@ -48,13 +48,13 @@ class Axis(NamedTuple):
 
 
 def stored_as(direction: Direction | None, swapped: bool) -> int:
-    """How the data of a direction are stored. swapped: whether x lies in memory with its last two axes
-    swapped."""
+    """Returns how the data of a direction are stored. swapped: whether x lies in memory with its last two
+    axes swapped."""
     return ABSENT if direction is None else AS_IS if direction.transposed == swapped else TRANSPOSED
 
 
 def destinations(axes: tuple[Axis, Axis], addresses: Addresses) -> Members:
-    """Where a kernel writes data and scales along rows and along columns of memory."""
+    """Returns where a kernel writes data and scales along rows and along columns of memory."""
     (rows_data, _), (columns_data, _) = (addresses.get(axis.data, _NOWHERE) for axis in axes)
     (_, rows_scales), (_, columns_scales) = (addresses.get(axis.scales, _NOWHERE) for axis in axes)
     along_rows, along_columns = axes
@@ -67,8 +67,8 @@ def destinations(axes: tuple[Axis, Axis], addresses: Addresses) -> Members:
 
 
 class Options(Protocol):
-    """The options of an op that quantises in blocks: a NamedTuple of the names that users and the reference
-    have for them."""
+    """Holds the options of an op that quantises in blocks: a NamedTuple of the names that users and the
+    reference have for them."""
 
     @property
     def dtype(self) -> Any: ...
@@ -79,7 +79,8 @@ class Options(Protocol):
 
 
 class Quantization:
-    """What is read and written for an array, wherever its memory is. The kernels' members follow from it.
+    """Says what is read and written for an array, wherever its memory is. The kernels' members follow from
+    it.
 
     shape, source: the shape of x as it lies in memory, and its dtype. swapped: whether its last two axes are
     swapped there. kind: the kind of data, for messages."""
@@ -93,8 +94,8 @@ class Quantization:
 
     def warp_tile_members(self, axes: tuple[Axis, Axis], addresses: Addresses, aligned: bool,
                           chunk: int = LANE_COLUMNS, grouped: bool = False) -> Members:
-        """Destinations, and `vector`. aligned: whether x is aligned to chunks. chunk: elements of a wide
-        access. grouped: the kernel asks for each group of rows what its transposed data allow."""
+        """Returns destinations, and `vector`. aligned: whether x is aligned to chunks. chunk: elements of a
+        wide access. grouped: the kernel asks for each group of rows what its transposed data allow."""
         members, whole = destinations(axes, addresses), self.columns % chunk == 0
         vector = WIDE_X * (whole and aligned)
         for bit, axis, at in zip((WIDE_ROWS, WIDE_COLUMNS), axes,
@@ -122,7 +123,7 @@ class Inputs(NamedTuple):
 
 
 class BlockOp(Op[Inputs]):
-    """An op that quantises in blocks. Its arguments are x, noop and the options."""
+    """Describes an op that quantises in blocks. Its arguments are x, noop and the options."""
 
     options: Callable[..., Options]
     quantization: Callable[[tuple[int, ...], np.dtype[Any], bool, Any], Quantization]
@@ -132,9 +133,10 @@ class BlockOp(Op[Inputs]):
         options = type(self).options(*given)
         options = options._replace(dtype=lookup(options.dtype, FP8_DTYPES, "dtype").dtype)
         swapped = lies_swapped(x)
-        found = call.read("x", x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES)
+        x_input = call.read("x", x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES)
         call.noop(noop)
-        return Inputs(found, type(self).quantization(found.shape, found.dtype, swapped, options), options)
+        quantization = type(self).quantization(x_input.shape, x_input.dtype, swapped, options)
+        return Inputs(x_input, quantization, options)
 
     def result(self, inputs: Inputs) -> QuantizedResult:
         result: QuantizedResult = inputs.quantization.result
@@ -145,12 +147,12 @@ class BlockOp(Op[Inputs]):
 
 
 def lies_swapped(x: Any) -> bool:
-    """Whether an array is C-contiguous only with its last two axes swapped."""
+    """Returns whether an array is C-contiguous only with its last two axes swapped."""
     if x.flags.c_contiguous if isinstance(x, np.ndarray) else getattr(x, "_c_contiguous", True):
         return False
     return bool(x.ndim >= 2 and is_contiguous(x.swapaxes(-1, -2)))
 
 
 def logical_shape(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
-    """The shape of x, given the shape in which it lies in memory."""
+    """Returns the shape of x, given the shape in which it lies in memory."""
     return swap_last(shape) if swapped else shape

@@ -51,12 +51,13 @@ _WIDE = WarpTiles(4, 2, down_first=False)          # is a compromise of both
 _WARPS = 4                                          # warps in a block of threads of quantize_block_rows
 _LOAD_BYTES = 16                                    # bytes that a thread of it loads at once
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows", block=32 * _WARPS)
-#: Bytes of shared memory for the scales of a warp tile's rows and columns.
+#: The scales of a warp tile's rows and columns take so many bytes of shared memory.
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (WARP_TILE_ROWS + 4) * 4, WARP_TILE_COLUMNS * 4
-#: Bytes of shared memory for a column of a row segment (kernels_cu/include/tile/column_segment.cuh).
+#: A column of a row segment takes so many bytes of shared memory
+#: (kernels_cu/include/tile/column_segment.cuh).
 _SEGMENT_BYTES = 64
 
-#: Flags of the BlockRule of kernels_cu/include/scale/block_scale.cuh.
+#: The BlockRule of kernels_cu/include/scale/block_scale.cuh has these flags.
 _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
 
 
@@ -125,7 +126,7 @@ def quantize_block(x: Array, block: tuple[int | None, int | None] = (1, 128), *,
 
 
 class BlockOptions(NamedTuple):
-    """The options of `quantize_block`."""
+    """Holds the options of `quantize_block`."""
 
     block: Block
     dtype: Any
@@ -158,7 +159,8 @@ class BlockQuantization(Quantization):
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
     def axes(self, names: list[str]) -> tuple[Axis, Axis]:
-        """What a kernel of warp tiles writes for these directions, along rows and along columns of memory."""
+        """Returns what a kernel of warp tiles writes for these directions, along rows and along columns of
+        memory."""
         rows, columns = (name if name in names else None for name in (
             ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
         written: list[tuple[int, str | None]] = [
@@ -175,13 +177,13 @@ class BlockQuantization(Quantization):
                      _strides(self.directions.get(columns or ""), self.swapped)))
 
     def members(self, axes: tuple[Axis, Axis]) -> Members:
-        """Members of the struct of a kernel of warp tiles that do not depend on memory."""
+        """Returns members of the struct of a kernel of warp tiles that do not depend on memory."""
         length = (self.block[0] if self.block[1] == 1 else self.block[1]) or _SMALLEST
         return {
             "rows": self.rows,
             "columns": self.columns,
             "rule": self.rule,
-            "block_segments": length // _SMALLEST,
+            "subblocks_per_block": length // _SMALLEST,
             "divide": int(self.divide),
             "square": int(self.square),
             "stored": axes[0].stored | axes[1].stored << 2,
@@ -190,7 +192,7 @@ class BlockQuantization(Quantization):
 
 def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
           profile: str) -> Members:
-    """The BlockRule of kernels_cu/include/scale/block_scale.cuh."""
+    """Returns the BlockRule of kernels_cu/include/scale/block_scale.cuh."""
     target = np.float32(FORMATS[to].max)
     flags = {"te": _GUARDED, "deepgemm": _AMAX_FIRST, "tilekernels": _OTHER_QUOTIENT, "vllm": _AMAX_FIRST,
              "sglang": _OTHER_PRODUCT, "torchao": 0}[profile]
@@ -202,7 +204,7 @@ def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
 
 
 def _strides(direction: Direction | None, swapped: bool) -> dict[str, int]:
-    """The ScaleGrid of kernels_cu/include/scale/block_scale.cuh without its address."""
+    """Returns the ScaleGrid of kernels_cu/include/scale/block_scale.cuh without its address."""
     if direction is None:
         return _NO_SCALES
     assert direction.block is not None
@@ -235,7 +237,8 @@ class _QuantizeBlock(BlockOp):
 
 
 def _whole_vectors_launch(call: Call, inputs: Inputs, name: str, addresses: Addresses) -> Launch:
-    """The launch of quantize_whole_vectors, which writes one direction of blocks of whole rows or columns."""
+    """Returns the launch of quantize_whole_vectors, which writes one direction of blocks of whole rows or
+    columns."""
     quantization, x, direction = inputs.quantization, inputs.x, inputs.quantization.directions[name]
     along_rows = (direction.block[0] == 1) != quantization.swapped
     axis = Axis(name, stored_as(direction, quantization.swapped), name,
@@ -247,14 +250,14 @@ def _whole_vectors_launch(call: Call, inputs: Inputs, name: str, addresses: Addr
                                              x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
     return _whole_vectors_variant(quantization.source, quantization.to, along_rows).bind(
         x.array, grid_size(matrices * tiles, quantization.shape), x=x.at, noop=call.noop_at, **members,
-        rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, block_segments=1,
+        rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, subblocks_per_block=1,
         divide=int(quantization.divide), stored=axis.stored)
 
 
 def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis],
                  addresses: Addresses) -> Launch | None:
-    """The launch of quantize_block_rows, which writes whole blocks of 128 along rows of memory, data in x's
-    order. None for other calls, and if memory does not allow the kernel's accesses."""
+    """Returns the launch of quantize_block_rows, which writes whole blocks of 128 along rows of memory, data
+    in x's order. None for other calls, and if memory does not allow the kernel's accesses."""
     quantization, x = inputs.quantization, inputs.x
     stored = axes[0].stored, axes[1].stored
     length, warp_blocks = _ROWS.constant("kLength"), _ROWS.constant("kWarpBlocks")
@@ -275,7 +278,7 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis],
 
 
 def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], addresses: Addresses) -> Launch:
-    """The launch of quantize_block_tile, which writes everything else, both directions at once."""
+    """Returns the launch of quantize_block_tile, which writes everything else, both directions at once."""
     quantization, x = inputs.quantization, inputs.x
     source, to, square = quantization.source, quantization.to, quantization.square
     members = quantization.warp_tile_members(axes, addresses, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
@@ -294,8 +297,9 @@ QUANTIZE = _QuantizeBlock()
 # ---- programs ----
 def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool,
                   compact: bool) -> WarpTiles | None:
-    """The tile of the program for wide accesses. None if there is no program, since the case is rare: blocks
-    along columns whose data are not stored transposed, and squares of float16. Elements are not divided."""
+    """Returns the tile of the program for wide accesses. It is None if there is no program, since the case is
+    rare: blocks along columns whose data are not stored transposed, and squares of float16. Elements are not
+    divided."""
     if rows == TRANSPOSED or columns == AS_IS or (square and source == float16):
         return None
     if columns == ABSENT:
@@ -309,7 +313,7 @@ def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool,
 
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
                  warp_tiles: WarpTiles, aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
-    """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
+    """Returns the variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     keeps_columns = not aligned or columns != ABSENT or square
     keeps_rows = not aligned or (rows != ABSENT and not square)
     per_warp_tile = _COLUMN_BYTES * keeps_columns + _ROW_BYTES * keeps_rows
@@ -323,8 +327,8 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: i
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], kernel: Kernel = _TILE) -> Variant:
-    """The program for arrays whose rows do not allow wide accesses, and for rare cases. It gets what to
-    store, and how, at run time."""
+    """Returns the program for arrays whose rows do not allow wide accesses, and for rare cases. It gets what
+    to store, and how, at run time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, ANY_SHAPE, False, kernel)
 
 
@@ -338,7 +342,7 @@ def _whole_vectors_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield any_shape_variant(source, to)
         for divide in (False, True):

@@ -117,7 +117,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     ([2, 0, 2], [[[1.0, 2.0], [0.0, 0.0]], [], [[3.0, 4.0], [5.0, 6.0]]])
     """
     # Calls are remembered by the memory of arrays, so a list becomes one first.
-    splits = group_sizes.beside(splits, x)
+    splits = group_sizes.on_device_of(splits, x)
     given = x, splits, recipe, rowwise, columnwise, scales, amaxes, noop, align, check, offsets
     result: Grouped = run(_GROUP_QUANTIZE, given, out)
     return result
@@ -184,7 +184,7 @@ def _read_offsets(call: Call, offsets: Any, align: int, groups: group_sizes.Grou
 
 
 def _result_rows(groups: group_sizes.Groups, rows: int, align: int) -> int:
-    """How many rows the result has."""
+    """Returns how many rows the result has."""
     if align == 1:
         return rows
     if not groups.wide and round_up(rows, align) > _MOST_INT32:
@@ -194,7 +194,7 @@ def _result_rows(groups: group_sizes.Groups, rows: int, align: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     yield from grouped_tensor.variants()
     yield from grouped_blocks.variants()
     yield from row_segments.variants()

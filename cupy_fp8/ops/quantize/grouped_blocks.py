@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from ...calls.call import Call
-from ...calls.row_segments import find_segments, pays
+from ...calls.row_segments import find_segments, is_worth_a_launch
 from ...formats import FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant
 from ...kernels.shapes import LANE_COLUMNS, WarpTiles
@@ -33,19 +33,20 @@ _MX = Kernel("quantize/mx", "group_quantize_mx")
 _TILES_PER_BLOCK = 2
 _WHOLE_VECTORS = Kernel("quantize/grouped_rows_columns", "group_quantize_whole_vectors")
 _VECTOR_TILE = WarpTiles(8, 1, down_first=False)        # It writes 256 bytes of a transposed row.
-#: Rows of a segment, elements of a row that a block of threads takes, and its threads (SegmentOfRows).
+#: A segment has so many rows. A block takes so many elements of a row, and has so many threads
+#: (SegmentOfRows).
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows", block=_THREADS)
 _CHUNK_BYTES, _WARP = 16, 32
-#: The passes of the kernel of whole columns.
+#: The kernel of whole columns makes these passes.
 _FIND, _QUANTIZE = 0, 1
 
 
 @functools.lru_cache(maxsize=256)
 def quantization_of(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling,
                     rowwise: bool, columnwise: bool) -> AnyQuantization:
-    """The quantisation of all rows as one matrix; a group's differs only in the number of rows. shape: the
-    result's."""
+    """Returns the quantisation of all rows as one matrix; a group's differs only in the number of rows.
+    shape: the result's."""
     if isinstance(recipe, BlockScaling):
         options = blocks.BlockOptions.of(recipe, rowwise, columnwise)
         return blocks.BlockQuantization(shape, source, False, options)
@@ -53,7 +54,7 @@ def quantization_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Block
 
 
 def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
-    """The launch for all groups, after one that finds each block's rows if that pays."""
+    """Yields the launch for all groups, after one that finds each block's rows if that gains time."""
     quantization, x = cast(AnyQuantization, inputs.quantization), inputs.x.array
     if None in quantization.block:
         yield from _whole_vectors(call, inputs, addresses)
@@ -67,7 +68,7 @@ def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[
     tiling = tiled(call, inputs, addresses, warp_tiles.rows_of_block, warp_tiles.columns, without_rows=1)
     scales = [group_scale_members(quantization, inputs.number, axis) for axis in (rows, columns)]
     segments_at = 0
-    if pays(x, tiling.grid):
+    if is_worth_a_launch(x, tiling.grid):
         shifts = scales[0]["unit_shift"], scales[1]["unit_shift"]
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups, shifts)
         yield find
@@ -77,13 +78,13 @@ def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[
 
 
 def _by_direction(addresses: dict[str, int]) -> Addresses:
-    """(data, scale_inv) of each direction, from the addresses of a Grouped's arrays by name."""
+    """Returns (data, scale_inv) of each direction, from the addresses of a Grouped's arrays by name."""
     return {"rowwise": (addresses["rowwise"], addresses["scale_inv"]),
             "columnwise": (addresses["columnwise"], addresses["columnwise_scale_inv"])}
 
 
 def axes_of(quantization: AnyQuantization) -> tuple[tuple[Axis, Axis], Members]:
-    """What the kernel writes along rows and along columns, and members of its struct."""
+    """Returns what the kernel writes along rows and along columns, and members of its struct."""
     if isinstance(quantization, blocks.BlockQuantization):
         axes = quantization.axes(list(quantization.directions))
         return axes, quantization.members(axes)
@@ -91,7 +92,7 @@ def axes_of(quantization: AnyQuantization) -> tuple[tuple[Axis, Axis], Members]:
 
 
 def group_scale_members(quantization: AnyQuantization, number: int, axis: Axis) -> dict[str, int]:
-    """Members of the GroupScales of kernels_cu/include/groups/row_groups.cuh."""
+    """Returns members of the GroupScales of kernels_cu/include/groups/row_groups.cuh."""
     if axis.scales is None:
         return dict.fromkeys(("block_shift", "unit_shift", "unit", "all"), 0)
     scales = scale_format(quantization.directions[axis.scales])
@@ -104,8 +105,8 @@ def group_scale_members(quantization: AnyQuantization, number: int, axis: Axis) 
 
 # ---- whole rows and whole columns ----
 def _whole_vectors(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
-    """One launch if only rows are written. Otherwise a launch finds each block's rows and clears the amaxes,
-    the second finds the amaxes, and the third quantises."""
+    """Yields one launch if only rows are written. Otherwise a launch finds each block's rows and clears the
+    amaxes, the second finds the amaxes, and the third quantises."""
     quantization, x = cast(blocks.BlockQuantization, inputs.quantization), inputs.x.array
     (rows, columns), own = axes_of(quantization)
     rows_alone = (rows.stored, columns.stored) == (AS_IS, ABSENT)
@@ -120,7 +121,7 @@ def _whole_vectors(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Ite
     scales = group_scale_members(quantization, inputs.number, rows)
     amaxes, clear = ({}, (0, 0)) if rows_alone else _amaxes(call, inputs, (rows, columns))
     groups = {**tiling.groups, "segments": 0}
-    if clear[1] or pays(x, tiling.grid):
+    if clear[1] or is_worth_a_launch(x, tiling.grid):
         find, groups["segments"] = find_segments(call, tiling.rows, tiling.segments, tiling.groups,
                                                  (scales["unit_shift"], 0), clear)
         yield find
@@ -137,8 +138,8 @@ def _whole_vectors(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Ite
 
 
 def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[str, int], tuple[int, int]]:
-    """Members with the addresses of row and column amaxes, and the memory to clear for them: (address,
-    bytes)."""
+    """Returns members with the addresses of row and column amaxes, and the memory to clear for them:
+    (address, bytes)."""
     quantization = cast(AnyQuantization, inputs.quantization)
     of_rows = quantization.rows if axes[0].scales else 0
     of_columns = inputs.number * quantization.columns if axes[1].scales else 0
@@ -149,14 +150,14 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
 
 
 def _team(columns: int, chunk: int) -> int:
-    """Threads that share a row: as few as can hold all of it, at most a block."""
-    wanted = cdiv(max(columns, 1), chunk * _ROWS.constant("kHeld"))
+    """Returns how many threads share a row: as few as can hold all of it, at most a block."""
+    wanted = cdiv(max(columns, 1), chunk * _ROWS.constant("kChunksInRegisters"))
     return min(_THREADS, max(_WARP, 1 << (wanted - 1).bit_length()))
 
 
 # ---- variants ----
 def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) -> tuple[Variant, WarpTiles]:
-    """The variant for memory that allows wide accesses, or for any, and the warp tiles of its blocks.
+    """Returns the variant for memory that allows wide accesses, or for any, and the warp tiles of its blocks.
 
     Few choices have a program of their own for wide accesses. The others take the program that gets what to
     store at run time: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
@@ -203,7 +204,7 @@ def _vector_defines() -> dict[str, int]:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these launches may take."""
+    """Yields every variant that these launches may take."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
         yield _whole_vectors_variant(source, to)

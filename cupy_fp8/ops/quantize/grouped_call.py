@@ -15,7 +15,7 @@ from .grouped_result import GroupedResult
 
 
 class Inputs(NamedTuple):
-    """The validated arguments of a call. quantization: None if each group has one scale."""
+    """Holds the validated arguments of a call. quantization: None if each group has one scale."""
 
     x: Input
     groups: Groups
@@ -37,8 +37,8 @@ class Inputs(NamedTuple):
 
 # ---- tiles ----
 class Tiling(NamedTuple):
-    """How a result's rows are divided into row segments, none with rows of two groups, and these into tiles
-    for the blocks of a launch.
+    """Says how a result's rows are divided into row segments, none with rows of two groups, and these into
+    tiles for the blocks of a launch.
 
     rows: rows of a segment. segments, grid: the segments and tiles for groups of any sizes. fewest: the tiles
     if all groups are whole tiles. groups: the members of RowGroups (kernels_cu/include/groups/row_groups.cuh)
@@ -66,7 +66,7 @@ def tiled(call: Call, inputs: Inputs, addresses: dict[str, int], rows: int, colu
 
 
 def row_groups(call: Call, inputs: Inputs, across: int) -> dict[str, Any]:
-    """Members of RowGroups for the groups in x, for a launch that writes nothing about groups to the
+    """Returns members of RowGroups for the groups in x, for a launch that writes nothing about groups to the
     result."""
     rows, columns = inputs.x.shape
     return {"offsets": inputs.offsets.at if inputs.offsets else 0,

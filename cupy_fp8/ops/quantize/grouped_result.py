@@ -17,14 +17,14 @@ from ...grouped import Grouped
 from ...layouts import Block, grouped_scale_shape
 
 _INT64 = np.dtype(np.int64)
-#: Shapes and dtypes by the names that a Grouped has for its arrays.
+#: Arrays have a shape and a dtype, by the names that a Grouped has for them.
 _Arrays = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
-#: The arrays of a Grouped besides splits and offsets. None for those that there are not.
+#: A Grouped has these arrays besides splits and offsets. Absent ones are None.
 _DATA_AND_SCALES = ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
 
 
 def scale_format(direction: Direction) -> tuple[Block, str, bool]:
-    """(block, layout of scales, whether data are stored transposed) of a direction in blocks."""
+    """Returns (block, layout of scales, whether data are stored transposed) of a direction in blocks."""
     assert direction.block is not None
     assert direction.scale_layout is not None
     return direction.block, direction.scale_layout, direction.transposed
@@ -66,8 +66,8 @@ class GroupedResult(Description):
         return lambda arrays, given: make(arrays, given[splits], given[offsets])
 
     def _maker(self) -> Callable[[Sequence[Array], Array, Array | None], Grouped]:
-        """A function that makes a Grouped of (arrays written, splits given, offsets given). It holds no
-        array."""
+        """Returns a function that makes a Grouped of (arrays written, splits given, offsets given). It holds
+        no array."""
         written, shared, attributes = self._names, self._shared, self._attributes
 
         def make(arrays: Sequence[Array], splits: Array, offsets: Array | None) -> Grouped:
@@ -102,16 +102,16 @@ class GroupedResult(Description):
         return [getattr(out, name) for name in self._names]
 
     def addresses(self, written: Sequence[int]) -> dict[str, int]:
-        """The addresses of a Grouped's arrays by name; 0 for those that the call does not write."""
-        found = dict.fromkeys((*_DATA_AND_SCALES, "offsets", "splits"), 0)
-        found.update(zip(self._names, written, strict=True))
+        """Returns the addresses of a Grouped's arrays by name; 0 for those that the call does not write."""
+        addresses = dict.fromkeys((*_DATA_AND_SCALES, "offsets", "splits"), 0)
+        addresses.update(zip(self._names, written, strict=True))
         if self._shared:
-            found["columnwise"] = found["rowwise"]
-        return found
+            addresses["columnwise"] = addresses["rowwise"]
+        return addresses
 
 
 def _scales(directions: Directions, shape: tuple[int, int], number: int) -> _Arrays:
-    """The scales of so many groups."""
+    """Returns the scales of so many groups."""
     if directions.first.block is None:
         return {"scale_inv": ((number,), float32)}
     return {"scale_inv" if name == "rowwise" else "columnwise_scale_inv":
@@ -120,6 +120,6 @@ def _scales(directions: Directions, shape: tuple[int, int], number: int) -> _Arr
 
 
 def _is_same(own: Array, given: Array) -> bool:
-    """Whether two arrays of sizes or offsets are the same memory."""
+    """Returns whether two arrays of sizes or offsets are the same memory."""
     return type(own) is type(given) and own.shape == given.shape and own.dtype == given.dtype \
         and address(own) == address(given)

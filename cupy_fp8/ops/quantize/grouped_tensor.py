@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...calls.call import Call
-from ...calls.row_segments import find_segments, pays
+from ...calls.row_segments import find_segments, is_worth_a_launch
 from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Launch, Variant, grid_size, room, shapes
 from ...layouts import cdiv, padded_rows
@@ -23,20 +23,21 @@ _AMAX = Kernel("quantize/grouped_amax", "group_amax_scale", block=256)
 _CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
 _CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", block=single_read.THREADS,
                   cooperative=True)
-_PART_BYTES = 64 << 10              # A block of group_amax_scale reads so many bytes of a row segment.
+_SHARE_BYTES = 64 << 10             # A block of group_amax_scale reads so many bytes of a row segment.
 _TALL = 4096                        # From so many rows of an average group on, wide tiles are faster.
 
 
 def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
-    """The launches that quantise with given scales, or with scales found first or from the same read of x."""
+    """Yields the launches that quantise with given scales, or with scales found first or from the same read
+    of x."""
     recipe, scales_at, amaxes_at = inputs.recipe, 0, inputs.amaxes.at if inputs.amaxes else 0
     if isinstance(recipe, CurrentScaling):
         rule = TensorScaleRule.of(recipe.dtype, recipe.eps, recipe.pow2_scale)
         if staging := _single_read(inputs, addresses):
             yield from _cast_current(call, inputs, addresses, staging, rule)
             return
-        scales_at, found = _find_scales(call, inputs, amaxes_at, rule)
-        yield from found
+        scales_at, scale_launches = _find_scales(call, inputs, amaxes_at, rule)
+        yield from scale_launches
         amaxes_at = 0                                       # The first launch has raised them.
     elif inputs.scales:
         scales_at = inputs.scales.at
@@ -62,12 +63,12 @@ def _cast(call: Call, inputs: Inputs, addresses: dict[str, int], scales_at: int,
 
 
 def _is_aligned(inputs: Inputs, addresses: dict[str, int]) -> bool:
-    """Whether every row of x and data allows chunked access."""
+    """Returns whether every row of x and data allows chunked access."""
     return inputs.x.shape[1] % 8 == 0 and inputs.x.at % 16 == 0 and addresses["rowwise"] % 8 == 0
 
 
 def _large_tile(inputs: Inputs) -> shapes.Tile:
-    """The tile for large arrays."""
+    """Returns the tile for large arrays."""
     (rows, columns), both = inputs.x.shape, inputs.rowwise and inputs.columnwise
     wide = both and inputs.x.dtype.itemsize == 2 and rows >= _TALL * inputs.number
     return shapes.BOTH if wide and shapes.fills_wide([columns]) else shapes.BOTH_NARROW
@@ -76,29 +77,29 @@ def _large_tile(inputs: Inputs) -> shapes.Tile:
 # ---- current scaling ----
 def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
                  rule: TensorScaleRule) -> tuple[int, list[Launch]]:
-    """(the address of all groups' scales, the launches that find them)."""
+    """Returns (the address of all groups' scales, the launches that find them)."""
     x, (rows, columns), count = inputs.x.array, inputs.x.shape, inputs.number
     each = room(count)
     words_at = call.workspace("group_amax", 1 + 2 * each)
     scales_at = words_at + 4 * (1 + each)
     segment_rows = _AMAX.constant("kSegmentRows")
-    across = max(1, cdiv(segment_rows * columns * x.dtype.itemsize, _PART_BYTES))
+    across = max(1, cdiv(segment_rows * columns * x.dtype.itemsize, _SHARE_BYTES))
     segments = padded_rows(rows, count, segment_rows) // segment_rows
     grid = grid_size(segments * across if count else 1, x.shape)
-    found: list[Launch] = []
+    scale_launches: list[Launch] = []
     groups = row_groups(call, inputs, across)
-    if pays(x, grid):
+    if is_worth_a_launch(x, grid):
         find, groups["segments"] = find_segments(call, segment_rows, segments, groups)
-        found.append(find)
-    found.append(_AMAX.variant(IN=x.dtype).bind(
+        scale_launches.append(find)
+    scale_launches.append(_AMAX.variant(IN=x.dtype).bind(
         x, grid, x=inputs.x.at, workspace=words_at, scale=scales_at, amax=amaxes_at, noop=call.noop_at,
         groups=groups, rule=rule._asdict()))
-    return scales_at, found
+    return scales_at, scale_launches
 
 
 def _single_read(inputs: Inputs, addresses: dict[str, int]) -> single_read.Staging | None:
-    """The staging for quantising groups from one read. It assumes that groups are about equally large, since
-    only the device knows their sizes."""
+    """Returns the staging for quantising groups from one read. It assumes that groups are about equally
+    large, since only the device knows their sizes."""
     if not (inputs.number and _is_aligned(inputs, addresses)):
         return None
     rows, columns = inputs.x.shape
@@ -129,7 +130,7 @@ def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile) -
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these launches may take."""
+    """Yields every variant that these launches may take."""
     for source in INPUT_DTYPES:
         yield _AMAX.variant(IN=source)
     yield from single_read.variants(_CURRENT)

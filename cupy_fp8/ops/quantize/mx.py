@@ -42,7 +42,7 @@ _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
 _NO_SCALES = {"line": 1, "block": 1}            # A stride of 0 from line to line would mean swizzled scales.
 
-#: How programs store data along rows and along columns of memory.
+#: Programs store data along rows and along columns of memory in these ways.
 _STORED_BOTH_WAYS = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED),
                      (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
 # With 128 lines the swizzled scales of a tile of 128 x 128 elements are adjacent.
@@ -111,7 +111,7 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
 
 
 class MxOptions(NamedTuple):
-    """The options of `quantize_mx`."""
+    """Holds the options of `quantize_mx`."""
 
     dtype: Any
     rowwise: bool
@@ -147,8 +147,8 @@ class MxQuantization(Quantization):
 
 
 def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tuple[Axis, Axis]:
-    """What is written for the blocks along rows of memory, which are the row-wise ones unless x lies swapped,
-    and for those along columns."""
+    """Returns what is written for the blocks along rows of memory, which are the row-wise ones unless x lies
+    swapped, and for those along columns."""
     names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
     stored = [stored_as(directions.get(name), swapped) for name in names]
     data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
@@ -166,7 +166,7 @@ def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tupl
 
 @functools.cache
 def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> Members:
-    """The MXScaleRule of kernels_cu/include/numerics/e8m0.cuh."""
+    """Returns the MXScaleRule of kernels_cu/include/numerics/e8m0.cuh."""
     fmt = FORMATS[dtype]
     emax = int(np.log2(fmt.max))
     up, half_a_step = 0x7FFFFF, 1 << 23 - fmt.mantissa_bits - 1
@@ -177,7 +177,7 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> Members:
 
 
 def _scale_strides(direction: Direction | None) -> dict[str, int]:
-    """The ScaleDestination of kernels_cu/include/numerics/e8m0.cuh without its address."""
+    """Returns the ScaleDestination of kernels_cu/include/numerics/e8m0.cuh without its address."""
     if direction is None:
         return _NO_SCALES
     assert direction.block is not None
@@ -203,8 +203,8 @@ class _QuantizeMx(BlockOp):
 
 
 def _rows_launch(call: Call, inputs: Inputs, addresses: Addresses) -> Launch | None:
-    """The launch of quantize_mx_rows, which writes whole blocks along rows of memory, data in x's order and
-    scales one after the other. None for other calls."""
+    """Returns the launch of quantize_mx_rows, which writes whole blocks along rows of memory, data in x's
+    order and scales one after the other. None for other calls."""
     quantization, x = inputs.quantization, inputs.x
     along_rows, along_columns = quantization.axes
     direction = quantization.directions.get(along_rows.scales)
@@ -220,7 +220,7 @@ def _rows_launch(call: Call, inputs: Inputs, addresses: Addresses) -> Launch | N
 
 
 def _tile_launch(call: Call, inputs: Inputs, addresses: Addresses) -> Launch:
-    """The launch of quantize_mx_tile, which writes everything else, both directions at once."""
+    """Returns the launch of quantize_mx_tile, which writes everything else, both directions at once."""
     quantization, x = inputs.quantization, inputs.x
     members = quantization.warp_tile_members(quantization.axes, addresses,
                                              x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
@@ -238,8 +238,8 @@ QUANTIZE = _QuantizeMx()
 
 # ---- programs ----
 def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool) -> WarpTiles:
-    """The choice that is fastest on an H200 (docs/lab-notes). adjoin_down: scales that are neighbours down a
-    column of memory are neighbours in scale_inv, so a tile has four of them."""
+    """Returns the choice that is fastest on an H200 (docs/lab-notes). adjoin_down: scales that are neighbours
+    down a column of memory are neighbours in scale_inv, so a tile has four of them."""
     if TRANSPOSED not in (rows, columns):
         return _SWIZZLED if adjoin_down or not rows else _COMPACT
     if AS_IS not in (rows, columns):
@@ -248,8 +248,9 @@ def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, adjoin_down: b
 
 
 def _wide_tile(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool) -> WarpTiles | None:
-    """The tile of the program for wide accesses. None if there is no program, since the case is rare: both
-    directions stored transposed, or both directions of float16 with scales that adjoin down columns."""
+    """Returns the tile of the program for wide accesses. It is None if there is no program, since the case is
+    rare: both directions stored transposed, or both directions of float16 with scales that adjoin down
+    columns."""
     if (rows, columns) == (TRANSPOSED, TRANSPOSED):
         return None
     if source == float16 and adjoin_down and rows and columns:
@@ -261,7 +262,7 @@ def _wide_tile(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool
 
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, warp_tiles: WarpTiles,
                  aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
-    """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
+    """Returns the variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     # The scales of both directions take shared memory too.
     shared = (rows, columns).count(TRANSPOSED) * warp_tiles.tile + 2 * warp_tiles.tile // _BLOCK
     return kernel.variant(block=warp_tiles.block, shared=shared, IN=source, OUT=to, ALONG_ROWS=rows,
@@ -269,13 +270,13 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: i
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    """The program for arrays whose rows do not allow wide accesses. It gets what to store, and how, at run
-    time."""
+    """Returns the program for arrays whose rows do not allow wide accesses. It gets what to store, and how,
+    at run time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, ANY_SHAPE, False)
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _ROWS.variant(IN=source, OUT=to)
         yield any_shape_variant(source, to)

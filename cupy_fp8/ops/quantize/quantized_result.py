@@ -13,7 +13,7 @@ from ...directions import Direction, Directions, dbias_shape, tensor_directions
 from ...formats import float32
 from ...results import Quantized, Scaled
 
-#: The addresses of data and scale_inv of each direction.
+#: Each direction has the addresses of its data and scale_inv.
 Addresses = Mapping[str | None, tuple[int, int]]
 
 
@@ -87,13 +87,13 @@ def per_tensor_result(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: boo
 
 
 def per_tensor_destinations(result: QuantizedResult, written: Sequence[int]) -> dict[str, int]:
-    """The addresses of such a result's arrays by the names of the kernels' members. scale_inv_copy is 0 but
-    for a given result whose directions have scale_invs of their own."""
-    found = {"scale_inv_copy": 0}
+    """Returns the addresses of such a result's arrays by the names of the kernels' members. scale_inv_copy is
+    0 but for a given result whose directions have scale_invs of their own."""
+    members = {"scale_inv_copy": 0}
     for name, (data, scale_inv) in result.addresses(written).items():
-        found["data_t" if result.directions[str(name)].transposed else "data"] = data
-        if found.setdefault("scale_inv", scale_inv) != scale_inv:
-            found["scale_inv_copy"] = scale_inv
+        members["data_t" if result.directions[str(name)].transposed else "data"] = data
+        if members.setdefault("scale_inv", scale_inv) != scale_inv:
+            members["scale_inv_copy"] = scale_inv
     if result.dbias:
-        found["dbias"] = written[-1]
-    return found
+        members["dbias"] = written[-1]
+    return members

@@ -20,20 +20,20 @@ from ...kernels import Kernel, Variant, shapes
 from ..scales.scale import TensorScaleRule
 
 TILE = shapes.SMALL
-#: Constants of single_read.cuh: threads of a block, stages of shared memory (each for a tile), words of
-#: state, and bytes that the kernel's own variables may take.
+#: single_read.cuh has these constants: threads of a block, stages of shared memory (each for a tile), words
+#: of state, and bytes that the kernel's own variables may take.
 THREADS, _MOST_STAGES, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048
 _STAGE_BYTES = TILE.rows * TILE.columns * 2
 #: With fewer stages hardly any matrix fits.
 _FEWEST_STAGES = 4
-#: The stages for matrices of few tiles per block, because a sixth stage takes 32 KB from the L1.
+#: Matrices of few tiles per block get so many stages, because a sixth stage takes 32 KB from the L1.
 _PREFERRED_STAGES = 5
 #: One launch is faster than two from so many tiles per block on (docs/lab-notes).
 _FEWEST_TILES = 8
 
 
 class _Capacity(NamedTuple):
-    """How many blocks of threads a GPU holds at a time, and how many stages each of them has.
+    """Says how many blocks of threads a GPU holds at a time, and how many stages each of them has.
 
     stages: of each block, for matrices that take at most half of the room. most_stages: for larger ones; 0 if
     the GPU has too little shared memory. fewest: from so many tiles per block on one launch is worthwhile."""
@@ -44,7 +44,8 @@ class _Capacity(NamedTuple):
     fewest: int
 
     def most(self, stages: int) -> int:
-        """Tiles of the largest matrix that is read once: a block holds one more tile in registers."""
+        """Returns how many tiles the largest matrix that is read once has: beside its stages a block holds
+        one tile in registers."""
         return (stages + 1) * self.blocks
 
 
@@ -59,7 +60,7 @@ def _gpu(device_id: int) -> _Capacity:
 
 
 class Staging(NamedTuple):
-    """The stages and the blocks of threads of a launch."""
+    """Holds the stages and the blocks of threads of a launch."""
 
     stages: int
     blocks: int
@@ -71,9 +72,9 @@ class Staging(NamedTuple):
 
 
 def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Staging | None:
-    """The staging for matrices of so many tiles each, the list repeated `times` times. None if two launches
-    are faster: for little data, and if most of it would be read twice all the same. x: one of the matrices,
-    whose rows all allow chunked access."""
+    """Returns the staging for matrices of so many tiles each, the list repeated `times` times. It is None if
+    two launches are faster: for little data, and if most of it would be read twice all the same. x: one of
+    the matrices, whose rows all allow chunked access."""
     capacity = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
     total = sum(matrices)
     if x.dtype.itemsize != 2 or not capacity.most_stages or times * total < capacity.fewest * capacity.blocks:
@@ -85,19 +86,19 @@ def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Staging | None:
 
 
 def words(count: int) -> int:
-    """u32 words of the workspace for `count` tiles."""
+    """Returns how many u32 words the workspace for `count` tiles has."""
     return _STATE_WORDS + 2 * count
 
 
 def members(at: int, tiles: int, staging: Staging, rule: TensorScaleRule) -> dict[str, Any]:
-    """The struct SingleRead for so many tiles of all matrices. at: the address of the workspace, a multiple
-    of 8."""
-    return {"state": at, "told": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": staging.stages,
+    """Returns the struct SingleRead for so many tiles of all matrices. at: the address of the workspace, a
+    multiple of 8."""
+    return {"state": at, "published": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": staging.stages,
             "rule": rule._asdict()}
 
 
 def variants(kernel: Kernel) -> Iterator[Variant]:
-    """Every variant of the kernel that may be launched."""
+    """Yields every variant of the kernel that may be launched."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         if source.itemsize == 2:
             yield kernel.variant(IN=source, OUT=to)

@@ -146,13 +146,13 @@ class _Forward(Op[Inputs]):
     def arguments(self, call: Call, x: Any, grad: Any, recipe: Any, scale: Any, amax: Any, probs: Any,
                   bias: Any, splits: Any, rowwise: Any, columnwise: Any, clamp: Any, form: Any,
                   interleaved: Any, noop: Any) -> Inputs:
-        found = call.read("x", x, INPUT_DTYPES)
-        if found.array.ndim != 2 or found.shape[1] % 2:
-            raise ValueError(f"x: expected shape [M, 2 H], got {found.shape}")
-        output = output_of(self.result_shape(*found.shape), found.dtype, recipe, rowwise, columnwise)
-        found_grad = self.read_grad(call, found, grad)
-        weights = None if probs is None else call.read("probs", probs, (float32,), found.shape[:1])
-        groups, biases = _read_bias(call, found, bias, splits)
+        x_input = call.read("x", x, INPUT_DTYPES)
+        if x_input.array.ndim != 2 or x_input.shape[1] % 2:
+            raise ValueError(f"x: expected shape [M, 2 H], got {x_input.shape}")
+        output = output_of(self.result_shape(*x_input.shape), x_input.dtype, recipe, rowwise, columnwise)
+        grad_input = self.read_grad(call, x_input, grad)
+        weights = None if probs is None else call.read("probs", probs, (float32,), x_input.shape[:1])
+        groups, biases = _read_bias(call, x_input, bias, splits)
         call.noop(noop)
         limit = _limit(clamp)
         flag(interleaved, "interleaved")
@@ -163,9 +163,9 @@ class _Forward(Op[Inputs]):
         options = {"scale": scale, "amax": amax, "probs": weights and weights.array,
                    "bias": biases and biases.array, "splits": groups and groups.host, "rowwise": rowwise,
                    "columnwise": columnwise, "clamp": clamp, "form": form, "interleaved": interleaved}
-        return Inputs(x=found, grad=found_grad, probs=weights, bias=biases, groups=groups, scale=given_scale,
-                      amax_at=amax_at, limit=limit, gpt_oss=form == "gpt_oss", interleaved=bool(interleaved),
-                      output=output, options=options)
+        return Inputs(x=x_input, grad=grad_input, probs=weights, bias=biases, groups=groups,
+                      scale=given_scale, amax_at=amax_at, limit=limit, gpt_oss=form == "gpt_oss",
+                      interleaved=bool(interleaved), output=output, options=options)
 
     def result_shape(self, rows: int, width: int) -> tuple[int, int]:
         return rows, width // 2

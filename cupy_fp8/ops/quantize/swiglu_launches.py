@@ -25,7 +25,7 @@ from .bias_gradient import ColumnSums, partial_sums
 from .quantized_result import QuantizedResult, per_tensor_destinations, per_tensor_result
 
 DIRECTIONS = "rowwise", "columnwise"
-#: Members of a kernel's struct by name.
+#: A kernel's struct is given by the names of its members.
 Members = dict[str, Any]
 
 _CAST = Kernel("quantize/swiglu_tensor", "swiglu_cast")
@@ -33,27 +33,27 @@ _BLOCK = Kernel("quantize/swiglu_blocks", "swiglu_block")
 _MX = Kernel("quantize/swiglu_mx", "swiglu_mx")
 _KERNELS = (_CAST, _BLOCK, _MX)
 
-#: Values of the define PATH (enum Path in kernels_cu/include/swiglu/swiglu.cuh says what each program can
-#: do).
+#: The define PATH has these values (enum Path in kernels_cu/include/swiglu/swiglu.cuh says what each program
+#: can do).
 ANY, ROWS, TILES, OPTIONS, EXPERTS = "any", "rows", "tiles", "options", "experts"
 WIDE, QUOTIENTS = "wide", "quotients"
-#: Flags of the struct SwigluCall.
+#: The struct SwigluCall has these flags.
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
 
 _TILE = shapes.SMALL
-#: 16-byte loads that a thread has in flight for each array (kStages rows of kLoads).
+#: A thread has so many 16-byte loads in flight for each array (kStages rows of kLoads).
 _STAGES = 4
 _COLUMN_AMAXES = 4 * (8 * _TILE.columns + 8) * 4    # bytes of shared memory for a tile (struct ColumnAmaxes)
-#: Bytes of shared memory of a launch that needs none: an array of 0 bytes has no address on the CPU.
+#: A launch that needs no shared memory asks for so many bytes: an array of 0 bytes has no address on the CPU.
 _LEAST_SHARED = 16
 #: A block of threads takes more tiles only if at least so many blocks remain.
 _ENOUGH_BLOCKS = 512
-#: The workspace of current scaling: amax, finished blocks, then the scale.
+#: The workspace of current scaling has the amax, the number of finished blocks, then the scale.
 _WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
 
 
 class Inputs(NamedTuple):
-    """The validated arguments of a call.
+    """Holds the validated arguments of a call.
 
     grad: the gradient of y; a call with it computes that of x. groups: the rows of experts that have biases
     of their own. scale: (address, 0) or (0, value). limit: infinity without clamp. options: those of the
@@ -79,7 +79,8 @@ class Inputs(NamedTuple):
 
 # ---- how recipes store a matrix ----
 class Output:
-    """How a recipe stores a matrix: the kernel, the description of its result, and members of its struct.
+    """Says how a recipe stores a matrix: the kernel, the description of its result, and members of its
+    struct.
 
     row_block: so many elements of a row share a scale, and all of them belong to da or to db. divides:
     whether elements are divided by scale_inv. transposed: how column-wise data are stored."""
@@ -94,7 +95,8 @@ class Output:
         self.shape, self.recipe, self.columnwise = shape, recipe, columnwise
 
     def destinations(self, result: QuantizedResult, written: Sequence[int]) -> Members:
-        """Members with the addresses of data and scales. result: the description of what is written."""
+        """Returns members with the addresses of data and scales. result: the description of what is written.
+        """
         raise NotImplementedError
 
 
@@ -134,7 +136,7 @@ class _Blocks(Output):
         rows, columns = self._quantization.axes(list(self._quantization.directions))
         return {"data": data, "data_t": data_t, "row_scales": {"to": row_scales, **rows.strides},
                 "column_scales": {"to": column_scales, **columns.strides}, "rule": self._quantization.rule,
-                "block_segments": self.row_block // 32, "divides": int(self.divides)}
+                "subblocks_per_block": self.row_block // 32, "divides": int(self.divides)}
 
 
 class _Mx(Output):
@@ -167,8 +169,8 @@ _OUTPUTS: dict[type, Any] = {
 
 def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: Any,
               columnwise: Any) -> Output:
-    """How a recipe stores a matrix of this shape. source: x's dtype. TypeError or ValueError for recipes
-    that have no kernel."""
+    """Returns how a recipe stores a matrix of this shape. source: x's dtype. TypeError or ValueError for
+    recipes that have no kernel."""
     check_recipe(recipe)
     made: Output = _OUTPUTS[type(recipe)](shape, source, recipe, rowwise, columnwise)
     return made
@@ -177,8 +179,8 @@ def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwis
 # ---- launches ----
 def launches(call: Call, inputs: Inputs, result: QuantizedResult, written: Sequence[int],
              dprobs_at: int) -> Iterator[Launch]:
-    """The launches that write y or the gradient of x, and the gradient of probs if it has an address. result,
-    written: the description of the quantised arrays and their addresses."""
+    """Yields the launches that write y or the gradient of x, and the gradient of probs if it has an address.
+    result, written: the description of the quantised arrays and their addresses."""
     x, output, rows = inputs.x.array, inputs.output, len(inputs.x.array)
     addresses = output.destinations(result, written)
     swiglu = _described(inputs, call.noop_at)
@@ -208,7 +210,8 @@ def launches(call: Call, inputs: Inputs, result: QuantizedResult, written: Seque
 
 
 def _described(inputs: Inputs, noop_at: int) -> Members:
-    """The struct SwigluCall without the results of other launches and without the flag of wide accesses."""
+    """Returns the struct SwigluCall without the results of other launches and without the flag of wide
+    accesses."""
     rows, columns = inputs.output.shape
     flags = _GPT_OSS * inputs.gpt_oss | _INTERLEAVED * inputs.interleaved
     flags |= _CLAMPED * bool(np.isfinite(inputs.limit))
@@ -219,20 +222,22 @@ def _described(inputs: Inputs, noop_at: int) -> Members:
 
 
 def _bias_at(inputs: Inputs) -> int:
-    """The address of the biases. 0 if there are none: the address of an empty array may be anything."""
+    """Returns the address of the biases. 0 if there are none: the address of an empty array may be anything.
+    """
     return inputs.bias.at if inputs.bias and inputs.bias.array.size else 0
 
 
 def _is_wide(inputs: Inputs, data: int) -> bool:
-    """Whether every row that is read allows 16-byte loads, and every row that is not transposed 8-byte
-    stores. data: the or'ed addresses of data that are not transposed."""
+    """Returns whether every row that is read allows 16-byte loads, and every row that is not transposed
+    8-byte stores. data: the or'ed addresses of data that are not transposed."""
     read = inputs.x.at | _bias_at(inputs) | (inputs.grad.at if inputs.grad else 0)
     return inputs.half % 8 == 0 and read % 16 == 0 and data % 8 == 0
 
 
-def _cast(call: Call, inputs: Inputs, program: _Program, members: Members,
+def _cast(call: Call, inputs: Inputs, program: _TiledProgram, members: Members,
           addresses: Members) -> Iterator[Launch]:
-    """The launch that casts with one scale; for current scaling another one before it finds that scale."""
+    """Yields the launch that casts with one scale; for current scaling another one before it finds that
+    scale."""
     x, recipe, amax_at = inputs.x.array, inputs.output.recipe, inputs.amax_at
     scale_at, scale_value = inputs.scale
     if isinstance(recipe, CurrentScaling):
@@ -247,8 +252,8 @@ def _cast(call: Call, inputs: Inputs, program: _Program, members: Members,
 
 
 # ---- programs ----
-class _Program(NamedTuple):
-    """A program for a call, its grid, and how many tiles of a column a block of threads takes."""
+class _TiledProgram(NamedTuple):
+    """Describes a program for a call, its grid, and how many tiles of a column a block of threads takes."""
 
     variant: Variant
     grid: int
@@ -260,23 +265,23 @@ class _Program(NamedTuple):
         return self.variant.bind(x, self.grid, shared=shared, **members)
 
 
-def _program(inputs: Inputs, swiglu: Members) -> _Program:
-    """The program that a call takes. swiglu: the members of SwigluCall."""
+def _program(inputs: Inputs, swiglu: Members) -> _TiledProgram:
+    """Returns the program that a call takes. swiglu: the members of SwigluCall."""
     output, backward, source = inputs.output, inputs.grad is not None, inputs.x.dtype
-    found = _variants(output.kernel, source, output.recipe.dtype, backward)
+    by_path = _variants(output.kernel, source, output.recipe.dtype, backward)
     path = _path(inputs, swiglu)
-    variant = found.get(path) or found[ANY if path == QUOTIENTS else WIDE]
-    if variant is found[ANY]:
-        return _Program(variant, _TILE.grid(output.shape), 1)
+    variant = by_path.get(path) or by_path[ANY if path == QUOTIENTS else WIDE]
+    if variant is by_path[ANY]:
+        return _TiledProgram(variant, _TILE.grid(output.shape), 1)
     # These write the tiles of da and of db at once.
     once, each = (output.shape[0], inputs.half), 1
     while each < _most_tiles(variant) and _TILE.grid(once) // (2 * each) >= _ENOUGH_BLOCKS:
         each *= 2
-    return _Program(variant, _TILE._replace(rows=each * _TILE.rows).grid(once), each)
+    return _TiledProgram(variant, _TILE._replace(rows=each * _TILE.rows).grid(once), each)
 
 
 def _path(inputs: Inputs, swiglu: Members) -> str:
-    """The path for a call, if a program for the call's types has it."""
+    """Returns the path for a call, if a program for the call's types has it."""
     output, half, backward = inputs.output, inputs.half, inputs.grad is not None
     straddled = backward and not inputs.interleaved and half % output.row_block != 0
     if not swiglu["flags"] & _WIDE or straddled:
@@ -290,8 +295,8 @@ def _path(inputs: Inputs, swiglu: Members) -> str:
 
 @functools.cache
 def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: bool) -> dict[str, Variant]:
-    """The programs for these types, by path. bf16 to e4m3 has all of them. Other types take WIDE for those
-    that they lack."""
+    """Returns the programs for these types, by path. bf16 to e4m3 has all of them. Other types take WIDE for
+    those that they lack."""
     common, to_e4m3 = source == bfloat16 and to == float8_e4m3fn, to == float8_e4m3fn
     paths = {
         ROWS: common or (source == bfloat16 and backward) or (to_e4m3 and not backward and kernel is not _MX),
@@ -325,7 +330,7 @@ def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward:
 
 
 def _is_streamed(v: Variant) -> bool:
-    """Whether rows come through shared memory (kernels_cu/include/swiglu/swiglu_stream.cuh)."""
+    """Returns whether rows come through shared memory (kernels_cu/include/swiglu/swiglu_stream.cuh)."""
     defines = dict(v.defines)
     path = defines["PATH"]
     if v.kernel is _CAST:
@@ -334,8 +339,8 @@ def _is_streamed(v: Variant) -> bool:
 
 
 def _most_tiles(v: Variant) -> int:
-    """How many tiles a block of threads can take. Its shared memory has room for the weights of so many rows
-    (kMostRows in swiglu_stream.cuh)."""
+    """Returns how many tiles a block of threads can take. Its shared memory has room for the weights of so
+    many rows (kMostRows in swiglu_stream.cuh)."""
     defines = dict(v.defines)
     path, most = defines["PATH"], v.block // _TILE.rows
     if not _is_streamed(v):
@@ -346,7 +351,7 @@ def _most_tiles(v: Variant) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these ops may launch."""
+    """Yields every variant that these ops may launch."""
     yield from row_segments.rows_variants()
     for kernel, source, to, backward in product(_KERNELS, INPUT_DTYPES, FP8_DTYPES, (False, True)):
         yield from _variants(kernel, source, to, backward).values()

@@ -29,9 +29,9 @@ _CAST = Kernel("quantize/tensor", "cast", block=shapes.ELEMENTWISE_THREADS)
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
 #: This choice is the fastest on an H200 (docs/lab-notes).
 _COLUMNWISE = shapes.Tile(256, 128, down_first=True)
-#: Bits of the define DIRECTIONS.
+#: The define DIRECTIONS has these bits.
 _ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2
-#: DIRECTIONS and DBIAS of the programs for whole patches.
+#: The programs for whole patches have these DIRECTIONS and DBIAS.
 _WHOLE = ((3, False), (2, False), (3, True), (1, True))
 
 
@@ -130,7 +130,7 @@ class _QuantizeTensor(Op[_Inputs]):
     def arguments(self, call: Call, x: Any, scale: Any, dtype: Any, rowwise: Any, columnwise: Any,
                   transposed: Any, amax: Any, noop: Any, dbias: Any, eps: Any, pow2_scale: Any) -> _Inputs:
         fmt = lookup(dtype, FP8_DTYPES, "dtype")
-        found = call.read("x", x, INPUT_DTYPES)
+        x_input = call.read("x", x, INPUT_DTYPES)
         flags(rowwise=rowwise, columnwise=columnwise, transposed=transposed, dbias=dbias,
               pow2_scale=pow2_scale)
         if type(eps) is not float:
@@ -142,12 +142,12 @@ class _QuantizeTensor(Op[_Inputs]):
                              f"(got eps={shown(eps)}, pow2_scale={shown(pow2_scale)})")
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
         call.noop(noop)
-        check_directions(found.shape, rowwise, columnwise, dbias)
+        check_directions(x_input.shape, rowwise, columnwise, dbias)
         directions = {"rowwise": bool(rowwise), "columnwise": bool(columnwise),
                       "transposed": bool(transposed)}
-        result = per_tensor_result(found.shape, fmt.dtype, **directions, dbias=bool(dbias))
-        return _Inputs(x=found, scale=scale, scale_at=scale_at, scale_value=scale_value, rule=rule, amax=amax,
-                       amax_at=amax_at, directions=directions, result=result, dtype=fmt.dtype)
+        result = per_tensor_result(x_input.shape, fmt.dtype, **directions, dbias=bool(dbias))
+        return _Inputs(x=x_input, scale=scale, scale_at=scale_at, scale_value=scale_value, rule=rule,
+                       amax=amax, amax_at=amax_at, directions=directions, result=result, dtype=fmt.dtype)
 
     def reference(self, inputs: _Inputs) -> Quantized:
         _, eps, pow2_scale = inputs.rule or (0.0, 0.0, False)
@@ -176,7 +176,7 @@ class _QuantizeTensor(Op[_Inputs]):
 
 
 def _flat(inputs: _Inputs, members: dict[str, Any], addresses: dict[str, int]) -> Launch:
-    """The launch that casts an array in its order."""
+    """Returns the launch that casts an array in its order."""
     x = inputs.x.array
     grid, vector = shapes.elementwise_grid(x.size, x.shape, x.dtype.itemsize, 1, inputs.x.at,
                                            addresses["data"])
@@ -185,7 +185,7 @@ def _flat(inputs: _Inputs, members: dict[str, Any], addresses: dict[str, int]) -
 
 def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any],
            addresses: dict[str, int]) -> Iterator[Launch]:
-    """The launch for tiles of a matrix, and those that add up column sums."""
+    """Yields the launch for tiles of a matrix, and those that add up column sums."""
     x, dbias = inputs.x.array, inputs.result.dbias
     rows, columns = x.shape[-2:]
     directions = _ROWWISE_BIT * ("data" in addresses) | _COLUMNWISE_BIT * ("data_t" in addresses)
@@ -209,7 +209,7 @@ _QUANTIZE = _QuantizeTensor()
 
 
 def _large_tile(source: np.dtype[Any], directions: int, dbias: bool) -> shapes.Tile:
-    """The tile for whole patches of large arrays."""
+    """Returns the tile for whole patches of large arrays."""
     if directions == _ROWWISE_BIT:
         return shapes.SMALL
     if directions == _COLUMNWISE_BIT:
@@ -219,21 +219,22 @@ def _large_tile(source: np.dtype[Any], directions: int, dbias: bool) -> shapes.T
 
 
 def _shared(tile: shapes.Tile, directions: int, dbias: bool) -> int:
-    """Bytes of shared memory: the transposed tile, and an f32 for every 16 rows of a column."""
+    """Returns how many bytes of shared memory a launch takes: the transposed tile, and an f32 for every 16
+    rows of a column."""
     return bool(directions & _COLUMNWISE_BIT) * tile.shared + dbias * tile.shared // 4
 
 
 def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile, dbias: bool,
                             directions: int = 0) -> Variant:
-    """The program for whole patches in these directions, or, of SMALL tiles, the one for any array and any
-    directions."""
+    """Returns the program for whole patches in these directions, or, of SMALL tiles, the one for any array
+    and any directions."""
     return _CAST_TRANSPOSE.variant(
         block=tile.block, shared=_shared(tile, directions or _COLUMNWISE_BIT, dbias), IN=source, OUT=to,
         **tile.defines, DBIAS=dbias, WHOLE=directions > 0, DIRECTIONS=directions)
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these ops may launch."""
+    """Yields every variant that these ops may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _CAST.variant(IN=source, OUT=to)
         for dbias in (False, True):

@@ -21,7 +21,7 @@ _CHUNK_BYTES = 16
 
 
 class _Grid:
-    """What a grid can hold: one block per multiprocessor, and so many rounds of chunks in each block."""
+    """Says what a grid can hold: one block per multiprocessor, and so many rounds of chunks in each block."""
 
     def __init__(self, blocks: int, threads: int, shared_bytes: int) -> None:
         self.blocks, self.threads = blocks, threads
@@ -40,18 +40,18 @@ def _gpu(device_id: int) -> _Grid:
 
 def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: TensorScaleRule,
            **addresses: int) -> Launch | None:
-    """The launch that finds amax and scale and casts row-wise. None if x does not fit, or is not aligned as
-    the kernel needs. addresses: those of the result. The launch takes no more shared memory than it needs,
-    because rounds in registers arrive through the L1."""
+    """Returns the launch that finds amax and scale and casts row-wise. It is None if x does not fit, or is
+    not aligned as the kernel needs. addresses: those of the result. The launch takes no more shared memory
+    than it needs, because rounds in registers arrive through the L1."""
     a, chunk = x.array, _CHUNK_BYTES // x.dtype.itemsize
     grid = _CPU if isinstance(a, np.ndarray) else _gpu(a.data.device_id)
     chunks = a.size // chunk
     blocks = min(grid.blocks, -(-chunks // grid.threads)) or 1
     rounds = -(-chunks // (blocks * grid.threads))
-    in_registers = _CAST_CURRENT.constant("kHeld")
+    in_registers = _CAST_CURRENT.constant("kChunksInRegisters")
     if rounds > in_registers + grid.rounds_in_shared or x.at % _CHUNK_BYTES or addresses["data"] % chunk:
         return None
-    # Blocks find there what others told in this launch, so each number of blocks has words of its own.
+    # Blocks find there what others published in this launch, so each number of blocks has words of its own.
     words_at = call.workspace(f"current scaling by {blocks} blocks", 1 + blocks)
     return _variant(x.dtype, dtype, grid).bind(
         a, blocks, shared=max(1, rounds - in_registers) * grid.threads * _CHUNK_BYTES, x=x.at, **addresses,
@@ -63,6 +63,6 @@ def _variant(source: np.dtype[Any], to: np.dtype[Any], grid: _Grid) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _variant(source, to, _Grid(1, 1024, _STATIC_SHARED))

@@ -132,7 +132,8 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
 
 def call_of(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool, columnwise: bool, scales: Any, amaxes: Any,
             noop: Array | None) -> tuple[Op[Any], tuple[Any, ...]]:
-    """The op that quantises with this recipe, and its arguments, for `calls.call.run` and `validate_call`."""
+    """Returns the op that quantises with this recipe, and its arguments, for `calls.call.run` and
+    `validate_call`."""
     if not isinstance(recipe, (BlockScaling, MXScaling)):
         return _QUANTIZE, (xs, scales, amaxes, noop, recipe, rowwise, columnwise)
     check_scales(recipe, scales, amaxes, several=True)
@@ -232,8 +233,8 @@ def _matrix(call: Call, name: str, x: Any) -> Input:
 
 # ---- launches ----
 class _Matrix(NamedTuple):
-    """A matrix, the addresses of its results by the names of the kernel's members, its scale (address or
-    value), and the address of its amax."""
+    """Describes a matrix, the addresses of its results by the names of the kernel's members, its scale
+    (address or value), and the address of its amax."""
 
     x: Input
     addresses: dict[str, int]
@@ -242,16 +243,16 @@ class _Matrix(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether every row of x and of the row-wise data allows chunked access."""
+        """True if every row of x and of the row-wise data allows chunked access."""
         return self.x.shape[1] % 8 == 0 and self.x.at % 16 == 0 and self.addresses.get("data", 0) % 8 == 0
 
     @property
     def vector(self) -> bool:
-        """Whether every row of the transposed data allows 16-byte stores."""
+        """True if every row of the transposed data allows 16-byte stores."""
         return self.x.shape[0] % 16 == 0 and self.addresses.get("data_t", 0) % 16 == 0
 
     def tiles(self, tile: shapes.Tile) -> int:
-        """Blocks of threads. An empty matrix has one too, for its scale_inv."""
+        """Returns how many blocks of threads a matrix takes. An empty one takes one, for its scale_inv."""
         return -(-self.x.shape[0] // tile.rows) * -(-self.x.shape[1] // tile.columns) or 1
 
 
@@ -270,7 +271,7 @@ def _table(matrices: list[_Matrix], tile: shapes.Tile, zeros: int = 0) -> TableL
 
 
 def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> bytes:
-    """The packed records. scales: where the table has the scales that another launch finds."""
+    """Packs the records. scales: where the table has the scales that another launch finds."""
     ends = accumulate(table.blocks)
     return b"".join(
         table.record.pack(x=each.x.at, scale=scales + 4 * i if scales else each.scale[0],
@@ -282,7 +283,7 @@ def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> byt
 
 def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: TensorScaleRule,
                staging: single_read.Staging) -> Launch:
-    """The launch of current scaling if matrices wait in the multiprocessors for their scales."""
+    """Returns the launch of current scaling if matrices wait in the multiprocessors for their scales."""
     x, count = matrices[0].x.array, sum(each.tiles(single_read.TILE) for each in matrices)
     table = _table(matrices, single_read.TILE, 4 * single_read.words(count))
     at = table.make(call, _packed(matrices, table))
@@ -293,8 +294,8 @@ def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: Ten
 
 def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any],
                 rule: TensorScaleRule) -> Iterator[Launch]:
-    """The launches of current scaling if one finds the scales and the other casts. The cast begins at the
-    end, which the L2 still holds."""
+    """Yields the launches of current scaling if one finds the scales and the other casts. The cast begins at
+    the end, which the L2 still holds."""
     x, tile, number = matrices[0].x.array, _tile(matrices), len(matrices)
     table = _table(matrices, tile, 12 * number)             # an AmaxOfBlocks and a scale for each
     scales = table.zeros + 8 * number
@@ -306,14 +307,14 @@ def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any],
 
 
 def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any]) -> Launch:
-    """The launch for given scales. The records of few matrices are among its arguments. If all matrices have
-    equally many blocks, it needs no table."""
+    """Returns the launch for given scales. The records of few matrices are among its arguments. If all
+    matrices have equally many blocks, it needs no table."""
     x, tile = matrices[0].x.array, _tile(matrices)
     table = _table(matrices, tile)
     packed = _packed(matrices, table)
     members: dict[str, Any] = {}
-    if len(matrices) <= _CAST.constant("kFew"):
-        members = {"number": len(matrices), "few": Records.of(packed, table.pointers())}
+    if len(matrices) <= _CAST.constant("kRecordsInArguments"):
+        members = {"number": len(matrices), "argument_records": Records.of(packed, table.pointers())}
     if not members or not table.each:
         at = table.make(call, packed)
         members |= {"tensors": at, "tensor_of": at + table.numbers}
@@ -327,7 +328,7 @@ def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile) -
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these ops may launch."""
+    """Yields every variant that these ops may launch."""
     yield from single_read.variants(_CURRENT)
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _cast_variant(source, to, _SMALL)

@@ -23,7 +23,7 @@ _COMPUTE_AMAX = Kernel("scales/amax", "compute_amax", block=_THREADS)
 _BLOCKS_PER_SM = 4
 _CHUNKS_PER_STEP = 4
 _BLOCKS_ON_CPU = 4
-#: u32 words of the workspace: the amax, blocks_done, and the scale of current scaling.
+#: The workspace has so many u32 words: the amax, blocks_done, and the scale of current scaling.
 _WORDS = 4
 _SCALE_OFFSET = 8
 
@@ -82,8 +82,8 @@ _AMAX, _RESULT = _ComputeAmax(), _Result()
 
 
 def current_scale(call: Call, x: Input, rule: TensorScaleRule) -> tuple[Launch, int]:
-    """The launch that finds the scale from x's own amax, as `compute_scale` defines it, and the address where
-    later launches on this stream find the scale."""
+    """Returns the launch that finds the scale from x's own amax, as `compute_scale` defines it, and the
+    address where later launches on this stream find the scale."""
     words = call.workspace("amax", _WORDS)
     scale_at = words + _SCALE_OFFSET
     return _launch(x, words, "ignore", out=scale_at, noop=call.noop_at, rule=rule._asdict(),
@@ -104,6 +104,6 @@ def _variant(dtype: np.dtype[Any], nan: str) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     for dtype, nan in product(INPUT_DTYPES, NAN_RULES):
         yield _variant(dtype, nan)

@@ -99,7 +99,7 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
 
 
 def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input]:
-    """The Scaled, which the call has read, with compact scales in new memory; and these scales."""
+    """Returns the Scaled, which the call has read, with compact scales in new memory; and these scales."""
     if not isinstance(s.scale_inv, np.ndarray) and kernels.capturing(s.scale_inv.data.device_id):
         raise ValueError(f"{name}: {s.scale_layout} scales are made compact in new memory, which cannot be "
                          f"had while a CUDA graph is captured; take {name}.to_layout('compact') before the "
@@ -129,16 +129,16 @@ class _ConvertScales(Op[_Inputs]):
                                                    for b in block):
             scale_shape(shape, block, target)               # Its error says what a block is.
         to = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
-        found = conversion(source, target, shape, block, scale_inv.dtype, to, strides)
-        validate.check_shape("scale_inv", scale_inv.shape, found.source_shape,
+        plan = conversion(source, target, shape, block, scale_inv.dtype, to, strides)
+        validate.check_shape("scale_inv", scale_inv.shape, plan.source_shape,
                              f"{source} scales of blocks {block} of shape {shape}")
         scales = (call.read("scale_inv", scale_inv, (scale_inv.dtype,)) if strides is None
                   else call.read_strided("scale_inv", scale_inv))
-        if (flag(check, "check") or call.xp is np) and found.may_be_wrong:
+        if (flag(check, "check") or call.xp is np) and plan.may_be_wrong:
             call.repeatable = False
-            _check_powers_of_two(scale_inv, found.used)
-        options = {"source": source, "target": target, "shape": shape, "block": block, "dtype": found.dtype}
-        return _Inputs(scales, found, options)
+            _check_powers_of_two(scale_inv, plan.used)
+        options = {"source": source, "target": target, "shape": shape, "block": block, "dtype": plan.dtype}
+        return _Inputs(scales, plan, options)
 
     def result(self, inputs: _Inputs) -> Description:
         return one_array(inputs.conversion.shape, inputs.conversion.dtype)
@@ -161,8 +161,8 @@ def _as_tuple(shape: Any) -> tuple[int, ...]:
 
 
 def _check_powers_of_two(scale_inv: Array, used: int) -> None:
-    """ValueError unless E8M0 has every f32 scale among the first `used` of the last axis. Waits for the
-    device."""
+    """Raises ValueError unless E8M0 has every f32 scale among the first `used` of the last axis. Waits for
+    the device."""
     validate.may_wait(scale_inv)
     scales = asnumpy(scale_inv)[..., :used]
     wrong = ~(is_in_e8m0(scales) | np.isnan(scales))
@@ -175,7 +175,7 @@ def _check_powers_of_two(scale_inv: Array, used: int) -> None:
 
 # ---- launches, which other ops use too ----
 class Conversion(NamedTuple):
-    """What follows from layouts, dtypes, the shape of the data and their blocks."""
+    """Says what follows from layouts, dtypes, the shape of the data and their blocks."""
 
     source_shape: tuple[int, ...]
     shape: tuple[int, ...]          # the result's shape
@@ -226,29 +226,29 @@ def conversion(source: str, target: str, shape: tuple[int, ...], block: Block, h
                  "source_shift": before.shift, "target_shift": after.shift, "order": after.order})
 
 
-def conversion_launches(call: Call, found: Conversion, scales: Input, to_at: int) -> Iterator[Launch]:
-    """The launch of a conversion."""
-    if found.aligned_for:
-        check_aligned("out", to_at, found.aligned_for)
-    adjacent = _adjacent_lines(found, scales)
+def conversion_launches(call: Call, plan: Conversion, scales: Input, to_at: int) -> Iterator[Launch]:
+    """Yields the launch of a conversion."""
+    if plan.aligned_for:
+        check_aligned("out", to_at, plan.aligned_for)
+    adjacent = _adjacent_lines(plan, scales)
     if adjacent is not None:
-        compact_at, swizzled_at = (scales.at, to_at) if found.swizzles else (to_at, scales.at)
-        yield from matrix_launches(bool(found.swizzles), scales.array, matrix_extents(found.lines),
+        compact_at, swizzled_at = (scales.at, to_at) if plan.swizzles else (to_at, scales.at)
+        yield from matrix_launches(bool(plan.swizzles), scales.array, matrix_extents(plan.lines),
                                    compact_at, swizzled_at, adjacent)
-    elif found.grid:
-        errors = call.error_word() if found.may_be_wrong else 0
-        yield found.variant.bind(scales.array, found.grid, to=to_at, errors=errors, **{"from": scales.at},
-                                 **found.members)
+    elif plan.grid:
+        errors = call.error_word() if plan.may_be_wrong else 0
+        yield plan.variant.bind(scales.array, plan.grid, to=to_at, errors=errors, **{"from": scales.at},
+                                 **plan.members)
 
 
-def _adjacent_lines(found: Conversion, scales: Input) -> bool | None:
-    """Whether the lines of compact scales are adjacent in memory. None if the kernels of swizzle_scales and
-    unswizzle_scales cannot do the conversion."""
-    if found.swizzles is None or (not found.swizzles and scales.at % 16):
+def _adjacent_lines(plan: Conversion, scales: Input) -> bool | None:
+    """Returns whether the lines of compact scales are adjacent in memory. It is None if the kernels of
+    swizzle_scales and unswizzle_scales cannot do the conversion."""
+    if plan.swizzles is None or (not plan.swizzles and scales.at % 16):
         return None
     if is_contiguous(scales.array):
-        return found.columnwise
-    return not found.columnwise if lines_adjacent(scales.array) else None
+        return plan.columnwise
+    return not plan.columnwise if lines_adjacent(scales.array) else None
 
 
 def _scale_shape(name: str, layout: str, shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
@@ -259,9 +259,9 @@ def _scale_shape(name: str, layout: str, shape: tuple[int, ...], block: Block) -
 
 
 class _StoredScales(NamedTuple):
-    """Where a layout has the scale of (line, block). strides: the members of ScaleStrides; lines, blocks:
-    their numbers with padding; order: which scales a thread takes; shift: log2 of the lines that share a line
-    of scales."""
+    """Says where a layout has the scale of (line, block). strides: the members of ScaleStrides; lines,
+    blocks: their numbers with padding; order: which scales a thread takes; shift: log2 of the lines that
+    share a line of scales."""
 
     strides: dict[str, int]
     lines: int
@@ -300,12 +300,12 @@ def _stored_scales(layout: str, grid: ScaleGrid, block: Block, rows: int,
 
 
 def _strides(matrix: int, line: int, block: int, block4: int) -> dict[str, int]:
-    """The strides of a layout without tiles."""
+    """Returns the strides of a layout without tiles."""
     return {"matrix": matrix, "line": line, "line32": 32 * line, "line128": SWIZZLE_ROWS * line,
             "block": block, "block4": block4}
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Yields every variant that this op may launch."""
     for source, to in product((float32, float8_e8m0fnu), repeat=2):
         yield _KERNEL.variant(IN=source, OUT=to)

@@ -55,7 +55,8 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
 
 
 class TensorScaleRule(NamedTuple):
-    """The members of the TensorScaleRule of kernels_cu/include/scale/scale.cuh: a scale is target / amax."""
+    """Holds the members of the TensorScaleRule of kernels_cu/include/scale/scale.cuh: a scale is target /
+    amax."""
 
     target: float
     eps: float
@@ -200,8 +201,8 @@ def _target(dtype: np.dtype[Any], margin: int) -> float:
 
 @functools.lru_cache
 def _columns_log2(length: int, n: int, processors: int) -> int:
-    """log2 of the columns that a block owns: 32 of them, or as many as there are. A block owns fewer if a
-    thread's rows take more than one round of loads while multiprocessors are idle."""
+    """Returns log2 of the columns that a block owns: 32 of them, or as many as there are. A block owns fewer
+    if a thread's rows take more than one round of loads while multiprocessors are idle."""
     log2 = _MOST_COLUMNS_LOG2
     while log2 and (1 << log2 >= 2 * n or (length << log2 > _THREADS * _IN_FLIGHT and (n - 1 >> log2)
                                            + 1 < processors)):
@@ -210,6 +211,6 @@ def _columns_log2(length: int, n: int, processors: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these ops may launch."""
+    """Yields every variant that these ops may launch."""
     yield _COMPUTE_SCALE.variant()
     yield _UPDATE.variant()

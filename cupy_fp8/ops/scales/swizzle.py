@@ -35,7 +35,7 @@ from ...layouts import (
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales", block=64)
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales", block=64)
 _TILES = 8                  # tiles that a block of threads takes along a line
-#: The values of the define GROUPED.
+#: The define GROUPED has these values.
 _NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2
 
 
@@ -122,9 +122,9 @@ class _SwizzleScales(Op[_Inputs]):
         if s.ndim not in (2, 3):
             raise ValueError(f"s: expected shape [R, C] or [E, R, C], got {s.shape}")
         adjacent = lines_adjacent(s)
-        found = call.read("s", s.swapaxes(-1, -2) if adjacent else s, (float8_e8m0fnu,))
+        scales = call.read("s", s.swapaxes(-1, -2) if adjacent else s, (float8_e8m0fnu,))
         groups = _groups(call, splits, axis, s.shape, check)
-        return _Inputs(s, found, adjacent, groups, axis, _extents(s.shape, groups.number, axis, 0))
+        return _Inputs(s, scales, adjacent, groups, axis, _extents(s.shape, groups.number, axis, 0))
 
     def result(self, inputs: _Inputs) -> Description:
         return Description(Written("out", inputs.extents.swizzled, float8_e8m0fnu))
@@ -140,12 +140,12 @@ class _SwizzleScales(Op[_Inputs]):
 class _UnswizzleScales(Op[_Inputs]):
     def arguments(self, call: Call, s: Any, shape: Any, splits: Any, axis: Any, check: Any) -> _Inputs:
         _check_dtype(s)
-        found = call.read("s", s, (float8_e8m0fnu,))
+        scales = call.read("s", s, (float8_e8m0fnu,))
         groups = _groups(call, splits, axis, shape, check)
         extents = _extents(shape, groups.number, axis, 1)
         of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
         validate.check_shape("s", s.shape, extents.swizzled, f"swizzled scales of shape {shape}{of}")
-        return _Inputs(s, found, False, groups, axis, extents)
+        return _Inputs(s, scales, False, groups, axis, extents)
 
     def result(self, inputs: _Inputs) -> Description:
         return _CompactResult(inputs.extents.shape)
@@ -188,7 +188,7 @@ def _check_dtype(s: Any) -> None:
 
 
 def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: Any) -> Groups:
-    """Validates the options for compact scales of this shape, and the sizes if the host knows them."""
+    """Validates the options for compact scales of this shape, and the sizes if Python knows them."""
     flag(check, "check")
     is_axis = isinstance(axis, (int, np.integer))
     if splits is None:
@@ -209,7 +209,8 @@ def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: A
 
 
 def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
-    """ValueError if sizes on the host are negative, or add up to more lines or blocks than there are."""
+    """Raises ValueError if sizes on the host are negative, or add up to more lines or blocks than there are.
+    """
     given = none_negative(sizes)
     covered = sum(cdiv(size, SWIZZLE_ELEMENTS) for size in given) if axis == 1 else sum(given)
     if covered > total:
@@ -233,7 +234,7 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def lines_adjacent(s: Array) -> bool:
-    """Whether s is C-contiguous only with its last two axes swapped."""
+    """Returns whether s is C-contiguous only with its last two axes swapped."""
     if is_contiguous(s) or s.ndim < 2:
         return False
     shape, strides, size = s.shape, s.strides, s.itemsize
@@ -243,7 +244,7 @@ def lines_adjacent(s: Array) -> bool:
 
 # ---- launches ----
 class _Extents(NamedTuple):
-    """What follows from the shape of the compact scales. Most are members of the struct LayoutParams."""
+    """Says what follows from the shape of the compact scales. Most are members of the struct LayoutParams."""
 
     shape: tuple[int, ...]
     swizzled: tuple[int, ...]
@@ -273,7 +274,7 @@ def _extents(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) 
 
 
 def check_aligned(name: str, at: int, layout: str = "swizzled") -> None:
-    """ValueError if scales that are read 16 bytes at a time are not aligned to that."""
+    """Raises ValueError if scales that are read 16 bytes at a time are not aligned to that."""
     if at % 16:
         raise ValueError(f"{name}: address {at:#x} is not a multiple of 16, as that of {layout} scales has "
                          "to be")
@@ -298,8 +299,8 @@ def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swiz
 
 def matrix_launches(swizzles: bool, x: Array, extents: _Extents, compact_at: int, swizzled_at: int,
                     adjacent: bool) -> Iterator[Launch]:
-    """The launch that swizzles or unswizzles whole matrices. adjacent: whether their lines are adjacent in
-    compact memory."""
+    """Yields the launch that swizzles or unswizzles whole matrices. adjacent: whether their lines are
+    adjacent in compact memory."""
     if extents.grid:
         kernel = _SWIZZLE if swizzles else _UNSWIZZLE
         words = swizzles and _are_words(extents, compact_at, adjacent)
@@ -308,12 +309,12 @@ def matrix_launches(swizzles: bool, x: Array, extents: _Extents, compact_at: int
 
 
 def matrix_extents(shape: tuple[int, ...]) -> _Extents:
-    """The extents that `matrix_launches` takes, for compact scales of this shape."""
+    """Returns the extents that `matrix_launches` takes, for compact scales of this shape."""
     return _extents(shape, None, 0, 0)
 
 
 def _are_words(extents: _Extents, compact_at: int, adjacent: bool) -> bool:
-    """Whether all compact words of four blocks exist and are aligned."""
+    """Returns whether all compact words of four blocks exist and are aligned."""
     return not adjacent and extents.blocks % 4 == 0 and compact_at % 4 == 0
 
 
@@ -328,7 +329,7 @@ def _variant(kernel: Kernel, adjacent: bool, grouped: int, words: bool) -> Varia
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that these ops may launch."""
+    """Yields every variant that these ops may launch."""
     for kernel, adjacent, grouped in product((_SWIZZLE, _UNSWIZZLE), (False, True),
                                              (_NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS)):
         yield _variant(kernel, adjacent, grouped, False)

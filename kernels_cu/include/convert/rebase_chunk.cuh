@@ -1,7 +1,7 @@
-// A chunk of rebase.cu: 16 FP8 elements, multiplied by a power of two in f16 and rounded to FP8 once.
+// A chunk of rebase.cu is 16 FP8 elements. It is multiplied by a power of two in f16 and rounded to FP8 once.
 //
-// v * 2^k is exact for kLeastExact <= k <= kMostExact. Other k, which are rare, take several steps, whose
-// roundings lose only what becomes 0 anyway.
+// v * 2^k is exact for kLeastExactExponent <= k <= kMostExactExponent. Other k, which are rare, take several
+// steps, whose roundings lose only what becomes 0 anyway.
 //
 // Changed values are counted in a word that holds two counts, as the f16 numbers 1024 + count, whose last
 // bits are the count. Integers would take two more instructions for each word of codes, on the pipeline that
@@ -14,11 +14,11 @@ using Pack = Pairs<IN>;
 using Chunk16 = Chunk<IN, 16>;
 
 // All values are multiples of the smallest one, which f16 has down to this power of two.
-constexpr int kLeastExact = Pack::kEmax == 8 ? -15 : -8, kMostExact = 15;
+constexpr int kLeastExactExponent = Pack::kEmax == 8 ? -15 : -8, kMostExactExponent = 15;
 constexpr u32 kFourNan = kNanFp8 * 0x1010101u;
 
 constexpr u32 kNoneChanged = 0x64006400u;
-constexpr int kMostChanged = 1023;
+constexpr int kMostChangedValues = 1023;
 __device__ __forceinline__ u32 sum_of(u32 counts) { return (counts & 0x3ffu) + (counts >> 16 & 0x3ffu); }
 
 // Returns the largest magnitude of a chunk, as f32 bits. NaN is ignored.
@@ -65,7 +65,7 @@ __device__ __forceinline__ Chunk16 times_power_in_steps(const Chunk16& from, int
     u32 power[3];
 #pragma unroll
     for (int i = 0; i < 3; i++) {
-        const int step = clamp(k, -kMostExact, kMostExact);
+        const int step = clamp(k, -kMostExactExponent, kMostExactExponent);
         power[i] = Halves::power_pair(step), k -= step;
     }
 #pragma unroll

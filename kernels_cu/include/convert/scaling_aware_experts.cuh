@@ -32,7 +32,7 @@ constexpr int kPatches = kTileRows / 16;                             // threads 
 constexpr bool kStacks = kMx || TARGET == 0;
 static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 
-// A tile of an expert, and where it is in memory.
+// Describes a tile of an expert, and where it is in memory.
 struct ExpertTile {
     i64 group_start, group_rows;    // the expert's first row in the data, and how many rows it has
     i64 group_tile, group_down;      // rows of tiles before the expert, and its own
@@ -140,17 +140,18 @@ __device__ __forceinline__ ExpertTile expert_of(const ScalingAwareParams& p, i64
                      | __shfl_sync(~0u, segment_word, 2 * n));
     };
     segment.group = member(0), segment.start = member(1);
-    segment.given = member(3), segment.index = member(5);
-    segment.before[0] = member(6), segment.before[1] = member(7);
-    found.group_tile = row_of_tiles - segment.index, found.group_scales = 4 * segment.before[1];
-    found.group_block = kMx ? segment.before[0] : found.group_tile;
+    segment.rows_in_x = member(3), segment.index = member(5);
+    segment.units_before[0] = member(6), segment.units_before[1] = member(7);
+    found.group_tile = row_of_tiles - segment.index, found.group_scales = 4 * segment.units_before[1];
+    found.group_block = kMx ? segment.units_before[0] : found.group_tile;
     found.past_groups = segment.group < 0;
-    if (found.past_groups) {                                         // `to` says where its rows begin.
-        found.group_start = p.segments[found.group_tile].to;
+    if (found.past_groups) {                                         // result_start has its rows.
+        found.group_start = p.segments[found.group_tile].result_start;
         found.group_rows = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
     } else {
-        found.group_start = segment.start, found.group_rows = segment.given;
-        found.group_down = (segment.given + kTileRows - 1) / kTileRows, found.stack = stack_of(segment.given);
+        found.group_start = segment.start, found.group_rows = segment.rows_in_x;
+        found.group_down = (segment.rows_in_x + kTileRows - 1) / kTileRows;
+        found.stack = stack_of(segment.rows_in_x);
     }
     return found;
 }

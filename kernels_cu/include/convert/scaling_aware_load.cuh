@@ -16,7 +16,8 @@ __device__ __forceinline__ int raw_unit(int row, int unit) {
 // may be below one another.
 template <bool kStacked>
 __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw) {
-    constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits, kEach = kTileRows / kStep;
+    constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits;
+    constexpr int kUnitsPerThread = kTileRows / kStep;
     static_assert(kStep == 32, "the places of a thread's units differ by what n alone decides");
     const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
     const int stack = kStacked ? tile.stack : 0, left = tile.columns - unit * 16;
@@ -28,7 +29,7 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
     const u8* from = tile.from + (first * p.columns + unit * 16);
     const int even = raw_unit(first, unit), odd = even ^ 4 * 16;
 #pragma unroll
-    for (int n = 0; n < kEach; from += n % 2 ? after : next, n++) {
+    for (int n = 0; n < kUnitsPerThread; from += n % 2 ? after : next, n++) {
         const int columns = kStacked ? left - tile.strip_of(n * kStep) * TILE_COLUMNS : left;
         const int row = kStacked ? tile.row_in_strip(n * kStep) : n * kStep;
         const bool exists = row < rows && (!kStacked || columns > 0);

@@ -6,15 +6,15 @@
 #include "scale/power_of_two.cuh"
 
 using Pack = Pairs<IN>;
-constexpr int kAhead = 1;                                // tiles that are in flight beside the current one
+constexpr int kTilesAhead = 1;                           // tiles that are in flight beside the current one
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
 
 constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;      // 448 * 2^7 has f16's largest exponent
-constexpr int kMostUp = 15, kMostDown = 24 + kLift;                  // f16 has these powers of two
+constexpr int kMostDoublings = 15, kMostHalvings = 24 + kLift;       // f16 has these powers of two
 constexpr int kLeastNormal = -14 - kLift;
 constexpr int kUnitGap = 8;                              // between scale 1 of rows of zeros and other scales
 
-// Facts about a unit's scales. e_ref is the exponent that its elements are computed relative to.
+// These are facts about a unit's scales. e_ref is the exponent that its elements are computed relative to.
 enum UnitFacts : u32 {
     kGeneral = 1,                // f16 does not have all powers of two that the unit needs.
     // Rows with scale 1 do not count for e_ref, because all other scales are far smaller and a row of zeros
@@ -35,12 +35,12 @@ struct Shared {
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
     // A word has 2^(e - e_ref) of two rows as f16, or NaN for a wrong scale.
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];
-    ExpertTile tile[kAhead + 2];
+    ExpertTile tile[kTilesAhead + 2];
     __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // halves of sectors, see store_aligned()
 };
 
-// The scales of a tile, in registers until they go to shared memory. A warp has the scales of a unit or two,
-// and a lane kLaneRows rows of each.
+// The scales of a tile are kept in registers here until they go to shared memory. A warp has the scales of a
+// unit or two, and a lane kLaneRows rows of each.
 struct TileScales {
     u32 bits[kUnitsPerWarp][kLaneRows];
 
@@ -116,7 +116,7 @@ private:
             most = larger(most, e[r]), least = smaller(least, e[r]);
         }
         most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least);
-        unusual |= most - least > -kLeastNormal || most - kMostUp <= kLowest
+        unusual |= most - least > -kLeastNormal || most - kMostDoublings <= kLowest
                    || (most == 0 && least < -kUnitGap);
         return __any_sync(~0u, unusual);
     }
@@ -175,7 +175,7 @@ private:
         int e_ref = most == kNothing ? 0 : most;
         const bool excludes = most == 0 && least < -kUnitGap && exclude_scale_1(e, e_ref, least);
         if (threadIdx.x % 32 == 0) {
-            const bool general = least < e_ref - kMostDown || e_ref - kMostUp <= kLowest;
+            const bool general = least < e_ref - kMostHalvings || e_ref - kMostDoublings <= kLowest;
             u32 facts = (general ? kGeneral : 0u) | (excludes ? kExcluded : 0u) | kUnusual;
 #pragma unroll
             for (int part = 0; part < 4; part++)                     // A lane has rows of one strip.
@@ -186,7 +186,7 @@ private:
 #pragma unroll
         for (int r = 0; r < kLaneRows; r++) {
             const bool none = e[r] == kNothing || (excludes && e[r] == 0);
-            const int power = clamp(e[r] - e_ref, -kMostDown, 0) + kLift;
+            const int power = clamp(e[r] - e_ref, -kMostHalvings, 0) + kLift;
             factor[r] = e[r] == kNoScale ? kNanF16 : none ? 0 : Halves::power(power);
         }
     }

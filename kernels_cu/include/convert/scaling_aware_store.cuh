@@ -12,7 +12,7 @@ constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes);      
 constexpr int kHalvesBytes = kWarpColumns * 16;                                              // per warp
 static_assert(kWarps * kShiftedBytes >= kTileRows * TILE_COLUMNS + 32, "room for what store_range() makes");
 
-// A thread's part of a tile: 16 rows of four columns.
+// A thread has 16 rows of four columns of a tile.
 using Codes = u32[4][4];
 
 // Stores columns that begin at multiples of 16 bytes. row, column: of this thread's first code in the strips
@@ -54,7 +54,7 @@ __device__ __forceinline__ void stage_column(u8* to, const u32 (&codes)[4]) {
     store_shared_whole(to, codes[0], codes[1], codes[2], codes[3]);
 }
 
-// The columns of a warp, which store_columns() stages in shared memory. They begin at any byte.
+// store_columns() stages the columns of a warp in shared memory. They begin at any byte.
 struct WarpColumns {
     u8* to;                      // where the first column's rows of this tile go
     u8* stage;                   // the staged columns

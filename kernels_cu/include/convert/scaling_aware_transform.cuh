@@ -6,7 +6,7 @@
 
 constexpr int kUnitPatches = BLOCK / 16;                             // threads below one another in a unit
 
-// This thread's 16 rows of four of its warp's columns, in shared memory.
+// A patch is what a thread transforms: 16 rows of four of its warp's columns, in shared memory.
 struct Patch {
     int warp, lane;
     int index;                   // which of the threads below one another has it
@@ -32,12 +32,12 @@ struct Patch {
     __device__ __forceinline__ u32 magnitudes(int r) const { return word(r) & 0x7f7f7f7fu; }
 };
 
-// The factors of a patch's rows, of two rows each as f16. They are relative to the unit's e_ref.
+// A word has the factors of two of a patch's rows as f16. They are relative to the unit's e_ref.
 using Factors = u32[8];
-// The elements of a patch as f16, two rows of a column each.
+// A word has two rows of a column of a patch as f16.
 using Values = u32[4][8];
 
-// The targets of a patch's columns.
+// A patch's columns have these targets.
 struct Targets {
     u32 stored[4];                                               // the bits of the target scales
     u32 of_columns[2] = {0x3c003c00u, 0x3c003c00u};              // 2^(e_ref - kLift - t) of two columns each
@@ -150,8 +150,8 @@ __device__ __forceinline__ void find_unit_target(const u8* raw, const Patch& pat
         if (targets.of_tile == kNothing) targets.of_tile = 0;
         else {
             const int k = patch.unit.e_ref - targets.of_tile;
-            targets.general |= k < 0 || k > kMostUp;
-            const u32 power = Halves::power(clamp(k, 0, kMostUp)) * 0x10001u;
+            targets.general |= k < 0 || k > kMostDoublings;
+            const u32 power = Halves::power(clamp(k, 0, kMostDoublings)) * 0x10001u;
 #pragma unroll
             for (int r = 0; r < 8; r++) factors[r] = Halves::times(factors[r], power);
         }

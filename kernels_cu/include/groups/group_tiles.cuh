@@ -1,4 +1,4 @@
-// Groups that are stored one after the other in whole tiles. One warp of a block finds the groups of the
+// Groups are stored one after the other in whole tiles here. One warp of a block finds the groups of the
 // block's tiles by a scan over all sizes, which only the device knows.
 //
 // A tile is kUnits units of kElements elements of a size, rounded up. For swizzled scales a unit is a line of
@@ -6,7 +6,7 @@
 #pragma once
 #include "groups/splits.cuh"
 
-// A tile and its group.
+// Describes a tile and its group.
 struct GroupTile {
     i64 start;                   // the tile's first unit
     i64 group_tile, group_tiles; // the group's first tile, and how many tiles the group has
@@ -14,7 +14,7 @@ struct GroupTile {
     bool past_groups;            // the tile follows the last group; no group has its units
 };
 
-// This lane's groups in a round of the scan.
+// A lane has these groups in a round of the scan.
 template <int kElements, int kUnits>
 struct TiledGroups {
     static constexpr int kCount = 4;

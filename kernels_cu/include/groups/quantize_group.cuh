@@ -52,8 +52,8 @@ __device__ __forceinline__ void point_at_group(Matrix& group, const RowSegment& 
                                                MoveScales move_scales) {
     group.rows = found.rows;
     group.x += found.start;
-    if (group.rows_data) group.rows_data += found.to;
-    if (group.columns_data) group.columns_data += found.to;
+    if (group.rows_data) group.rows_data += found.result_start;
+    if (group.columns_data) group.columns_data += found.result_start;
     move_scales(found);
     // Transposed data has rows of found.rows bytes.
     const auto allows_wide = [&](const u8* data) {
@@ -75,9 +75,10 @@ __device__ __forceinline__ void clear_past_groups(const Params& p, const Matrix&
     };
     clear(group.rows_data);
     clear(group.columns_data);
-    const i64 part = found.index * p.groups.across + across, parts = gridDim.x - (blockIdx.x - part);
-    p.along_rows.template clear_rest<kThreads>(p.all.along_rows.to, found.before[0], part, parts);
-    p.along_columns.template clear_rest<kThreads>(p.all.along_columns.to, found.before[1], part, parts);
+    const i64 share = found.index * p.groups.across + across, shares = gridDim.x - (blockIdx.x - share);
+    p.along_rows.template clear_rest<kThreads>(p.all.along_rows.to, found.units_before[0], share, shares);
+    p.along_columns.template clear_rest<kThreads>(p.all.along_columns.to, found.units_before[1], share,
+                                                  shares);
 }
 
 // Writes to shared memory this block's group as a matrix of the results, and the block's tile (the first of
@@ -126,11 +127,11 @@ __device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, M
     if (is_set(p.all.noop)) return;
     if (p.list.arrays) {
         if (threadIdx.x < 32) p.list.template find<Tile>(group, at);
-        if (threadIdx.x == 0) found.given = group.rows;
+        if (threadIdx.x == 0) found.rows_in_x = group.rows;
         __syncthreads();
     } else if (!find_group_tile<Tile, kTiles>(p, group, at, found, move_scales)) return;
     const bool single = kTiles == 1 || p.list.arrays;
     const int rows = left_of(group.rows - at.row, kTiles * Tile::kRows);
     const int tiles = single ? 1 : (rows + Tile::kRows - 1) / Tile::kRows;
-    quantize(at, found.given, tiles);
+    quantize(at, found.rows_in_x, tiles);
 }

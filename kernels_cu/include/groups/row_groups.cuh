@@ -10,10 +10,10 @@
 #include "memory/chunks.cuh"
 
 struct RowSegment;
-// Groups of the rows of an array x [rows, columns]. In the results each group is followed by rows of zeros up
-// to a multiple of `align` (1: by none). Wrong sizes and offsets are made harmless: a negative size counts as
-// 0, a group that goes past the last row ends there, and a group whose given offset is not a row start, or
-// points past the end, is skipped.
+// Describes groups of the rows of an array x [rows, columns]. In the results each group is followed by rows
+// of zeros up to a multiple of `align` (1: by none). Wrong sizes and offsets are made harmless: a negative
+// size counts as 0, a group that goes past the last row ends there, and a group whose given offset is not a
+// row start, or points past the end, is skipped.
 struct RowGroups {
     const i64* offsets;          // [groups + 1] in elements, with align 1; or null: sums of the sizes
     i64* offsets_out;            // [groups + 1] in the results, or null
@@ -32,18 +32,18 @@ struct RowGroups {
     }
 };
 
-// Neighbouring rows of a group, or neighbouring rows after the last group.
+// A segment is neighbouring rows of a group, or neighbouring rows after the last group.
 struct RowSegment {
     i64 group;                   // -1: none
     i64 start;                   // the group's first element in x
-    i64 to;                      // the group's first element in the results; without a group the segment's
-    i64 given;                   // rows of the group in x
+    i64 result_start;            // the group's first element in the results; without a group the segment's
+    i64 rows_in_x;               // rows of the group in x
     i64 rows;                    // rows of the group in the results; without a group rows of the segment
     i64 index;                   // which segment of the group, or of the rows after the last group
-    i64 before[2];               // how many units all groups before this one have
+    i64 units_before[2];         // how many units all groups before this one have, for each direction
 };
 
-// A search for a segment of 2^rows_log2 rows: rows of the results if kAligns, else of x. A group has a unit
+// Searches for a segment of 2^rows_log2 rows: rows of the results if kAligns, else of x. A group has a unit
 // for every 2^shift rows that it begins; units are counted if kCounts.
 template <bool kCounts, bool kAligns>
 struct SegmentSearch {
@@ -84,8 +84,8 @@ struct SegmentSearch {
             const i64 written = in_results(size[u]), own_segments = segments_of(written);
             if (segment >= own_segment && segment < own_segment + own_segments) {
                 found.group = group + u, found.start = start * p.columns;
-                found.given = size[u], found.index = segment - own_segment;
-                found.before[0] = before[0], found.before[1] = before[1];
+                found.rows_in_x = size[u], found.index = segment - own_segment;
+                found.units_before[0] = before[0], found.units_before[1] = before[1];
             }
             own_segment += own_segments;
             start += size[u];
@@ -110,13 +110,13 @@ struct SegmentSearch {
     // Completes the description of a segment of a group. to: the group's first row in the results, where
     // `aligns` is true.
     __device__ __forceinline__ void complete(bool aligns, i64 to, RowSegment& found) const {
-        found.rows = in_results(found.given);
-        found.to = aligns ? to * p.columns : found.start;
+        found.rows = in_results(found.rows_in_x);
+        found.result_start = aligns ? to * p.columns : found.start;
         if (!p.offsets) return;
-        found.start = found.to = p.offsets[found.group];
+        found.start = found.result_start = p.offsets[found.group];
         if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns ||
             (p.columns && found.start % p.columns))
-            found.start = found.to = 0, found.rows = 0;
+            found.start = found.result_start = 0, found.rows = 0;
     }
 };
 
@@ -175,8 +175,8 @@ __device__ __forceinline__ void load_segment(const RowGroups& p, i64 segment, Ro
     __syncwarp();
 }
 
-// The place of the scales of groups of rows. The scales of one group follow those of another, and each group
-// is padded by itself. A group has a row of scales for every row of its blocks.
+// Says where the scales of groups of rows are. The scales of one group follow those of another, and each
+// group is padded by itself. A group has a row of scales for every row of its blocks.
 struct GroupScales {
     u32 block_shift;             // a block has 2^block_shift rows
     u32 unit_shift;              // a group is padded to a multiple of 2^unit_shift rows

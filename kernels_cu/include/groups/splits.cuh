@@ -1,4 +1,4 @@
-// Sizes of groups that only the device knows.
+// Only the device knows the sizes of groups.
 #pragma once
 #include "memory/errors.cuh"
 #include "tile/tile.cuh"

@@ -1,10 +1,10 @@
-// Loads of 16 bytes from rows that begin at any address.
+// Rows that begin at any address are loaded 16 bytes at a time.
 #pragma once
 #include "memory/chunks.cuh"
 
 constexpr int kChunkBytes = 16;
 
-// Whether the bytes that share words with chunk `at` of a row belong to the row, too.
+// Returns true if the bytes that share words with chunk `at` of a row belong to the row, too.
 __device__ __forceinline__ bool has_neighbours(i64 at, i64 row_bytes) {
     return at >= 4 && at + kChunkBytes + 4 <= row_bytes;
 }

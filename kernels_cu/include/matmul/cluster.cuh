@@ -30,7 +30,7 @@ __device__ __forceinline__ void arrive_at(PhaseBarrier* barrier, int rank) {
 #ifdef CUPY_FP8_HOST
     host_mbarrier_arrive(of_block(barrier, rank), 0);
 #else
-    // Not .release.cluster: the assembler would add a MEMBAR to every block of K.
+    // This is not .release.cluster, for which the assembler would add a MEMBAR to every block of K.
     asm volatile("{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; "
                  "mbarrier.arrive.shared::cluster.b64 _, [at];}"
                  :: "r"(shared_address(barrier)), "r"(rank) : "memory");

@@ -1,4 +1,4 @@
-// Products of FP8 fragments by mma.sync with f16 operands, for sm_80 and later. f16 holds every e4m3fn and
+// FP8 fragments are multiplied by mma.sync with f16 operands, for sm_80 and later. f16 holds every e4m3fn and
 // e5m2 value, and products of two of them are exact in f32.
 //
 // A fragment has 16 rows and 32 of K, and a lane has four words of it, each with four neighbours along K. The
@@ -69,7 +69,7 @@ __device__ __forceinline__ void add_products(float (&sums)[4], const u32 (&a)[4]
 #endif
 }
 
-// 16 rows of A and 32 of K as f16: the operands of two instructions.
+// Widens 16 rows of A and 32 of K to f16: the operands of two instructions.
 struct FragmentOfA {
     u32 halves[2][4];
 
@@ -86,7 +86,7 @@ struct FragmentOfA {
     }
 };
 
-// 16 rows of B and 32 of K as f16: the operands of two instructions for each 8 rows.
+// Widens 16 rows of B and 32 of K to f16: the operands of two instructions for each 8 rows.
 struct FragmentOfB {
     u32 halves[2][2][2];           // by 8 rows, by 16 of K
 

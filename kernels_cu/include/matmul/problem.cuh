@@ -1,12 +1,12 @@
-// Products of FP8 matrices, D = A · Bᵀ, one for each group. A has M rows and B has N rows; the rows of both
-// run along K, and so do their bytes. Sizes of groups are either rows of A ("m") or lengths of K ("k"), and
-// only the device may know them.
+// Kernels compute products of FP8 matrices, D = A · Bᵀ, one for each group. A has M rows and B has N rows;
+// the rows of both run along K, and so do their bytes. Sizes of groups are either rows of A ("m") or lengths
+// of K ("k"), and only the device may know them.
 #pragma once
 #include "groups/splits.cuh"
 
 constexpr int kScaleBlock = 128;   // A scale of a block belongs to so many elements of K.
 
-// Where a group begins: the sums of the sizes of all groups before it, as they are and rounded up.
+// Says where a group begins by the sums of the sizes of all groups before it, as they are and rounded up.
 struct GroupStart {
     i64 group;
     i64 start;                     // the sum of the sizes
@@ -15,8 +15,8 @@ struct GroupStart {
     i64 size;                      // of this group
 };
 
-// FP8 rows and their scales. The first row of group g, and its first scale, lie so many bytes and f32 scales
-// from the pointers:
+// Describes FP8 rows and their scales. The first row of group g, and its first scale, lie so many bytes and
+// f32 scales from the pointers:
 //     g * group_bytes + start * start_bytes
 //     g * scale_group + start * scale_start + padded * scale_padded + blocks * scale_blocks
 struct Operand {
@@ -72,7 +72,7 @@ struct Product {
     __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
         return !whole_blocks || g.size == 0 || g.blocks * kScaleBlock == g.start;
     }
-    // Whether tensor copies can read a group: rows begin at multiples of 16 bytes.
+    // Returns true if tensor copies can read a group: rows begin at multiples of 16 bytes.
     __device__ __forceinline__ bool in_16_bytes(const GroupStart& g) const {
         return (((u64)a.first(g) | (u64)b.first(g) | (u64)a.pitch_of(g) | (u64)b.pitch_of(g)) & 15) == 0;
     }
@@ -81,7 +81,7 @@ struct Product {
     }
 };
 
-// A tile of D, and the group that it belongs to.
+// Describes a tile of D, and the group that it belongs to.
 struct ProductTile {
     GroupStart at;
     i64 row, column;               // the tile's first ones, within the group's D
@@ -115,7 +115,7 @@ public:
     ProductTile tile;
 
 private:
-    // Row tiles that share columns of B, which then come from the L2.
+    // So many row tiles share columns of B, which then come from the L2.
     static constexpr int kBand = kTileRows > 128 ? 11 : 16;
 
     struct Sums { Index start, padded, blocks; };

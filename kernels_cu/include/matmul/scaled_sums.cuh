@@ -13,8 +13,8 @@ __device__ __forceinline__ u32 zero_of_lane() {
 #endif
 }
 
-// In kBlocks, the scale of B that the columns of a tile have. It is read one block of K ahead, into registers
-// of lanes. (To move it to a register of the warp, the assembler would wait for it before it starts the last
+// In kBlocks, all columns of a tile have this scale of B. It is read one block of K ahead, into registers of
+// lanes. (To move it to a register of the warp, the assembler would wait for it before it starts the last
 // products of a block, which cost tiles of 192 columns 12 % of their speed.)
 struct ScaleOfB {
     const float* at;
@@ -32,7 +32,8 @@ struct ScaleOfB {
     }
 };
 
-// The scales of a lane's two rows of A, read while the tensor core works; in kBlocks times that of B.
+// The scales of a lane's two rows of A are read while the tensor core works. In kBlocks they are multiplied
+// by that of B.
 struct LaneRowScales {
     float low, high;
     float of_b;

@@ -3,7 +3,7 @@
 #include "matmul/problem.cuh"
 #include "matmul/tensor_copy.cuh"
 
-// Two elements, the first in the low half. A NaN is whatever the chip makes of it.
+// Returns two elements, the first in the low half. A NaN is whatever the chip makes of it.
 __device__ __forceinline__ u32 narrow_pair(u32 type, float lo, float hi) {
     return type == kOutBf16 ? bf16::narrow2_any_nan(lo, hi) : f16::narrow2_any_nan(lo, hi);
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_16x16(u8* box, int chunk, const float* sum
 constexpr int kRowsOfWarp = 16;
 constexpr int kStagedBoxes = 2, kStagedBoxBytes = 4 * kRowsOfWarp * kBoxBytes;
 
-// All its columns as elements of 16 bits.
+// Stages all columns as elements of 16 bits.
 template <u32 kType, int kColumns>
 __device__ __forceinline__ void stage_rows(const float (&sums)[kColumns / 2], u8* staged) {
     static_assert(kColumns * 2 == kStagedBoxes * kBoxBytes, "as many boxes");
@@ -40,7 +40,7 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kColumns / 2], u8
         store_16x16<kType>(staged + c / 64 * kStagedBoxBytes, c % 64 / 8, sums + c / 2);
 }
 
-// Its sums as they are: 64 of its columns, which begin at kFirst.
+// Stages sums as they are: 64 columns, which begin at kFirst.
 template <int kFirst, int kColumns>
 __device__ __forceinline__ void stage_sums(const float (&sums)[kColumns / 2], u8* staged) {
     const int lane = threadIdx.x % 32, row = lane / 4;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void stage_sums(const float (&sums)[kColumns / 2], u8
     }
 }
 
-// Where a warp stores: its first row of D, and which elements exist from there.
+// Says where a warp stores: at its first row of D. It also says which elements exist from there.
 struct WarpRows {
     u8* out;                       // the first element of the warp's first row
     i64 pitch;                     // elements from row to row
@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_rows_out(const WarpRows& to, const float (&s
     __syncwarp();
 }
 
-// Two neighbours; pairs: as one. both: the second one exists.
+// Loads two neighbours. pairs: by one load. both: the second one exists.
 __device__ __forceinline__ float2 load_two(const float* at, bool pairs, bool both) {
     if (pairs) return *reinterpret_cast<const float2*>(at);
     return make_float2(at[0], both ? at[1] : 0);
@@ -106,7 +106,8 @@ __device__ __forceinline__ void store_two(float* at, float2 values, bool pairs, 
     }
 }
 
-// Any address and any number of columns; also adds to f32. pairs: two neighbours are stored as one.
+// Stores a warp's rows at any address with any number of columns, or adds them to f32. pairs: two neighbours
+// are stored as one.
 template <int kColumns>
 __device__ __forceinline__ void store_sums(const WarpRows& to, const float (&sums)[kColumns / 2], u32 type,
                                            bool add, bool pairs) {

@@ -1,5 +1,5 @@
-// Bulk copies of boxes of a matrix of bytes into shared memory, for sm_90 and later. The 16-byte chunks of
-// each row of 128 bytes are exchanged (the 128-byte swizzle): chunk c of row r lies at c ^ r % 8, where
+// Boxes of a matrix of bytes are copied in bulk into shared memory, for sm_90 and later. The 16-byte chunks
+// of each row of 128 bytes are exchanged (the 128-byte swizzle): chunk c of row r lies at c ^ r % 8, where
 // warpgroup products expect it.
 #pragma once
 #include "memory/barriers.cuh"
@@ -163,7 +163,7 @@ __device__ __forceinline__ void write_map(TensorMap* map, TensorMap* scratch, co
                  "[%0], [%1], 128;" :: "l"(map), "r"(at) : "memory");
 #endif
 }
-// Before a thread copies by a map in global memory that another one wrote.
+// A thread calls this before it copies by a map in global memory that another one wrote.
 __device__ __forceinline__ void acquire_map(const TensorMap* map) {
 #ifndef CUPY_FP8_HOST
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");

@@ -1,9 +1,9 @@
-// A queue in shared memory of the tiles that a block works on. One warp finds them ahead of the others.
+// A queue in shared memory has the tiles that a block works on. One warp finds them ahead of the others.
 #pragma once
 #include "matmul/problem.cuh"
 #include "matmul/tensor_copy.cuh"
 
-// A tile of D, as the warps that copy and multiply need it.
+// Describes a tile of D to the warps that copy and multiply.
 struct QueuedTile {
     const TensorMap *a_map, *b_map;
     const float *a_scale, *b_scale;    // of the group's first row
@@ -16,12 +16,12 @@ struct QueuedTile {
     int a_shift;                       // of the scales of A in a stage
 };
 
-// From the tile's first column; 0 or less: it has none.
+// Returns how many columns D has from the tile's first one on. 0 or less: the tile has none.
 __device__ __forceinline__ int columns_left(const Product& p, const QueuedTile& t) {
     return (int)p.n - t.column;
 }
 
-// Places that are filled and emptied in turn. Each time `full` and `empty` end a phase.
+// The places of a ring are filled and emptied in turn. Each time `full` and `empty` end a phase.
 template <int kPlaces>
 struct Ring {
     PhaseBarrier full[kPlaces], empty[kPlaces];
@@ -34,7 +34,7 @@ struct Ring {
     }
 };
 
-// A warp's position in a ring.
+// A warp keeps its position in a ring here.
 template <int kPlaces>
 struct RingPosition {
     int at = 0;
@@ -49,7 +49,7 @@ struct RingPosition {
     __device__ __forceinline__ void wait_full(Ring<kPlaces>& ring) const {
         wait_for_end(&ring.full[at], parity);
     }
-    // Does not wait.
+    // Returns true if the position is full. It does not wait.
     __device__ __forceinline__ bool is_full(Ring<kPlaces>& ring) const {
         return has_ended(&ring.full[at], parity);
     }
@@ -58,8 +58,8 @@ struct RingPosition {
     }
 };
 
-// A warp's way through the queue. next() gives back the last tile, and waits for the next one, which stays
-// where it is until then.
+// A warp goes through the queue with this. next() gives back the last tile, and waits for the next one, which
+// stays where it is until then.
 template <int kPlaces>
 struct TileReader {
     const QueuedTile* tiles;

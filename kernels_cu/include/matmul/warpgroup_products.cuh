@@ -1,5 +1,5 @@
-// Products of a warpgroup, four warps that follow one another: 64 rows of A times kColumns rows of B, for
-// sm_90a. Both operands lie in shared memory with rows of 128 bytes, as copy_box() writes them.
+// A warpgroup, which is four warps that follow one another, multiplies 64 rows of A by kColumns rows of B
+// here, for sm_90a. Both operands lie in shared memory with rows of 128 bytes, as copy_box() writes them.
 //
 // Lane l of warp w has the sums of rows 16 * w + l / 4 (sum[4 * i], sum[4 * i + 1]) and 8 rows below
 // (sum[4 * i + 2], sum[4 * i + 3]), columns 8 * i + l % 4 * 2 and the next one.
@@ -12,9 +12,9 @@
 #define PTX_TYPE_OF(tag) PTX_TYPE_##tag
 #define PTX_TYPE(tag) PTX_TYPE_OF(tag)
 
-// The low half of an operand's descriptor, which has an address in units of 16 bytes. The high half says that
-// rows of 128 bytes are swizzled, and that 8 of them are 1024 bytes. An address in the block's own memory has
-// 18 bits.
+// Returns the low half of an operand's descriptor, which has an address in units of 16 bytes. The high half
+// says that rows of 128 bytes are swizzled, and that 8 of them are 1024 bytes. An address in the block's own
+// memory has 18 bits.
 __device__ __forceinline__ u32 operand_at(const u8* shared) { return shared_address(shared) >> 4 | 1u << 16; }
 
 #ifndef CUPY_FP8_HOST
@@ -62,7 +62,8 @@ __device__ __forceinline__ void start_products(float (&sums)[kColumns / 2], u32 
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// rows, columns: how many exist. On the CPU products of the others are NaN.
+// Waits for the products of start_products(). rows, columns: how many exist. On the CPU products of the
+// others are NaN.
 template <int kColumns>
 __device__ __forceinline__ void finish_products(float (&sums)[kColumns / 2], const u8* a, const u8* b,
                                                 int rows, int columns) {

@@ -22,8 +22,8 @@ constexpr int kQueue = kSizesOfK ? 4 : 2;
 constexpr int kRegisters = 152, kOtherRegisters = 56;
 constexpr int kMaps = kQueue;                      // A tile stays in the queue until it is multiplied.
 
-// The scales of 128 of K, of rows of A and of B (not in kBlocks). Those of A begin at `a_shift`, since copies
-// begin at multiples of 16 bytes.
+// A stage has the scales of 128 of K, of rows of A and of B (not in kBlocks). Those of A begin at `a_shift`,
+// since copies begin at multiples of 16 bytes.
 struct alignas(16) Stage {
     float a[kTileRows + 4], b[kTileColumns];
 };

@@ -1,9 +1,9 @@
-// The warps of matmul/wgmma.cu that copy: operands and their scales into stages, results to D.
+// These warps of matmul/wgmma.cu copy: operands and their scales into stages, results to D.
 #pragma once
 #include "matmul/wgmma_block.cuh"
 
 // ---- the warp that copies A and B ----
-// The copies of the scales of a tile, one block of K after the other.
+// Starts the copies of the scales of a tile, one block of K after the other.
 struct ScaleCopies {
     const float *a, *b;
     i64 a_step, b_step;
@@ -35,7 +35,8 @@ __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared
         const QueuedTile& t = reader.tile();
         if (threadIdx.x % 32 == 0) {
             ScaleCopies scales(p.product, t);
-            // A tile of which one or two parts exist. With sizes of K, groups' maps have one box.
+            // The tile is copied by parts where only one or two of them exist. With sizes of K, groups' maps
+            // have one box.
             const int parts = (t.rows + kPartRows - 1) / kPartRows;
             const bool in_parts = !kSizesOfK && parts <= kClusterBlocks;
             const TensorMap* const a_map = in_parts ? &p.a_part_map : t.a_map;
@@ -104,13 +105,13 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
 }
 
 // ---- the warp that copies results to D ----
-// Whether a tile changes D.
+// Returns true if a tile changes D.
 __device__ __forceinline__ bool has_results(const Product& p, const QueuedTile& t) {
     return columns_left(p, t) > 0 && !(t.blocks == 0 && p.accumulate && !p.bias);
 }
 
-// Whether a copy takes a box, or a warp's rows of it, of which so many exist. Where a group has fewer rows
-// left than a box, it would overwrite those of the next one. (A gradient ends where its map does.)
+// Returns true if a copy takes a box, or a warp's rows of it, of which `rows` exist. Where a group has fewer
+// rows left than a box, it would overwrite those of the next one. (A gradient ends where its map does.)
 __device__ __forceinline__ bool leaves_in_boxes(int rows) { return rows >= (kSizesOfK ? 1 : kRowsOut); }
 
 // Starts the copies of the boxes of a part, whose first element is (row, column) of D. rows: that exist.
@@ -128,7 +129,7 @@ __device__ __forceinline__ void copy_part_out(const WgmmaParams& p, const u8* st
     else copy_box_out<false, kSizesOfK>(map, from, matrix, row + first_row, column);
 }
 
-// One arrival of the warp, when all its lanes are here.
+// Arrives once for the warp, when all its lanes are here.
 __device__ __forceinline__ void arrive_together(PhaseBarrier* barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(barrier);

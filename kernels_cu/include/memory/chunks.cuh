@@ -22,7 +22,7 @@ __device__ __forceinline__ int thread_again() {
     return (int)thread;
 }
 
-// The address of shared memory as instructions take it.
+// Returns an address of shared memory as instructions take it.
 __device__ __forceinline__ u32 shared_address(const void* p) {
 #ifdef CUPY_FP8_HOST
     return 0;
@@ -119,7 +119,7 @@ __device__ __forceinline__ int left_of(i64 left, int most) {
     return left >= most ? most : left > 0 ? (int)left : 0;
 }
 
-// kCount elements of format F. The first one is in the low bits.
+// A chunk has kCount elements of format F. The first one is in the low bits.
 template <class F, int kCount>
 struct Chunk {
     using storage = typename F::storage;

@@ -14,7 +14,7 @@ constexpr int kElementwiseChunk =
     16 / (sizeof(typename In::storage) > sizeof(typename Out::storage) ? sizeof(typename In::storage)
                                                                        : sizeof(typename Out::storage));
 
-// This thread's chunks of src. Elements past the end are zeros and are never stored.
+// A thread has these chunks of src. Elements past the end are zeros and are never stored.
 template <class In, class Out>
 struct ElementwiseChunks {
     static constexpr int kCount = kElementwiseChunk<In, Out>;
@@ -36,7 +36,7 @@ struct ElementwiseChunks {
         for (int u = 0; u < kElementwiseUnroll; u++)
             chunk[u] = whole ? Source::load(src + at(u)) : Source::load_partial(src + at(u), left(u));
     }
-    // dst[i] = map(src[i]), chunk by chunk.
+    // Stores dst[i] = map(src[i]), chunk by chunk.
     template <class Map>
     __device__ __forceinline__ void store(typename Out::storage* dst, Map map) const {
 #pragma unroll

@@ -1,5 +1,5 @@
 // Every device has a sticky word of errors in facts that only the device knows (split sizes, indices, ...). A
-// kernel goes on with a harmless reading of a wrong fact and sets a bit. The host looks only when it is asked
+// kernel goes on with a harmless reading of a wrong fact and sets a bit. Python looks only when it is asked
 // to (cupy_fp8.device_errors).
 #pragma once
 #include "numerics/types.cuh"

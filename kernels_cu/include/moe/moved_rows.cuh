@@ -3,14 +3,14 @@
 #pragma once
 #include "groups/row_groups.cuh"
 
-// Rows that move, and how they are shared out among blocks of threads.
+// Describes rows that move, and how blocks of threads share them.
 struct RowArray {
     const u8* from;              // [from_rows, row_bytes]
     u8* to;                      // [rows, row_bytes]
     i64 row_bytes;
     u32 rows_per_block;          // 1 if blocks share a row
     u32 across;                  // blocks that share a row
-    u32 segment;                 // bytes of a row that a block takes; a multiple of 16 if blocks share a row
+    u32 row_share;               // bytes of a row that a block takes; a multiple of 16 if blocks share a row
     u32 step;                    // bytes that everything is a multiple of: 16, 4 or 1
 };
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_all(const void* from, u32 wide, const i64 (
     else load_stored<i32, kCount>(from, index, count, value);
 }
 
-// The sizes of a lane's groups in a round. There is at least one group.
+// A lane has the sizes of its groups in a round. There is at least one group.
 template <class T, int kCount>
 struct LaneGroups {
     T size[kCount];

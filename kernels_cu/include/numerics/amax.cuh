@@ -4,7 +4,8 @@
 #pragma once
 #include "memory/chunks.cuh"
 
-// This thread's running maximum over chunks of format F. kNan false ignores NaN; true lets one NaN win.
+// A thread keeps its running maximum over chunks of format F here. kNan false ignores NaN; true lets one NaN
+// win.
 template <class F, bool kNan = false>
 struct Amax {
     // 16-bit formats have two running maxima, one in each half.
@@ -138,7 +139,7 @@ __device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
     return true;
 }
 
-// The amax of several blocks: the last one to add its own learns that of all.
+// Blocks add their amaxes here, and the last one to do so learns that of all.
 struct AmaxOfBlocks {            // zero before the first launch, and after each
     u32 amax;                    // f32 bits
     u32 blocks_done;
@@ -154,8 +155,8 @@ struct AmaxOfBlocks {            // zero before the first launch, and after each
     }
 };
 
-// *buffer = max(*buffer, amax) on the bits. before: the buffer's bits at some earlier time. Most blocks of a
-// large tensor have nothing to raise, so a comparison precedes the atomic.
+// Sets *buffer = max(*buffer, amax) on the bits. before: the buffer's bits at some earlier time. Most blocks
+// of a large tensor have nothing to raise, so a comparison precedes the atomic.
 __device__ __forceinline__ void raise_amax(float* buffer, u32 bits, i32 before) {
     if (before < (i32)bits) atomicMax(reinterpret_cast<i32*>(buffer), (i32)bits);
 }

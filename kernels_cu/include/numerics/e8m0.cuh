@@ -1,5 +1,5 @@
-// E8M0 scales of MX blocks (docs/numerics.md, section 2): the scale byte for an amax, the factor for a byte,
-// and the place of bytes in memory.
+// MX blocks have E8M0 scales (docs/numerics.md, section 2). Here are the scale byte for an amax, the factor
+// for a byte, and the place of bytes in memory.
 #pragma once
 #include "memory/chunks.cuh"
 #include "scale/swizzle.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ float inverse_e8m0(u32 e) {
     return as_float(e < 254 ? (254 - e) << 23 : e == 254 ? 0x00400000u : kNanF32);
 }
 
-// The place of the scales of one direction. A line of blocks is a row of the matrix, or a column for
+// Says where the scales of one direction go. A line of blocks is a row of the matrix, or a column for
 // column-wise blocks.
 struct ScaleDestination {
     u8* to;                      // null: scales are not written

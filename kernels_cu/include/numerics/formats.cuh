@@ -1,12 +1,11 @@
-// The number formats (docs/numerics.md, rules 2 to 5): one struct per dtype, named as
-// `tag` in cupy_fp8/formats.py.
+// Each number format (docs/numerics.md, rules 2 to 5) is a struct, named as `tag` in cupy_fp8/formats.py:
 //   storage            the unsigned integer that holds one element
 //   widen(bits)        the exact f32 value
 //   narrow(value)      the code of the nearest value, ties to even. Subnormals are kept, and NaN is one fixed
 //                      pattern. FP8 saturates unless kSaturate is false.
 //   widen2, narrow2    the same for two elements, the first in the low half, by one instruction if the
 //                      chip has it
-// sm_89 and later convert FP8 in hardware. Older chips, the host and -DCUPY_FP8_BITCODE use the integer code.
+// sm_89 and later convert FP8 in hardware. Older chips, the CPU and -DCUPY_FP8_BITCODE use the integer code.
 // Both agree for every input (all 2^32 on an H200).
 #pragma once
 #include "numerics/arith.cuh"

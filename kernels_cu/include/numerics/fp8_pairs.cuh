@@ -1,5 +1,5 @@
-// Pairs of FP8 elements as pairs of f16. f16 holds every e4m3fn and e5m2 value, and pairs take half the
-// instructions of f32. A word has two elements, the first one in the low half.
+// Pairs of FP8 elements are computed as pairs of f16. f16 holds every e4m3fn and e5m2 value, and pairs take
+// half the instructions of f32. A word has two elements, the first one in the low half.
 #pragma once
 #include "numerics/formats.cuh"
 

@@ -12,7 +12,7 @@
 constexpr float kToInteger = 12582912.0f;
 constexpr u32 kToIntegerBits = 0x4b400000u;
 
-// p(r), and n in the low bits of `shifted`, for |a| <= 104.
+// Computes p(r), and n in the low bits of `shifted`, for |a| <= 104.
 struct ReducedExp {
     float p;
     u32 shifted;

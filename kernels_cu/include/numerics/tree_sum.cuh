@@ -7,9 +7,9 @@
 
 constexpr u32 kAbsentTerm = 0x80000000u;                             // -0
 
-// The tree over kTerms terms, a power of two. Callers add(i, term) for i = 0, 1, ..., and then sum() is
-// complete. Indices are constants after unrolling, so a partial sum is a register that lives only as long as
-// needed.
+// Adds up kTerms terms, a power of two, by the tree. Callers add(i, term) for i = 0, 1, ..., and then sum()
+// is complete. Indices are constants after unrolling, so a partial sum is a register that lives only as long
+// as needed.
 template <int kTerms>
 struct TreeSum {
     static constexpr int kLevels = TreeSum<kTerms / 2>::kLevels + 1;
@@ -34,9 +34,9 @@ __device__ __forceinline__ float warp_tree_sum(float term) {
     return term;
 }
 
-// The tree over terms whose number is not known to the compiler: a binary counter. Callers add(0, term),
-// add(1, term), ..., and then total(how many) is their sum. A term may be the sum of a subtree, if all of
-// them have the same height. It lies in shared memory, since indices of registers must be constants.
+// Adds up terms whose number the compiler does not know, by the tree: it is a binary counter. Callers add(0,
+// term), add(1, term), ..., and then total(how many) is their sum. A term may be the sum of a subtree, if all
+// of them have the same height. It lies in shared memory, since indices of registers must be constants.
 struct RunningTreeSum {
     static constexpr int kLevels = 32;                               // for 2^32 terms
     float partial[kLevels];                                          // of 2^level terms each

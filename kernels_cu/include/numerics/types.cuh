@@ -1,5 +1,5 @@
-// Fixed-width integers and bit casts. NVRTC has no <cstdint>; no CUDA header is needed either (each costs
-// compile time).
+// This file has fixed-width integers and bit casts. NVRTC has no <cstdint>; no CUDA header is needed either
+// (each costs compile time).
 #pragma once
 
 using u8 = unsigned char;

@@ -1,5 +1,5 @@
 // These members tell kernels of blocks with f32 scales about an array. IN is the kernel's format.
-// (quantize_block_rows reads no member from `block_segments` on.)
+// (quantize_block_rows reads no member from `subblocks_per_block` on.)
 #pragma once
 #include "scale/block_scale.cuh"
 
@@ -10,7 +10,7 @@ struct BlockParams {
     ScaleGrid along_rows, along_columns;     // squares: two places for the same scales
     i64 rows, columns;           // of each matrix
     BlockRule rule;
-    u32 block_segments;          // length of a block in segments of 32 elements: 1, 2 or 4
+    u32 subblocks_per_block;     // length of a block in subblocks of 32 elements: 1, 2 or 4
     // Programs with ALIGNED have the next three as defines.
     u32 divide;                  // 1: elements are divided by scale_inv
     u32 square;                  // 1: blocks are 128 x 128

@@ -1,10 +1,10 @@
-// f32 scales of blocks (docs/numerics.md, section 3): the scale of an amax in every profile, and the
-// destination of scales.
+// Blocks have f32 scales here (docs/numerics.md, section 3): BlockRule finds the scale of an amax in every
+// profile, and ScaleGrid says where scales go.
 #pragma once
 #include "memory/chunks.cuh"
 #include "scale/scale.cuh"
 
-// The factor of a block's elements, and the scale_inv that is stored.
+// A block's elements are multiplied by the factor, and scale_inv is stored.
 struct BlockScale {
     float factor, scale_inv;
 };
@@ -36,10 +36,10 @@ __device__ __forceinline__ float positive_quotient(float a, float b) {
     return as_float(units + up);
 }
 
-// How the amax a of a block becomes its scale. A profile is one quotient q, which may be rounded to a power
-// of two, and another number found from it:
+// Says how the amax a of a block becomes its scale. A profile is one quotient q, which may be rounded to a
+// power of two, and another number found from it:
 //   q = target / a, or a / target            other = 1 / q, or a / target, or a * reciprocal
-// The host turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code has two divisions
+// Python turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code has two divisions
 // whatever they are.
 struct BlockRule {
     // With it q = a / target is scale_inv; otherwise q = target / a is the factor.
@@ -47,7 +47,7 @@ struct BlockRule {
     // q is 1 where a is 0 or Inf, and `largest` where target / a overflows.
     static constexpr u32 kGuarded = 2;
     static constexpr u32 kRoundDown = 4, kRoundUp = 8;               // q is rounded to a power of two.
-    static constexpr u32 kQuickLeast = 67u << 23, kQuickMost = 187u << 23;        // 2^-60 and 2^60, as bits
+    static constexpr u32 kLeastQuickAmax = 67u << 23, kMostQuickAmax = 187u << 23;   // bits of 2^-60 and 2^60
     // The other number is a / target, or a * reciprocal.
     static constexpr u32 kOtherQuotient = 16, kOtherProduct = 32;
 
@@ -68,7 +68,8 @@ struct BlockRule {
         return is_quick(amax_bits) ? quick(amax_bits) : of<false>(amax_bits);
     }
     __device__ __forceinline__ bool is_quick(u32 amax_bits) const {
-        return flags == (kGuarded | kRoundDown) && raised(amax_bits) - kQuickLeast < kQuickMost - kQuickLeast;
+        return flags == (kGuarded | kRoundDown)
+            && raised(amax_bits) - kLeastQuickAmax < kMostQuickAmax - kLeastQuickAmax;
     }
     __device__ __forceinline__ BlockScale quick(u32 amax_bits) const {
         const u32 factor = ((as_bits(target) - raised(amax_bits)) & 0xff800000u) + (127u << 23);
@@ -99,8 +100,8 @@ struct BlockRule {
     }
 };
 
-// Where the scales of one direction go, by rows and columns of blocks of x as it lies in memory. Strides are
-// in elements, and one of them is 1. rows, columns: the extents stored for a matrix, padding included.
+// Says where the scales of one direction go, by rows and columns of blocks of x as it lies in memory. Strides
+// are in elements, and one of them is 1. rows, columns: the extents stored for a matrix, padding included.
 struct ScaleGrid {
     float* to;                                                       // null: nowhere
     i64 matrix, row, column;

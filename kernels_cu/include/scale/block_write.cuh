@@ -1,5 +1,5 @@
-// How a warp writes the codes of its warp tile, in kernels of blocks with f32 scales. IN and OUT are the
-// kernel's formats; WARP_TILES_DOWN and WARP_TILES_ACROSS as its file says.
+// A warp writes the codes of its warp tile with this, in kernels of blocks with f32 scales. IN and OUT are
+// the kernel's formats; its file explains WARP_TILES_DOWN and WARP_TILES_ACROSS.
 #pragma once
 #include "scale/block_params.cuh"
 #include "groups/row_groups.cuh"
@@ -7,18 +7,18 @@
 
 using Tile = WarpTiles<WARP_TILES_DOWN, WARP_TILES_ACROSS>;
 
-constexpr int kSegments = kWarpTileColumns / 32;  // segments of 32 elements in a row of a warp tile
-// Words from one segment to the next in shared memory, free of bank conflicts.
-constexpr int kSegmentStride = kWarpTileRows + 4;
-// Shared memory of a warp for a scale of every row of every segment.
-constexpr int kRowWords = kSegments * kSegmentStride;
+constexpr int kSubblocks = kWarpTileColumns / 32; // subblocks of 32 elements in a row of a warp tile
+// Subblocks are so many words apart in shared memory, which is free of bank conflicts.
+constexpr int kSubblockStride = kWarpTileRows + 4;
+// A warp has so many words for the scales of every row of every subblock.
+constexpr int kRowWords = kSubblocks * kSubblockStride;
 
 
 // Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp
 // allow that, since a choice for every few elements takes longer than it saves.
 enum How { kMultiply, kDivideQuickly, kDivide };
 
-// Operands of rows: factors, or divisors and their reciprocals.
+// Rows have these operands: factors, or divisors and their reciprocals.
 struct RowOperands {
     const float *factors, *divisors;
 
@@ -27,7 +27,7 @@ struct RowOperands {
         four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
     }
 };
-// Operands of this lane's columns.
+// This lane's columns have these operands.
 struct ColumnOperands {
     float factor[kLaneColumns], divisor[kLaneColumns];
 };
@@ -43,8 +43,8 @@ __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&f
     }).word[0];
 }
 
-// Where the codes of one set of operands go: to `data` in the order of x (as_is), transposed to the tile in
-// shared memory, to both, or nowhere. wide: `data` allows stores of 4 bytes.
+// Says where the codes of one set of operands go: to `data` in the order of x (as_is), transposed to the tile
+// in shared memory, to both, or nowhere. wide: `data` allows stores of 4 bytes.
 struct Destination {
     bool as_is, transposed;
     u8* data;
@@ -57,7 +57,7 @@ struct Destination {
     }
 };
 
-// The destinations of what the operands of rows and those of columns give.
+// The operands of rows and those of columns give codes for these destinations.
 struct Destinations {
     Destination of_rows, of_columns;
 };

@@ -1,5 +1,5 @@
-// Scales that are powers of two, and the scaling-aware rule for the scale of a new block (docs/numerics.md,
-// section 4): the smallest power of two under which all values of the block fit. Exponents are log2 of
+// Scales are powers of two here. The scaling-aware rule for the scale of a new block (docs/numerics.md,
+// section 4) takes the smallest power of two under which all values of the block fit. Exponents are log2 of
 // scales.
 #pragma once
 #include "numerics/fp8_pairs.cuh"

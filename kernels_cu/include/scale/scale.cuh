@@ -1,5 +1,5 @@
-// Scales from amax (docs/numerics.md, section 1): the factor that brings a largest magnitude to `target`, the
-// largest value of the FP8 format (times 2^-margin).
+// A scale is found from an amax (docs/numerics.md, section 1): it is the factor that brings the amax to
+// `target`, the largest value of the FP8 format (times 2^-margin).
 #pragma once
 #include "numerics/arith.cuh"
 
@@ -19,7 +19,8 @@ __device__ __forceinline__ float floor_to_power_of_two(float v) {
     return as_float(bits ? 0x80000000u >> __clz((int)bits) : 0u);
 }
 
-// The rule of compute_scale and of current scaling. TensorScaleRule in ops/scales/scale.py gives its members.
+// This is the rule of compute_scale and of current scaling. TensorScaleRule in ops/scales/scale.py gives its
+// members.
 struct TensorScaleRule {
     float target;                // fl(largest FP8 value * 2^-margin)
     float eps;                   // finite, 0 or more

@@ -1,6 +1,6 @@
-// The swizzled layout of E8M0 scales (docs/layouts.md): tiles of 128 lines x 4 blocks, each 512 consecutive
-// bytes; the tiles of 128 lines follow one another by blocks. Within a tile lines i, i + 32, i + 64 and i +
-// 96 share 16 bytes:
+// The swizzled layout of E8M0 scales (docs/layouts.md) has tiles of 128 lines x 4 blocks, each 512
+// consecutive bytes; the tiles of 128 lines follow one another by blocks. Within a tile lines i, i + 32, i +
+// 64 and i + 96 share 16 bytes:
 //
 //   byte of scale (line, block) = (line / 128 * tiles + block / 4) * 512
 //                                 + line % 32 * 16 + line % 128 / 32 * 4 + block % 4

@@ -1,4 +1,5 @@
-// SwiGLU with quantisation (docs/numerics.md, section 9): what a call asks for, and which program serves it.
+// This file says what a call of SwiGLU with quantisation (docs/numerics.md, section 9) asks for, and which
+// program serves it.
 //
 //   y = ((a * sigma(a)) * b) * p        in f32, each operation rounded
 //
@@ -27,9 +28,9 @@ enum class Path {
 constexpr Path kPath = Path::PATH;
 constexpr bool kBackward = BACKWARD;
 constexpr bool kOptions = kPath >= Path::options, kExperts = kPath >= Path::experts;
-// Whether the program also serves calls without experts.
+// True if the program also serves calls without experts.
 constexpr bool kMaybeExperts = kPath >= Path::wide;
-// Whether a block of threads computes a whole tile at a time.
+// True if a block of threads computes a whole tile at a time.
 constexpr bool kTiled = kPath >= Path::tiles;
 constexpr int kParts = 1 + kBackward;                                // results: y, or da and db
 
@@ -68,11 +69,11 @@ struct SwigluCall {
 
 using Tile = ByteTile<128, 128>;
 constexpr int kThreads = Tile::kThreads;
-// Elements of a load, and loads of eight elements.
+// A load has kLoad elements, and eight elements are kLoads loads.
 constexpr int kLoad = 16 / sizeof(IN::storage), kLoads = 8 / kLoad;
 using Eight = Chunk<IN, kLoad>[kLoads];
 
-// Where a thread's patch of 8 x 8 elements lies.
+// Says where a thread's patch of 8 x 8 elements lies.
 struct PatchPosition {
     i64 row, column;
     int rows_left, columns_left;
@@ -96,11 +97,12 @@ __device__ __forceinline__ void widen_eight(const Eight& from, float (&v)[8]) {
 
 // Separates sixteen elements a0, b0, a1, b1, ... into eight of a and eight of b.
 __device__ __forceinline__ void separate(Eight (&part)[2]) {
-    // Words of a half, and of a load.
-    constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kOfLoad = Chunk<IN, kLoad>::kWords;
+    // A half has kWords words, and a load kWordsPerLoad.
+    constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kWordsPerLoad = Chunk<IN, kLoad>::kWords;
     u32 word[2 * kWords];
 #pragma unroll
-    for (int w = 0; w < 2 * kWords; w++) word[w] = part[w / kWords][w % kWords / kOfLoad].word[w % kOfLoad];
+    for (int w = 0; w < 2 * kWords; w++)
+        word[w] = part[w / kWords][w % kWords / kWordsPerLoad].word[w % kWordsPerLoad];
 #pragma unroll
     for (int w = 0; w < kWords; w++) {
         u32 a = word[2 * w], b = word[2 * w + 1];
@@ -108,6 +110,7 @@ __device__ __forceinline__ void separate(Eight (&part)[2]) {
             a = __byte_perm(word[2 * w], word[2 * w + 1], 0x5410);
             b = __byte_perm(word[2 * w], word[2 * w + 1], 0x7632);
         }
-        part[0][w / kOfLoad].word[w % kOfLoad] = a, part[1][w / kOfLoad].word[w % kOfLoad] = b;
+        part[0][w / kWordsPerLoad].word[w % kWordsPerLoad] = a;
+        part[1][w / kWordsPerLoad].word[w % kWordsPerLoad] = b;
     }
 }

@@ -3,8 +3,9 @@
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream.cuh"
 
-// A segment is the smallest block: 32 elements along a row.
-constexpr int kSegment = 32, kSegments = Tile::kColumns / kSegment;
+// A subblock is the smallest block: kSubblock elements along a row or a column. Larger blocks are two or
+// four.
+constexpr int kSubblock = 32, kSubblocks = Tile::kColumns / kSubblock;
 
 template <bool kNan>
 __device__ __forceinline__ u32 raised(u32 amax, float v) {
@@ -22,7 +23,7 @@ __device__ __forceinline__ void load_floats(const void* from, float (&v)[8]) {
 }
 
 // ---- chunks of swiglu_stream.cuh ----
-// Finds the amaxes of four chunks over the lanes of a segment; each lane gets that of chunk owned<4>().
+// Finds the amaxes of four chunks over the lanes of a subblock; each lane gets that of chunk owned<4>().
 template <bool kNan>
 __device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
     u32 amaxes[4];
@@ -34,15 +35,16 @@ __device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
     }
     return fold(amaxes, larger<u32>);
 }
-// Gives all lanes of a segment the value of the lane that owns this chunk.
+// Gives all lanes of a subblock the value of the lane that owns this chunk.
 __device__ __forceinline__ float broadcast(float own, int chunk) {
     return as_float(__shfl_sync(~0u, as_bits(own), owner(chunk)));
 }
 
-// The amaxes of the columns of a tile, of which a thread has four rows: words in shared memory, so that the
-// 32 rows of a segment lie in lanes that do not meet in banks.
+// The amaxes of the columns of a tile, of which a thread has four rows, are words in shared memory: the 32
+// rows of a subblock lie in lanes that do not meet in banks.
 struct ColumnAmaxes {
-    static constexpr int kOfSegment = 8 * Tile::kColumns + 8, kWords = Tile::kRows / 32 * kOfSegment;
+    static constexpr int kWordsPerSubblock = 8 * Tile::kColumns + 8;
+    static constexpr int kWords = Tile::kRows / 32 * kWordsPerSubblock;
     u32* words;
 
     // Call __syncthreads() before read().
@@ -58,33 +60,33 @@ struct ColumnAmaxes {
         store_shared_whole(to, amax[0], amax[1], amax[2], amax[3]);
         store_shared_whole(to + 4, amax[4], amax[5], amax[6], amax[7]);
     }
-    // A thread has one segment of one column: lanes that are 8 apart have the column's four segments.
-    static __device__ __forceinline__ int segment(int thread) { return thread % 32 / 8; }
+    // A thread has one subblock of one column: lanes that are 8 apart have the column's four subblocks.
+    static __device__ __forceinline__ int subblock(int thread) { return thread % 32 / 8; }
     static __device__ __forceinline__ int column(int thread) { return thread / 32 * 8 + thread % 8; }
-    __device__ __forceinline__ u32 read(int segment, int column) const {
+    __device__ __forceinline__ u32 read(int subblock, int column) const {
         u32 amax = 0;
 #pragma unroll
-        for (int i = 0; i < 8; i++) amax = larger(amax, at(segment * 8)[i * Tile::kColumns + column]);
+        for (int i = 0; i < 8; i++) amax = larger(amax, at(subblock * 8)[i * Tile::kColumns + column]);
         return amax;
     }
-    // Stores a float for a segment and column in a word that only this thread has read. Call __syncthreads()
+    // Stores a float for a subblock and column in a word that only this thread has read. Call __syncthreads()
     // before operands().
-    __device__ __forceinline__ void put(int segment, int column, float v) const {
-        at(segment * 8)[column] = as_bits(v);
+    __device__ __forceinline__ void put(int subblock, int column, float v) const {
+        at(subblock * 8)[column] = as_bits(v);
     }
-    // The floats for this thread's rows and columns.
+    // Loads the floats for this thread's rows and columns.
     __device__ __forceinline__ void operands(float (&by)[8]) const {
         load_floats(at(threadIdx.x / Tile::kColumnPatches / 8 * 8) + Tile::patch_column(), by);
     }
 
 private:
     __device__ __forceinline__ u32* at(int four_rows) const {
-        return words + four_rows / 8 * kOfSegment + four_rows % 8 * Tile::kColumns;
+        return words + four_rows / 8 * kWordsPerSubblock + four_rows % 8 * Tile::kColumns;
     }
 };
 
 // ---- patches of swiglu_patch.cuh ----
-// The largest magnitudes of the rows and columns of a patch, as bits.
+// Finds the largest magnitudes of the rows and columns of a patch, as bits.
 struct PatchAmaxes {
     u32 row[8], column[8];
 
@@ -106,7 +108,7 @@ struct PatchAmaxes {
             for (int r = 0; r < 8; r++) column[c] = raised<kNan>(column[c], y[r][c]);
         }
     }
-    // Combines the four lanes of a segment: row[0] and row[1] are then whole, those of rows owned() and the
+    // Combines the four lanes of a subblock: row[0] and row[1] are then whole, those of rows owned() and the
     // next. Each exchange halves the rows that a lane has a part of.
     __device__ __forceinline__ void reduce_rows() {
         halve<1, 4>(row, larger<u32>);
@@ -115,7 +117,7 @@ struct PatchAmaxes {
     static __device__ __forceinline__ int owned() { return threadIdx.x % 2 * 4 + threadIdx.x / 2 % 2 * 2; }
 };
 
-// The amaxes of the columns of every row of patches: [16][128] words.
+// Stores the amaxes of the columns of every row of patches: [16][128] words.
 __device__ __forceinline__ void store_column_amaxes(u32* amaxes, const u32 (&column)[8]) {
     u32* to = amaxes + Tile::row_patch() * Tile::kColumns + Tile::patch_column();
     *reinterpret_cast<uint4*>(to) = make_uint4(column[0], column[1], column[2], column[3]);
@@ -123,10 +125,10 @@ __device__ __forceinline__ void store_column_amaxes(u32* amaxes, const u32 (&col
 }
 __device__ __forceinline__ u32 column_amax(const u32* amaxes, int first, int patches, int column) {
     u32 amax = 0;
-    // The loads of a segment are in flight together.
-    for (int i = first; i < first + patches; i += kSegment / 8)
+    // The loads of a subblock are in flight together.
+    for (int i = first; i < first + patches; i += kSubblock / 8)
 #pragma unroll
-        for (int u = 0; u < kSegment / 8; u++) {
+        for (int u = 0; u < kSubblock / 8; u++) {
             const u32 other = amaxes[(i + u) * Tile::kColumns + column];
             amax = larger(other, amax);
         }

@@ -1,9 +1,9 @@
-// Chunks of swiglu_stream.cuh: the row and part of each of them, and how they are stored.
+// This file says which row and part a chunk of swiglu_stream.cuh has, and stores chunks.
 #pragma once
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream_shape.cuh"
 
-// Where chunks go that are stored as y is, in elements of an array: so two arrays have one position.
+// Says where chunks go that are stored as y is, in elements of an array: so two arrays have one position.
 struct ChunkPosition {
     i64 at;                      // of the first chunk of a group
 
@@ -24,17 +24,17 @@ __device__ __forceinline__ float (&four_chunks(float (&y)[kThreadChunks][8], int
     return *reinterpret_cast<float(*)[4][8]>(&y[part * 4]);
 }
 
-// Whether a weight may be multiplied into a scale: its product with the scale of an amax between 2^-60 and
-// 2^60 is a normal number.
+// Returns true if a weight may be multiplied into a scale: its product with the scale of an amax between
+// 2^-60 and 2^60 is a normal number.
 __device__ __forceinline__ bool is_moderate(float weight) {
     return (as_bits(weight) & 0x7fffffffu) - (87u << 23) < 80u << 23;
 }
-// Whether an amax lies between 2^-60 and 2^60.
+// Returns true if an amax lies between 2^-60 and 2^60.
 __device__ __forceinline__ bool is_moderate_amax(u32 bits) { return bits - (67u << 23) < 120u << 23; }
 __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* weights) {
 #pragma unroll
     for (int chunk = 0; chunk < 4; chunk++) {
-        const float weight = weights[row_of(chunk) * kApart];
+        const float weight = weights[row_of(chunk) * kRowStride];
 #pragma unroll
         for (float& v : u[chunk]) v = mul_rn(v, weight);
     }
@@ -44,20 +44,20 @@ __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* w
 template <class Codes>
 __device__ __forceinline__ void store_chunks(const SwigluCall& call, u8* data, const ChunkPosition& position,
                                              int left, Codes codes) {
-    constexpr int kTogether = 4 / kThreadRows;                       // da and db, or one of these
+    constexpr int kPartsAtOnce = 4 / kThreadRows;                    // da and db, or one of these
     const i64 half = call.half();
     u8* to = data + position.at;
 #pragma unroll
     for (int r = 0; r < kThreadRows; r++) {
-        Chunk<OUT, 8> of_row[kTogether];
+        Chunk<OUT, 8> of_row[kPartsAtOnce];
 #pragma unroll
-        for (int part = 0; part < kTogether; part++) of_row[part] = codes(part * kThreadRows + r);
+        for (int part = 0; part < kPartsAtOnce; part++) of_row[part] = codes(part * kThreadRows + r);
         pin(to);
-        if (r * kApart < left) {
+        if (r * kRowStride < left) {
 #pragma unroll
-            for (int part = 0; part < kTogether; part++) of_row[part].store(as_global(to + part * half));
+            for (int part = 0; part < kPartsAtOnce; part++) of_row[part].store(as_global(to + part * half));
         }
-        to += kApart * kParts * half;
+        to += kRowStride * kParts * half;
     }
 }
 

@@ -1,5 +1,5 @@
-// Tests from their bits, two 16-bit numbers at a time, whether eight elements of x are all small enough for
-// quick_sigmoid().
+// This file tests from their bits, two 16-bit numbers at a time, whether eight elements of x are all small
+// enough for quick_sigmoid().
 #pragma once
 #include "swiglu/swiglu.cuh"
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ u32 larger_halves(f16, u32 a, u32 b) {
 #endif
 }
 __device__ __forceinline__ u32 larger_halves(f32, u32 a, u32 b) { return a; }
-// Whether every |a| is below kQuickSigmoid.
+// Returns true if every |a| is below kQuickSigmoid.
 __device__ __forceinline__ bool all_quick(const Eight& raw) {
     if (sizeof(IN::storage) == 4) {
         float a[8];

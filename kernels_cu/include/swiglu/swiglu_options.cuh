@@ -10,13 +10,15 @@
 #pragma once
 #include "swiglu/swiglu.cuh"
 
-// Whether the parts of a result are neighbouring tiles.
-__device__ __forceinline__ bool adjoin(const SwigluCall& call) { return kBackward && call.interleaved(); }
-// Columns from the first part of a result to the second.
-__device__ __forceinline__ i64 apart(const SwigluCall& call) {
-    return adjoin(call) ? Tile::kColumns : call.half();
+// Returns true if the parts of a result are neighbouring tiles.
+__device__ __forceinline__ bool parts_are_adjacent(const SwigluCall& call) {
+    return kBackward && call.interleaved();
 }
-// The column after the last of a part.
+// Returns the distance in columns from the first part of a result to the second.
+__device__ __forceinline__ i64 columns_between_parts(const SwigluCall& call) {
+    return parts_are_adjacent(call) ? Tile::kColumns : call.half();
+}
+// Returns the column after the last of a part.
 __device__ __forceinline__ i64 end_of(const SwigluCall& call, int part) {
     return kBackward && part == 0 && !call.interleaved() ? call.half() : call.columns;
 }
@@ -29,16 +31,16 @@ constexpr bool kTransposesBlocks = true;
 constexpr bool kTransposesBlocks = false;
 #endif
 
-// The biases of a block's columns that the rows of a tile have, of a and b, in an order in which a thread has
-// four after four. With experts those of the first row's expert are here, then those of the last row's; rows
-// of other experts are rare. They are stored as f32, but forward in blocks with transposed data as they come:
-// there the chips with the least shared memory (99 KB) have none left.
+// Shared memory has the biases of a block's columns that the rows of a tile have, of a and b, in an order in
+// which a thread has four after four. With experts those of the first row's expert are here, then those of
+// the last row's; rows of other experts are rare. They are stored as f32, but forward in blocks with
+// transposed data as they come: there the chips with the least shared memory (99 KB) have none left.
 class Biases {
     using Stored = Either<kTransposesBlocks && !kBackward, IN, f32>::Type;
-    static constexpr int kHalf = Tile::kColumns / 2, kOfExpert = 2 * Tile::kColumns;
+    static constexpr int kHalf = Tile::kColumns / 2, kBiasesPerExpert = 2 * Tile::kColumns;
     static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // adding it changes no bit
     static __device__ __forceinline__ Stored::storage* shared_biases() {
-        __shared__ __align__(16) Stored::storage biases[(1 + kExperts) * kOfExpert];
+        __shared__ __align__(16) Stored::storage biases[(1 + kExperts) * kBiasesPerExpert];
         return biases;
     }
     static __device__ __forceinline__ u32 to_stored(f32, u32 bits) { return as_bits(IN::widen(bits)); }
@@ -46,18 +48,19 @@ class Biases {
     static __device__ __forceinline__ u32 to_stored(F, u32 bits) { return bits; }
 
 public:
-    // The two experts whose biases are in shared memory.
+    // Returns the two experts whose biases are in shared memory.
     static __device__ __forceinline__ u32* experts() {
         __shared__ u32 experts[2];
         return experts;
     }
     // Loads a tile's biases. Call __syncthreads() before add(), and before another tile's are loaded.
     static __device__ __forceinline__ void load(const SwigluCall& call, const TilePosition& tile) {
-        const int last = threadIdx.x / kOfExpert;
+        const int last = threadIdx.x / kBiasesPerExpert;
         const int part = threadIdx.x / Tile::kColumns % 2;
         const int e = threadIdx.x % Tile::kColumns;
         if (last > kExperts || !(kExperts || call.bias)) return;
-        const i64 at = tile.column + (adjoin(call) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
+        const i64 at = tile.column
+            + (parts_are_adjacent(call) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
         const IN::storage* from = call.bias;
         if constexpr (kExperts) {
             const i64 row = tile.row + last * (Tile::kRows - 1);
@@ -74,11 +77,11 @@ public:
     // use.
     __device__ __forceinline__ Biases() {
         if constexpr (kOptions) {
-            const Stored::storage* const mine = shared_biases() + Tile::column_patch() * 4;
+            const Stored::storage* const own_biases = shared_biases() + Tile::column_patch() * 4;
 #ifdef CUPY_FP8_HOST
-            from = mine;
+            from = own_biases;
 #else
-            from = shared_address(mine);
+            from = shared_address(own_biases);
             asm volatile("" : "+r"(from));
 #endif
         }
@@ -89,7 +92,7 @@ public:
         if (!kExperts && !call.bias) return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const auto four = load(last * kOfExpert + part * Tile::kColumns + half * kHalf);
+            const auto four = load(last * kBiasesPerExpert + part * Tile::kColumns + half * kHalf);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float low, high;

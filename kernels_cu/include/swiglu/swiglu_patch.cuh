@@ -6,8 +6,8 @@
 #pragma once
 #include "swiglu/swiglu.cuh"
 
-// How many elements of a row are computed at a time: registers allow no more.
-constexpr int kPart = kBackward ? 4 : 8;
+// A slice is the elements of a row that are computed at a time: registers allow no more.
+constexpr int kSlice = kBackward ? 4 : 8;
 
 // Loads `left` of eight neighbours, and zeros in place of the others.
 template <bool kWide>
@@ -19,11 +19,11 @@ __device__ __forceinline__ void load_eight(Eight& to, const IN::storage* from, i
         else to[l] = {};
     }
 }
-// Widens kPart of eight elements, those from part * kPart on.
-__device__ __forceinline__ void widen_part(const Eight& from, int part, float (&v)[kPart]) {
+// Widens a slice of eight elements.
+__device__ __forceinline__ void widen_slice(const Eight& from, int slice, float (&v)[kSlice]) {
 #pragma unroll
-    for (int i = 0; i < kPart; i += 2) {
-        const int at = part * kPart + i;
+    for (int i = 0; i < kSlice; i += 2) {
+        const int at = slice * kSlice + i;
         from[at / kLoad].widen2(at % kLoad / 2, v[i], v[i + 1]);
     }
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ void widen_part(const Eight& from, int part, float (&
 // Loads eight elements of a row that starts again after `wrap` columns, since a patch may have both da and
 // db. A loop shifts the elements in: unrolled, these loads would be half of a kernel.
 __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wrap, i64 column, int left) {
-    constexpr int kOfLoad = Chunk<IN, kLoad>::kWords, kWords = kLoads * kOfLoad;
+    constexpr int kWordsPerLoad = Chunk<IN, kLoad>::kWords, kWords = kLoads * kWordsPerLoad;
     u32 word[kWords + 1] = {};
 #pragma unroll 1
     for (int i = 0; i < 8; i++, column++) {
@@ -41,10 +41,10 @@ __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wr
             word[w] = sizeof(IN::storage) == 4 ? word[w + 1] : word[w] >> 16 | word[w + 1] << 16;
     }
 #pragma unroll
-    for (int w = 0; w < kWords; w++) to[w / kOfLoad].word[w % kOfLoad] = word[w];
+    for (int w = 0; w < kWords; w++) to[w / kWordsPerLoad].word[w % kWordsPerLoad] = word[w];
 }
 
-// The elements of a row of x, or of bias, that eight elements of the result are made of.
+// Loads the elements of a row of x, or of bias, that eight elements of the result are made of.
 struct Halves {
     Eight part[2];               // a and b; interleaved 16 neighbours (BACKWARD: 8, and part[1] is not used)
 
@@ -68,49 +68,49 @@ struct Halves {
             load_eight<true>(part[1], row + half + at, interleaved ? 0 : left);
         }
     }
-    __device__ __forceinline__ void widen(const SwigluCall& call, int of_eight, float (&a)[kPart],
-                                          float (&b)[kPart]) {
+    __device__ __forceinline__ void widen(const SwigluCall& call, int slice, float (&a)[kSlice],
+                                          float (&b)[kSlice]) {
         if (!kBackward && call.interleaved()) separate(part);
-        widen_part(part[0], of_eight, a);
-        widen_part(part[1], of_eight, b);
+        widen_slice(part[0], slice, a);
+        widen_slice(part[1], slice, b);
         if (kBackward && call.interleaved()) {                       // a pair has both its elements' a and b
 #pragma unroll
-            for (int i = 0; i < kPart; i += 2) b[i] = b[i + 1] = a[i + 1], a[i + 1] = a[i];
+            for (int i = 0; i < kSlice; i += 2) b[i] = b[i + 1] = a[i + 1], a[i + 1] = a[i];
         }
     }
 };
 
-// The elements of a row of grad.
+// Loads the elements of a row of grad that eight elements of the result are made of.
 struct Grads {
-    Eight part;                  // interleaved: four, or two and two
+    Eight eight;                 // interleaved: four, or two and two
 
     template <bool kWide>
     __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column,
                                          int left) {
         const bool interleaved = call.interleaved();
         if constexpr (!kWide) {
-            gather(part, row, call.wrap(), interleaved ? column / 2 : column, interleaved ? left / 2 : left);
+            gather(eight, row, call.wrap(), interleaved ? column / 2 : column, interleaved ? left / 2 : left);
         } else if (!interleaved) {
-            load_eight<true>(part, row + (column < call.half() ? column : column - call.half()), left);
+            load_eight<true>(eight, row + (column < call.half() ? column : column - call.half()), left);
         } else {
 #pragma unroll
-            for (auto& c : part) c = {};
+            for (auto& c : eight) c = {};
             if (!left) return;
             const auto four = Chunk<IN, 4>::load(row + column / 2);
 #pragma unroll
-            for (int w = 0; w < Chunk<IN, 4>::kWords; w++) part[0].word[w] = four.word[w];
+            for (int w = 0; w < Chunk<IN, 4>::kWords; w++) eight[0].word[w] = four.word[w];
         }
     }
-    __device__ __forceinline__ void widen(const SwigluCall& call, int of_eight, float (&v)[kPart]) const {
-        if (!call.interleaved()) return widen_part(part, of_eight, v);
+    __device__ __forceinline__ void widen(const SwigluCall& call, int slice, float (&v)[kSlice]) const {
+        if (!call.interleaved()) return widen_slice(eight, slice, v);
         float low, high;
-        part[of_eight * 2 / kLoad].widen2(of_eight * 2 % kLoad / 2, low, high);
+        eight[slice * 2 / kLoad].widen2(slice * 2 % kLoad / 2, low, high);
 #pragma unroll
-        for (int i = 0; i < kPart; i++) v[i] = i < 2 ? low : high;
+        for (int i = 0; i < kSlice; i++) v[i] = i < 2 ? low : high;
     }
 };
 
-// The elements that a thread loads for a row of its patch.
+// A thread loads these elements for a row of its patch.
 struct Source {
     Halves x;
     Grads grad;
@@ -124,26 +124,26 @@ struct Source {
     }
 };
 
-// Finds a and b of a part of row r, biased and clamped. clipped: bit i for a, bit 8 + i for b.
+// Finds a and b of a slice of row r, biased and clamped. clipped: bit i for a, bit 8 + i for b.
 __device__ __forceinline__ void widen_clamped(const SwigluCall& call, const PatchPosition& patch, int r,
-                                              int part, Halves& in, float (&a)[kPart], float (&b)[kPart],
+                                              int slice, Halves& in, float (&a)[kSlice], float (&b)[kSlice],
                                               u32& clipped) {
-    in.widen(call, part, a, b);
+    in.widen(call, slice, a, b);
     const int left = patch.columns_of(r);
     if (const IN::storage* const biases = call.bias && left ? call.bias_of(patch.row + r) : nullptr) {
         Halves bias;
-        float of_a[kPart], of_b[kPart];
+        float of_a[kSlice], of_b[kSlice];
         if (call.has(SwigluCall::kWide)) bias.load<true>(call, biases, patch.column, left);
         else bias.load<false>(call, biases, patch.column, left);
-        bias.widen(call, part, of_a, of_b);
+        bias.widen(call, slice, of_a, of_b);
 #pragma unroll
-        for (int i = 0; i < kPart; i++) a[i] = add_rn(a[i], of_a[i]), b[i] = add_rn(b[i], of_b[i]);
+        for (int i = 0; i < kSlice; i++) a[i] = add_rn(a[i], of_a[i]), b[i] = add_rn(b[i], of_b[i]);
     }
     clipped = 0;
     if (!call.has(SwigluCall::kClamped)) return;
     const u32 limit = as_bits(call.limit);
 #pragma unroll
-    for (int i = 0; i < kPart; i++) {
+    for (int i = 0; i < kSlice; i++) {
         const float clamped_a = at_most(a[i], call.limit);
         const float clamped_b = at_least(at_most(b[i], call.limit), call.minus_limit);
         if (kBackward) {             // An element is clipped if it has become a limit; NaN never does.
@@ -155,39 +155,39 @@ __device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Patc
     }
 }
 
-// Finds sigma of a part; with gpt_oss b becomes b + 1.
-__device__ __forceinline__ void find_sigma(const SwigluCall& call, const float (&a)[kPart], float (&b)[kPart],
-                                           float (&sigma)[kPart]) {
+// Finds sigma of a slice; with gpt_oss b becomes b + 1.
+__device__ __forceinline__ void find_sigma(const SwigluCall& call, const float (&a)[kSlice],
+                                           float (&b)[kSlice], float (&sigma)[kSlice]) {
 #pragma unroll
-    for (int i = 0; i < kPart; i++) sigma[i] = mul_rn(call.alpha, a[i]);
+    for (int i = 0; i < kSlice; i++) sigma[i] = mul_rn(call.alpha, a[i]);
     sigmoids(sigma);
     if (!call.has(SwigluCall::kGptOss)) return;
 #pragma unroll
-    for (int i = 0; i < kPart; i++) b[i] = add_rn(b[i], 1.0f);
+    for (int i = 0; i < kSlice; i++) b[i] = add_rn(b[i], 1.0f);
 }
 
 // Computes eight elements of y. prob: the row's weight.
 __device__ __forceinline__ void activate(const SwigluCall& call, const PatchPosition& patch, int r,
                                          const float& prob, Source& in, float (&y)[8]) {
-    float a[kPart], b[kPart], sigma[kPart];
+    float a[kSlice], b[kSlice], sigma[kSlice];
     u32 clipped;
     widen_clamped(call, patch, r, 0, in.x, a, b, clipped);
     find_sigma(call, a, b, sigma);
 #pragma unroll
-    for (int i = 0; i < kPart; i++) y[i] = mul_rn(mul_rn(a[i], sigma[i]), b[i]);
+    for (int i = 0; i < kSlice; i++) y[i] = mul_rn(mul_rn(a[i], sigma[i]), b[i]);
     if (!call.probs) return;
 #pragma unroll
-    for (int i = 0; i < kPart; i++) y[i] = mul_rn(y[i], prob);
+    for (int i = 0; i < kSlice; i++) y[i] = mul_rn(y[i], prob);
 }
 
-// Computes a part of the gradients. others: bits of columns that are db, or do not exist.
-__device__ __forceinline__ void differentiate_part(const SwigluCall& call, const float (&a)[kPart],
-                                                   const float (&b)[kPart], const float (&sigma)[kPart],
-                                                   const float (&grad)[kPart], u32 all_others, u32 others,
-                                                   float (&out)[kPart]) {
+// Computes a slice of the gradients. others: bits of columns that are db, or do not exist.
+__device__ __forceinline__ void differentiate_slice(const SwigluCall& call, const float (&a)[kSlice],
+                                                    const float (&b)[kSlice], const float (&sigma)[kSlice],
+                                                    const float (&grad)[kSlice], u32 all_others, u32 others,
+                                                    float (&out)[kSlice]) {
     if (all_others != 0xffu) {
 #pragma unroll
-        for (int i = 0; i < kPart; i++) {
+        for (int i = 0; i < kSlice; i++) {
             // rest = u * (1 - sigma)
             const float rest = mul_rn(mul_rn(call.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));
             out[i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
@@ -195,7 +195,7 @@ __device__ __forceinline__ void differentiate_part(const SwigluCall& call, const
     }
     if (!all_others) return;
 #pragma unroll
-    for (int i = 0; i < kPart; i++)
+    for (int i = 0; i < kSlice; i++)
         if (others >> i & 1) out[i] = mul_rn(grad[i], mul_rn(a[i], sigma[i]));
 }
 
@@ -216,33 +216,33 @@ __device__ __forceinline__ void differentiate(const SwigluCall& call, const Patc
     const u32 all_others = patch.not_da(call);
     TreeSum<8> sum;
 #pragma unroll
-    for (int part = 0; part < 8 / kPart; part++) {
-        const u32 others = all_others >> part * kPart;
-        float a[kPart], b[kPart], sigma[kPart], grad[kPart];
-        float (&out)[kPart] = *reinterpret_cast<float(*)[kPart]>(d + part * kPart);
+    for (int slice = 0; slice < 8 / kSlice; slice++) {
+        const u32 others = all_others >> slice * kSlice;
+        float a[kSlice], b[kSlice], sigma[kSlice], grad[kSlice];
+        float (&out)[kSlice] = *reinterpret_cast<float(*)[kSlice]>(d + slice * kSlice);
         u32 clipped;
-        widen_clamped(call, patch, r, part, in.x, a, b, clipped);
-        in.grad.widen(call, part, grad);
+        widen_clamped(call, patch, r, slice, in.x, a, b, clipped);
+        in.grad.widen(call, slice, grad);
         find_sigma(call, a, b, sigma);
         if (call.sums) {
 #pragma unroll
-            for (int i = 0; i < kPart; i++) {
+            for (int i = 0; i < kSlice; i++) {
                 const float term = mul_rn(mul_rn(grad[i], mul_rn(a[i], sigma[i])), b[i]);
-                sum.add(part * kPart + i, others >> i & 1 ? as_float(kAbsentTerm) : term);
+                sum.add(slice * kSlice + i, others >> i & 1 ? as_float(kAbsentTerm) : term);
             }
         }
         if (call.probs) {
 #pragma unroll
-            for (int i = 0; i < kPart; i++) grad[i] = mul_rn(grad[i], prob);
+            for (int i = 0; i < kSlice; i++) grad[i] = mul_rn(grad[i], prob);
         }
-        differentiate_part(call, a, b, sigma, grad, all_others, others, out);
+        differentiate_slice(call, a, b, sigma, grad, all_others, others, out);
         if (!call.has(SwigluCall::kClamped)) continue;
         // Gradients of clipped elements are 0 whatever the weight, and those of absent elements must be too:
         // 0 times Inf would be NaN.
-        const u32 absent = (0xffu << patch.columns_left & 0xffu) >> part * kPart;
+        const u32 absent = (0xffu << patch.columns_left & 0xffu) >> slice * kSlice;
         clipped |= absent | absent << 8;
 #pragma unroll
-        for (int i = 0; i < kPart; i++)
+        for (int i = 0; i < kSlice; i++)
             if ((others >> i & 1 ? clipped >> 8 : clipped) >> i & 1) out[i] = 0.0f;
     }
     if (call.sums) store_sum(call, patch, r, sum.sum());

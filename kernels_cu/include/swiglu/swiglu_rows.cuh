@@ -1,18 +1,18 @@
-// Rows of calls without options that come through registers. A tile of y, or one of da and one of db, comes
+// Rows of calls without options come through registers here. A tile of y, or one of da and one of db, comes
 // from one read and one sigma, by instructions without branches.
 #pragma once
 #include "swiglu/swiglu.cuh"
 
-// How many rows swiglu_cast has in flight while it computes one.
+// swiglu_cast has so many rows in flight while it computes one.
 constexpr int kRowsAhead = sizeof(IN::storage) == 2 && kBackward ? 2 : 1;
 
-// The elements that a thread loads for a row of its patch.
+// A thread loads these elements for a row of its patch.
 struct RawRow {
     static constexpr int kGrad = 1 + kBackward;
     Eight part[2 + kBackward];   // a, b and (BACKWARD) grad
 };
 
-// Combines kCount values of every lane over the four lanes of a segment: each lane is left with one of them,
+// Combines kCount values of every lane over the four lanes of a subblock: each lane is left with one of them,
 // the owned()-th. Each exchange halves the values that a lane has a part of.
 template <int kCount, class Combine>
 __device__ __forceinline__ u32 fold(const u32 (&v)[kCount], Combine combine) {
@@ -33,7 +33,7 @@ template <int kCount>
 __device__ __forceinline__ int owned() {
     return kCount == 2 ? threadIdx.x % 2 : threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2;
 }
-// The lane of this lane's segment that owns value i of four.
+// Returns which lane of this lane's subblock owns value i of four.
 __device__ __forceinline__ int owner(int i) { return threadIdx.x % 32 / 4 * 4 + i / 2 + i % 2 * 2; }
 
 // Makes the compiler compute v here, not where it is used.
@@ -77,22 +77,23 @@ __device__ __forceinline__ float activate(const float* sums, float prob, const f
 
 __device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
 // Stores the sums of kRows rows over the columns of a tile, the tile-th across. The rows are `row` and those
-// that follow it, `apart` from one another. left: how many rows there are from `row` on.
+// that follow it, `row_stride` rows from one another. left: how many rows there are from `row` on.
 template <int kRows>
 __device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&sums)[kRows], i64 row,
-                                           int apart, i64 tile, int left) {
+                                           int row_stride, i64 tile, int left) {
     float total = as_float(fold(sums, add_bits));
 #pragma unroll
     for (int distance = 4; distance < Tile::kColumnPatches; distance *= 2)
         total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
-    const int r = owned<kRows>() * apart;
+    const int r = owned<kRows>() * row_stride;
     if (Tile::column_patch() < kRows && r < left)
         call.sums[tile * call.rows + row + r] = as_float(f32::narrow(total));
 }
 
-// The rows of a patch in groups of kRows, kAhead of them in flight while one is computed.
-// A row that does not exist repeats the row whose registers it has, times 0: what is not NaN becomes 0.
-// (Gradients without weights are not multiplied by anything: a repeated row is in the same maxima already.)
+// A thread goes through the rows of a patch in groups of kRows, with kAhead of them in flight while one is
+// computed. A row that does not exist repeats the row whose registers it has, times 0: what is not NaN
+// becomes 0. (Gradients without weights are not multiplied by anything: a repeated row is in the same maxima
+// already.)
 template <int kRows, int kAhead>
 class Rows {
 public:

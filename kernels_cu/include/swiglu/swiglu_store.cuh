@@ -1,4 +1,4 @@
-// Where results of SwiGLU go, and how many blocks of threads share a multiprocessor.
+// This file stores results of SwiGLU, and says how many blocks of threads share a multiprocessor.
 #pragma once
 #include "numerics/amax.cuh"
 #include "scale/cast.cuh"
@@ -6,8 +6,8 @@
 #include "swiglu/swiglu_rows.cuh"
 
 constexpr int kWarps = kThreads / 32;
-// Blocks of kThreads threads on a multiprocessor, for 128 registers. Gradients in f32 do not fit these; on
-// sm_120 other kernels do not either.
+// A multiprocessor has so many blocks of kThreads threads, for 128 registers. Gradients in f32 do not fit
+// these; on sm_120 other kernels do not either.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBlocks = sizeof(IN::storage) == 2 && !kBackward ? 2 : 1;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890

@@ -1,6 +1,6 @@
-// Rows of y, or of da and db, in chunks of eight elements per thread (swiglu_tensor.cu, swiglu_blocks.cu,
-// swiglu_mx.cu). x and grad come through shared memory (cp.async): copies in flight take no registers, and
-// fetch the next tile while this one is stored.
+// A thread computes rows of y, or of da and db, in chunks of eight elements (swiglu_tensor.cu,
+// swiglu_blocks.cu, swiglu_mx.cu). x and grad come through shared memory (cp.async): copies in flight take no
+// registers, and fetch the next tile while this one is stored.
 //
 // A block of kStreamThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other.
 // A thread reads the elements that it has copied itself, so it waits only for its own copies (and for other
@@ -35,7 +35,7 @@ public:
         }
         if constexpr (kOptions) Biases::load(call, at);
         request(0);
-        if (kStages > kAtOnce) request(kAtOnce);
+        if (kStages > kRowsPerRequest) request(kRowsPerRequest);
         const i64 own = at.row + threadIdx.x;
         if (!kOptions || threadIdx.x < kMostRows)
             shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
@@ -48,11 +48,11 @@ public:
         if constexpr (kExperts) others = change_biases(at.tile());
 #pragma unroll
         for (int r = 0; r < kThreadRows; r++) {
-            if (r % kAtOnce == 0) copy_async_wait<(kStages > kAtOnce)>();
+            if (r % kRowsPerRequest == 0) copy_async_wait<(kStages > kRowsPerRequest)>();
             float v[kArrays][8], sigma[8];
             if constexpr (kOptions) read_with_options(at, r, v, sigma);
             else read_without_options(r, v, sigma);
-            if (r % kAtOnce == kAtOnce - 1) request(r + 1 - kAtOnce + kStages);
+            if (r % kRowsPerRequest == kRowsPerRequest - 1) request(r + 1 - kRowsPerRequest + kStages);
             use(r, v, sigma);
         }
         stage = (stage + kThreadRows) % kStages;
@@ -75,9 +75,9 @@ public:
                                                const u32 (&sums)[2][kThreadRows]) const {
         if (!call.sums) return;
         const i64 row = at.tile().row + row_in_step(0), first = at.results(call).column;
-        ::store_sums(call, sums[0], row, kApart, first / Tile::kColumns, left);
+        ::store_sums(call, sums[0], row, kRowStride, first / Tile::kColumns, left);
         if (call.interleaved() && first + Tile::kColumns < call.columns)
-            ::store_sums(call, sums[1], row, kApart, first / Tile::kColumns + 1, left);
+            ::store_sums(call, sums[1], row, kRowStride, first / Tile::kColumns + 1, left);
     }
     // Computes the chunks of a group; on path rows y is not yet multiplied by the weights. weights: those of
     // the group's rows. step: the group's number in the tile.
@@ -87,9 +87,9 @@ public:
         each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             if constexpr (kBackward) {
                 float values[2][8];
-                if constexpr (kOptions) gradients(r, weights[r * kApart], v, sigma, values, part_sums);
-                else sums[r] = as_bits(activate(call.sums, weights[r * kApart], v[0], v[1], v[kArrays - 1],
-                                                sigma, values));
+                if constexpr (kOptions) gradients(r, weights[r * kRowStride], v, sigma, values, part_sums);
+                else sums[r] = as_bits(activate(call.sums, weights[r * kRowStride], v[0], v[1],
+                                                v[kArrays - 1], sigma, values));
 #pragma unroll
                 for (int part = 0; part < kParts; part++)
 #pragma unroll
@@ -98,7 +98,7 @@ public:
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     const float u = mul_rn(kOptions ? v[0][i] : mul_rn(v[0][i], sigma[i]), v[1][i]);
-                    y[r][i] = kPath == Path::rows ? u : mul_rn(u, weights[r * kApart]);
+                    y[r][i] = kPath == Path::rows ? u : mul_rn(u, weights[r * kRowStride]);
                 }
             }
         });
@@ -114,15 +114,15 @@ public:
         if constexpr (kBackward && kOptions) store_sums(at, part_sums);
         else if constexpr (kBackward) {
             if (call.sums)
-                ::store_sums(call, sums, at.tile().row + step * kStepRows + row_in_step(0), kApart, at.across,
-                             left);
+                ::store_sums(call, sums, at.tile().row + step * kStepRows + row_in_step(0), kRowStride,
+                             at.across, left);
         }
         left -= kStepRows;
     }
     // Waits, after the last group, for the copies requested beyond it, before another block has the shared
     // memory.
     static __device__ __forceinline__ void finish() { copy_async_wait(); }
-    // Shared memory with the weights of the block's rows, 1 without probs.
+    // Returns shared memory with the weights of the block's rows, 1 without probs.
     static __device__ __forceinline__ float* shared_probs() {
         __shared__ __align__(16) float probs[kMostRows];
         return probs;
@@ -162,7 +162,7 @@ private:
     // thread's rows of another expert than the first row of the tile, then as many for those of another one
     // than the last row too.
     __device__ __forceinline__ u32 change_biases(const TilePosition& tile) const {
-        static_assert(!kOptions || (kThreadRows == 4 && kApart == 1),
+        static_assert(!kOptions || (kThreadRows == 4 && kRowStride == 1),
                       "four words of which the first is aligned");
         if (kMaybeExperts && !call.experts) return 0;
         const u32* const experts = call.experts + tile.row;
@@ -192,7 +192,7 @@ private:
             return biases.add(call, part, rare >> r & 1, v);
         const TilePosition tile = at.tile();
         const IN::storage* from = call.bias_of(tile.row + row_in_step(r));
-        if (!from || left <= r * kApart) return;
+        if (!from || left <= r * kRowStride) return;
         // This is a loop for the same reason as in sigmoids().
         const bool interleaved = call.interleaved();
         from += first_of_row(call, tile.column) + (interleaved ? part : part * half);
@@ -229,7 +229,7 @@ private:
         if constexpr (kBackward) {
             widen_eight(raw[1], v[1]);
             add_biases(at, r, 1, v[1]);
-            clipped = clip(call, v[0], v[1]) | (left > r * kApart ? absent : kBothParts);
+            clipped = clip(call, v[0], v[1]) | (left > r * kRowStride ? absent : kBothParts);
         } else {
 #pragma unroll
             for (float& a : v[0]) a = at_most(a, call.limit);
@@ -262,16 +262,16 @@ private:
         for (int l = 0; l < kLoads; l++)
             to[l] = Chunk<IN, kLoad>::load_shared(stage_of(r, array) + l * kLoadBytes);
     }
-    // Requests kAtOnce rows from r on, of this group or of those that follow.
+    // Requests kRowsPerRequest rows from r on, of this group or of those that follow.
     __device__ __forceinline__ void request(int begin) {
         // Copies go through the L1 where those of a thread are halves of sectors.
         constexpr bool kThroughL1 = kOptions || kLoads > 1;
         // f32 reads it anew: with one more value in registers its gradients spill on sm_120 (CUDA 12).
         const i64 half = kLoads > 1 ? call.half() : this->half;
 #pragma unroll
-        for (int r = begin; r < begin + kAtOnce; r++) {
-            const bool exists = left > r / kThreadRows * kStepRows + r % kThreadRows * kApart;
-            const int rows = (r + 1) % kThreadRows ? kApart : kStepRows - (kThreadRows - 1) * kApart;
+        for (int r = begin; r < begin + kRowsPerRequest; r++) {
+            const bool exists = left > r / kThreadRows * kStepRows + r % kThreadRows * kRowStride;
+            const int rows = (r + 1) % kThreadRows ? kRowStride : kStepRows - (kThreadRows - 1) * kRowStride;
             const bool first = exists && (!kOptions || has(0)), other = exists && (!kOptions || has(1));
 #pragma unroll
             for (int l = 0; l < kLoads; l++) {

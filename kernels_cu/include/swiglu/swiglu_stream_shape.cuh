@@ -1,4 +1,5 @@
-// How many rows, threads and tiles swiglu_stream.cuh has in flight, and where a block of threads is.
+// This file says how many rows, threads and tiles swiglu_stream.cuh has in flight, and where a block of
+// threads is.
 #pragma once
 #include "swiglu/swiglu_options.cuh"
 
@@ -11,23 +12,24 @@ constexpr bool kOneScale = false;
 // A thread has chunks of eight elements of a row. In every step of a block its threads have a group of rows:
 // a whole tile where columns have scales (kTiled).
 constexpr int kStreamThreads = kTiled ? 512 : 256;
-// How many rows and chunks of a group a thread has.
+// A thread has so many rows and chunks of a group.
 constexpr int kThreadRows = kTiled ? 4 : 4 / kParts, kThreadChunks = kThreadRows * kParts;
 constexpr int kPatches = kStreamThreads / Tile::kColumnPatches;      // threads below one another
-// How many rows a group has, and how many groups a tile.
+// A group has kStepRows rows, and a tile has kSteps groups.
 constexpr int kStepRows = kPatches * kThreadRows, kSteps = Tile::kRows / kStepRows;
-// The distance from one of a thread's rows to the next: rows are adjacent where they are transposed.
-constexpr int kApart = kTiled ? 1 : kPatches;
-// How many rows of a thread have shared memory (ops/quantize/swiglu_launches.py has their bytes), and how
-// many are requested together.
+// A thread's rows are so many rows apart. They are adjacent where they are transposed.
+constexpr int kRowStride = kTiled ? 1 : kPatches;
+// kStages rows of a thread have shared memory (ops/quantize/swiglu_launches.py has their bytes), and
+// kRowsPerRequest rows are requested together.
 constexpr int kStages = (sizeof(IN::storage) == 2 ? 4 : 2) / (kTiled && kBackward ? 2 : 1);
-constexpr int kAtOnce = (kStages + 1) / 2;
+constexpr int kRowsPerRequest = (kStages + 1) / 2;
 constexpr int kArrays = 2 + kBackward;
 constexpr int kLoadBytes = kStreamThreads * 16;
 constexpr int kStageBytes = kArrays * kLoads * kLoadBytes;
-static_assert(kThreadRows % kAtOnce == 0, "rows are requested in the patch of those that have been read");
-// Blocks of threads on a multiprocessor: 32 warps for y, 24 for gradients, 16 for both their directions.
-// Quotients take more registers, and so do blocks with options.
+static_assert(kThreadRows % kRowsPerRequest == 0,
+              "rows are requested in the patch of those that have been read");
+// A multiprocessor has 32 warps for y, 24 for gradients, 16 for both their directions. Quotients take more
+// registers, and so do blocks with options.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kRowwiseBlocks = 4 - kBackward;
 #else
@@ -37,15 +39,15 @@ constexpr int kStreamBlocks = kPath == Path::quotients ? 1
     : !kTiled ? kRowwiseBlocks
     : kOptions && !kOneScale && sizeof(IN::storage) == 4 ? 1 : 2 - kBackward;
 
-// The most rows of a block of threads, a weight of each of which is in shared memory: as many as threads,
-// where shared memory suffices (ops/quantize/swiglu_launches.py has the same rule).
+// A block of threads has at most so many rows, since the weight of each is in shared memory: as many as
+// threads, where shared memory suffices (ops/quantize/swiglu_launches.py has the same rule).
 constexpr int kMostRows = !(kOptions && kTransposesBlocks && !kBackward) ? kStreamThreads
     : kStreamThreads / (sizeof(IN::storage) == 4 ? 2 : 1) / (1 + kExperts);
 
 // Returns which row of a step this thread's row r is.
 __device__ __forceinline__ int row_in_step(int r) {
     const int patch = threadIdx.x / Tile::kColumnPatches;
-    return (kTiled ? patch * kThreadRows : patch) + r * kApart;
+    return (kTiled ? patch * kThreadRows : patch) + r * kRowStride;
 }
 // Makes the compiler find other addresses from this one by addition; it would multiply anew for each.
 template <class T>
@@ -55,7 +57,7 @@ __device__ __forceinline__ void pin(T*& p) {
 #endif
 }
 
-// The place of a block's tile, counted in tiles. Blocks follow rows of tiles, and each has some tiles, one
+// Says where a block's tile is, counted in tiles. Blocks follow rows of tiles, and each has some tiles, one
 // below the other.
 struct StreamPosition {
     u32 down, across;
@@ -79,7 +81,7 @@ struct StreamPosition {
     }
     // Returns the first tile of its results.
     __device__ __forceinline__ TilePosition results(const SwigluCall& call) const {
-        const int columns = adjoin(call) ? 2 * Tile::kColumns : Tile::kColumns;
+        const int columns = parts_are_adjacent(call) ? 2 * Tile::kColumns : Tile::kColumns;
         return {0, (i64)down * Tile::kRows, (i64)across * columns};
     }
 };

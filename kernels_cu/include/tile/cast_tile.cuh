@@ -1,6 +1,13 @@
 // A block of threads casts one tile of a matrix in both directions from one read (tensor.cu, tensor_list.cu,
-// grouped_tensor.cu).
-// Macros: IN, OUT, TILE_ROWS, TILE_COLUMNS, DBIAS.
+// grouped_tensor.cu). Defines: IN, OUT, TILE_ROWS, TILE_COLUMNS, and DBIAS 1 (column sums before scaling).
+// cast_tile() does all of it. Kernels may also call its steps, which read these members of the tensor p:
+//   find_patch      rows, columns; `given` if kPads<Tensor>
+//   load_rows       x, columns
+//   cast_rows       rowwise(), data, columns
+//   store_columns   data_t, rows, columns; `vector` if kAligned < 2
+//   cast_tile       all of these, columnwise(), amax; column_sums if DBIAS
+// kAligned 0: memory is accessed element by element. 1: every row of x and data allows chunked access. 2: so
+// does every row of data_t (16-byte stores), and all patches are whole and in x, so `vector` is not read.
 #pragma once
 #include "scale/cast.cuh"
 #include "numerics/tree_sum.cuh"
@@ -8,7 +15,7 @@
 
 constexpr int kLoad = 16 / sizeof(IN::storage);                      // elements per 16-byte load
 constexpr int kLoads = 8 / kLoad;                                    // loads per patch row
-// Loads in flight per thread; the sums of DBIAS leave registers for half as many on Blackwell.
+// A thread has so many loads in flight; the sums of DBIAS leave registers for half as many on Blackwell.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kInFlight = DBIAS ? 4 : 8;
 #else
@@ -19,8 +26,8 @@ constexpr u32 kAbsentWord = sizeof(IN::storage) == 4 ? kAbsentTerm : kAbsentTerm
 
 using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
 
-// The sums down the columns of the tile: eight of this thread's patch, added to those of the patches above
-// and below it.
+// Adds up the columns of the tile: eight sums of this thread's patch, then those of the patches above and
+// below it.
 struct PatchSums {
     TreeSum<8> column[8];
 
@@ -57,11 +64,11 @@ struct PatchSums {
     }
 };
 
-// Whether a Tensor has fewer rows in x, `given`, than are written: the rest are zeros.
+// True if a Tensor may have fewer rows in x, `given`, than are written: the rest are zeros.
 template <class Tensor>
 constexpr bool kPads = false;
 
-// Members of a tensor in shared memory, read where they are used: the tile needs all registers.
+// A member of a tensor in shared memory is read where it is used: the tile needs all registers.
 template <class T>
 struct SharedMember {
     const T* at;
@@ -75,7 +82,7 @@ __device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) {
     return as_global(*p.at) + offset;
 }
 
-// Where a thread's patch of 8 x 8 elements lies in x, and which of its rows and columns exist: in the
+// Says where a thread's patch of 8 x 8 elements lies in x, and which of its rows and columns exist: in the
 // results, and (given_left) in x.
 struct CastPatch {
     i64 at;
@@ -96,7 +103,7 @@ __device__ __forceinline__ CastPatch find_patch(const Tensor& p, const TilePosit
 
 using CastInput = Chunk<IN, kLoad>[kRowsAtOnce][kLoads];
 
-// Loads kRowsAtOnce rows of a patch; zeros where x has none.
+// Loads kRowsAtOnce rows of a patch. Rows that x does not have are zeros.
 template <int kAligned, class Tensor>
 __device__ __forceinline__ void load_rows(const Tensor& p, const CastPatch& patch, int first,
                                           CastInput& in) {
@@ -161,9 +168,8 @@ __device__ __forceinline__ void store_columns(const Tensor& p, const Tile& tile,
     }
 }
 
-// p: the tensor's members of CastParams; rowwise() and columnwise() tell which directions are written.
-// kAligned 1: every row of x and data allows chunked access; 2: and every row of data_t 16-byte stores, and
-// there are whole patches only, all in x. shared: the tile, then the sums.
+// Casts the tile at `at`. rowwise() and columnwise() of p say which directions are written. shared: the tile,
+// then the sums.
 template <int kAligned, class Tensor>
 __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, float scale, u8* shared) {
     const Tile tile{shared};

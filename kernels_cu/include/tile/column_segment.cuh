@@ -11,12 +11,13 @@
 template <class Tile>
 struct ColumnSegment {
     static constexpr int kColumns = Tile::kColumns, kRows = Tile::kRows, kBytes = 2 * kSector * kColumns;
-    // Columns of a tile that have the same alignment.
-    static constexpr int kAlike = kColumns / kSector;
-    // Units of 16 bytes in a column; columns, 32 apart, that a warp handles at a time.
-    static constexpr int kUnits = kRows / 16, kAtOnce = 32 / kUnits;
-    static constexpr int kOfWarp = kSector / (Tile::kThreads / 32);              // alignments of a warp
-    static_assert(kUnits >= 2 && kAlike % kAtOnce == 0 && kOfWarp * kAlike * 2 % 32 == 0, "whole warps");
+    // So many columns of a tile begin at the same byte of a sector. They are a set.
+    static constexpr int kSetColumns = kColumns / kSector;
+    // A column has kUnits units of 16 bytes. A warp loads units of kColumnsAtOnce columns of a set at a time.
+    static constexpr int kUnits = kRows / 16, kColumnsAtOnce = 32 / kUnits;
+    static constexpr int kSets = kSector / (Tile::kThreads / 32);                // sets of a warp
+    static_assert(kUnits >= 2 && kSetColumns % kColumnsAtOnce == 0 && kSets * kSetColumns * 2 % 32 == 0,
+                  "whole warps");
 
     const Tile& tile;
     // kBytes of shared memory, 16-byte aligned. Each warp uses the part of its own columns alone.
@@ -27,20 +28,20 @@ struct ColumnSegment {
     // tile.
     __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left,
                                           int rows_before, bool last) const {
-        const int unit = threadIdx.x % kUnits, first_column = threadIdx.x / 32 * kOfWarp;
+        const int unit = threadIdx.x % kUnits, first_column = threadIdx.x / 32 * kSets;
         const int member = threadIdx.x % 32 / kUnits;
         const bool first = rows_before == 0;
 #pragma unroll 1
-        for (int column = first_column; column < first_column + kOfWarp && column < columns_left; column++) {
+        for (int column = first_column; column < first_column + kSets && column < columns_left; column++) {
             u8* row = to + column * stride;
             const int before = before_sector(row), shift = -before & 15, low = unit - (before + 15) / 16;
             const int end = before + rows_left & -kSector;
             const bool whole = 16 * unit >= (first && before ? kSector : 0) && 16 * unit + 16 <= end;
-            uint4 lower[kAlike / kAtOnce], upper[kAlike / kAtOnce];
+            uint4 lower[kSetColumns / kColumnsAtOnce], upper[kSetColumns / kColumnsAtOnce];
 #pragma unroll
-            for (int i = 0; i < kAlike / kAtOnce; i++) {
-                lower[i] = *unit_of(column + kSector * (member + i * kAtOnce), low);
-                upper[i] = *unit_of(column + kSector * (member + i * kAtOnce), low + 1);
+            for (int i = 0; i < kSetColumns / kColumnsAtOnce; i++) {
+                lower[i] = *unit_of(column + kSector * (member + i * kColumnsAtOnce), low);
+                upper[i] = *unit_of(column + kSector * (member + i * kColumnsAtOnce), low + 1);
             }
             switch (shift / 4) {
                 case 0: shift_all<0>(lower, upper, shift % 4 * 8); break;
@@ -50,8 +51,8 @@ struct ColumnSegment {
             }
             row += kSector * member * stride + 16 * unit - before;
 #pragma unroll
-            for (int i = 0; i < kAlike / kAtOnce; i++, row += kSector * kAtOnce * stride)
-                if (whole && column + kSector * (member + i * kAtOnce) < columns_left)
+            for (int i = 0; i < kSetColumns / kColumnsAtOnce; i++, row += kSector * kColumnsAtOnce * stride)
+                if (whole && column + kSector * (member + i * kColumnsAtOnce) < columns_left)
                     *reinterpret_cast<uint4*>(row) = lower[i];
         }
         if (first) keep(head(0), 0);
@@ -63,7 +64,7 @@ struct ColumnSegment {
     }
 
 private:
-    // The first 32 bytes of a column, and its last bytes in the tile above.
+    // Return where the first 32 bytes of a column are kept, and its last bytes in the tile above.
     __device__ __forceinline__ u8* head(int column) const { return shared + column * kSector; }
     __device__ __forceinline__ u8* rest(int column) const { return head(kColumns + column); }
 
@@ -75,10 +76,11 @@ private:
     }
     // Leaves in lower the 16 bytes that begin at word kFirst, byte bits / 8, of lower and upper together.
     template <int kFirst>
-    static __device__ __forceinline__ void shift_all(uint4 (&lower)[kAlike / kAtOnce],
-                                                     const uint4 (&upper)[kAlike / kAtOnce], int bits) {
+    static __device__ __forceinline__ void shift_all(
+        uint4 (&lower)[kSetColumns / kColumnsAtOnce], const uint4 (&upper)[kSetColumns / kColumnsAtOnce],
+        int bits) {
 #pragma unroll
-        for (int i = 0; i < kAlike / kAtOnce; i++) {
+        for (int i = 0; i < kSetColumns / kColumnsAtOnce; i++) {
             const u32 word[8] = {lower[i].x, lower[i].y, lower[i].z, lower[i].w, upper[i].x, upper[i].y,
                                  upper[i].z, upper[i].w};
             lower[i] = make_uint4(__funnelshift_r(word[kFirst], word[kFirst + 1], bits),
@@ -90,10 +92,10 @@ private:
     // Keeps two units of all columns of this warp for later tiles.
     __device__ __forceinline__ void keep(u8* to, int first_unit) const {
 #pragma unroll
-        for (int i = 0; i < kOfWarp * kAlike * 2; i += 32) {
+        for (int i = 0; i < kSets * kSetColumns * 2; i += 32) {
             const int which = i + threadIdx.x % 32, unit = which % 2;
-            const int column = threadIdx.x / 32 * kOfWarp + which / 2 % kOfWarp;
-            const int all = column + which / 2 / kOfWarp * kSector;
+            const int column = threadIdx.x / 32 * kSets + which / 2 % kSets;
+            const int all = column + which / 2 / kSets * kSector;
             reinterpret_cast<uint4*>(to + all * kSector)[unit] = *tile.unit_at(all, first_unit + unit);
         }
     }
@@ -102,9 +104,9 @@ private:
     __device__ __forceinline__ void store_ends(u8* to, i64 stride, int columns_left, int rows_left,
                                                int rows_before) const {
         __syncwarp();
-        const int first_column = threadIdx.x / 32 * kOfWarp, rows = left_of(rows_before + rows_left, kSector);
+        const int first_column = threadIdx.x / 32 * kSets, rows = left_of(rows_before + rows_left, kSector);
 #pragma unroll 1
-        for (int column = first_column; column < first_column + kOfWarp && column < columns_left; column++) {
+        for (int column = first_column; column < first_column + kSets && column < columns_left; column++) {
             u8* const begin = to + column * stride;
             const int before = before_sector(begin), missing = -before & kSector - 1;
             const int of_head = missing < rows ? missing : rows;
@@ -118,11 +120,11 @@ private:
                                          : reinterpret_cast<const u8*>(tile.unit_at(column, r / 16)) + r % 16;
                 const int step = in_head || r < 0 ? kSector * kSector : kSector * kRows;
                 u8* row = begin + (in_head ? r - rows_before : r);
-                u8 byte[kAlike];
+                u8 byte[kSetColumns];
 #pragma unroll
-                for (int c = 0; c < kAlike; c++) byte[c] = from[c * step];
+                for (int c = 0; c < kSetColumns; c++) byte[c] = from[c * step];
 #pragma unroll
-                for (int c = 0; c < kAlike; c++, row += kSector * stride)
+                for (int c = 0; c < kSetColumns; c++, row += kSector * stride)
                     if (column + c * kSector < columns_left) *row = byte[c];
             }
         }

@@ -7,23 +7,23 @@
 //
 //   loaders    copy tiles into `stages` stages of shared memory, one after the other as these become free,
 //              without waiting for them to arrive
-//   tellers    find the largest magnitude in a stage, and tell it to all blocks: told[tile] = the launch, and
-//              the magnitude
-//   consumers  take a tile from its stage to registers, which frees the stage; wait until all tiles of its
-//              matrix have been told; cast it, in both directions. While they wait or cast, the next tile
-//              comes to registers too, if it is there.
+//   publishers find the amax of the tile in a stage, and publish it to all blocks: published[tile] = the
+//              launch, and the amax
+//   consumers  take a tile from its stage to registers, which frees the stage; wait until the amaxes of all
+//              tiles of its matrix have been published; cast it, in both directions. While they wait or cast,
+//              the next tile comes to registers too, if it is there.
 //
 // So a block holds stages + 1 tiles. A matrix with no more tiles than that in any block is read once. A block
-// loads the tiles of a larger matrix twice: first to tell their magnitudes, then, in reverse order for the
+// loads the tiles of a larger matrix twice: first to publish their amaxes, then, in reverse order for the
 // sake of those that the L2 still holds, to cast them. Blocks cannot wait for each other in a circle: a block
-// tells every tile that it has loaded, and the stages of tiles that are only told are free at once.
+// publishes the amax of every tile that it has loaded, and the stages of tiles that it does not cast yet are
+// free at once.
 //
-// The number of the launch marks every magnitude, so that those of earlier launches need not be cleared.
-// (Numbers begin again after 2^32 launches, which take days.) The last block to finish counts
-// the launch.
+// The number of the launch marks every amax, so that those of earlier launches need not be cleared. (Numbers
+// begin again after 2^32 launches, which take days.) The last block to finish counts the launch.
 //
-// IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. Tensors, what the kernel makes of its arguments:
-//   struct Ahead                          what a lane knows of the tile that is looked for next
+// IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. A kernel gives a class Tensors, which knows its matrices:
+//   struct Ahead                          what a lane knows of the tile that it finds next
 //   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: describes the tile in shared memory (kind:
 //                                                 kClear, or 0); false: nothing
 //   void first_tile(const Visit&, u32 launch, u32 amax, float scale)
@@ -39,30 +39,31 @@
 struct SingleRead {
     u32* state;                  // launches so far, and blocks that have finished this one; zero before the
                                  // first launch
-    u64* told;                   // [tiles] of each: the launch, then the largest magnitude (f32 bits); zero
+    u64* published;              // [tiles] of each: the launch, then the amax (f32 bits); zero
                                  // before the first launch
     u32 tiles;                   // of all matrices
     u32 stages;                  // 1 to kMostStages
     TensorScaleRule rule;
 };
 
-// A tile, and what a block does with it.
-enum VisitKind : u32 { kTell = 1, kCast = 2, kClear = 4, kEnd = 8 };
+// A visit is a tile and what a block does with it.
+enum VisitKind : u32 { kPublish = 1, kCast = 2, kClear = 4, kEnd = 8 };
 struct Visit {
     const IN::storage* x;        // its first element
     u8 *data, *data_t;           // where that goes; or null: that direction is not written
     i64 rows, columns;           // of the matrix
     i64 matrix;                  // which one
     u32 tile, first, tiles;      // which of all tiles; the first of the matrix, and how many it has
-    // The tile's rows in x (the others are zeros), its rows, and its columns.
+    // x has `given` rows of the tile, and the others are zeros. The tile has rows_left rows and columns_left
+    // columns.
     int given, rows_left, columns_left;
     u32 vector;                  // rows of data_t allow 16-byte stores
     u32 kind;
 };
 
 using SingleReadTile = ByteTile<128, 128>;
-constexpr int kConsumers = SingleReadTile::kThreads, kTellers = 64, kLoaders = 64;
-constexpr int kSingleReadThreads = kConsumers + kTellers + kLoaders;
+constexpr int kConsumers = SingleReadTile::kThreads, kPublishers = 64, kLoaders = 64;
+constexpr int kSingleReadThreads = kConsumers + kPublishers + kLoaders;
 constexpr int kMostStages = 6, kVisits = kMostStages + 2;              // two more tiles are in registers
 constexpr int kTileSide = 128, kUnit = 16 / sizeof(IN::storage);     // elements of a 16-byte load
 // ops/quantize/single_read.py has the same number.
@@ -73,13 +74,13 @@ struct SingleReadShared {
     PhaseBarrier full[kMostStages], empty[kMostStages];
     Visit visit[kVisits];        // of tile n of this block in [n % kVisits], until the consumers have cast it
     Visit found[kLoaders / 32];
-    u32 amaxes[2][kTellers / 32], told_amaxes[kConsumers / 32];
+    u32 amaxes[2][kPublishers / 32], warp_amaxes[kConsumers / 32];
     u32 launch, is_last;
 };
 static_assert(sizeof(SingleReadShared) + 128 * (kLoaders / 32) <= 2048,
               "also in ops/quantize/single_read.py; 128: what find() has per warp");
 
-// Goes through the stages, and through visits.
+// A cursor goes through the stages and the visits in turn.
 struct StageCursor {
     u32 stage = 0, visit = 0, parity;
 
@@ -91,7 +92,7 @@ struct StageCursor {
 };
 
 __device__ __forceinline__ u64 in_launch(u32 launch, u32 amax) { return (u64)launch << 32 | amax; }
-__device__ __forceinline__ bool is_of(u64 told, u32 launch) { return (u32)(told >> 32) == launch; }
+__device__ __forceinline__ bool is_of(u64 published, u32 launch) { return (u32)(published >> 32) == launch; }
 
 // Requests a loader's part of a tile. Elements that do not exist become zeros.
 __device__ __forceinline__ void copy_tile(const Visit& found, int loader, u8* stage) {
@@ -113,7 +114,7 @@ __device__ __forceinline__ void copy_tile(const Visit& found, int loader, u8* st
     }
 }
 
-// Hands a visit over to the tellers and consumers. One whole warp calls it.
+// Hands a visit over to the publishers and consumers. One whole warp calls it.
 __device__ __forceinline__ void hand_over(const Visit& found, u32 kind, Visit& to, PhaseBarrier* full) {
     static_assert(sizeof(Visit) % sizeof(u64) == 0 && sizeof(Visit) <= 32 * sizeof(u64), "a word per lane");
     const int lane = threadIdx.x % 32;
@@ -128,13 +129,13 @@ __device__ __forceinline__ void hand_over(const Visit& found, u32 kind, Visit& t
 template <class Tensors>
 __device__ __forceinline__ void load_tiles(const Tensors& tensors, const SingleRead& p,
                                            SingleReadShared& shared, u8* stages) {
-    const int loader = threadIdx.x - kConsumers - kTellers, warp = loader / 32;
+    const int loader = threadIdx.x - kConsumers - kPublishers, warp = loader / 32;
     Visit& found = shared.found[warp];
     typename Tensors::Ahead ahead;
     StageCursor at(1);
     const auto issue = [&](u32 kind) {
         wait_for_end(shared.empty + at.stage, at.parity);
-        if (kind & (kTell | kCast)) copy_tile(found, loader, stages + at.stage * kStageBytes);
+        if (kind & (kPublish | kCast)) copy_tile(found, loader, stages + at.stage * kStageBytes);
         arrive_after_copies(shared.full + at.stage);
         if (warp == 0) hand_over(found, kind, shared.visit[at.visit], shared.full + at.stage);
         __syncwarp();
@@ -144,12 +145,12 @@ __device__ __forceinline__ void load_tiles(const Tensors& tensors, const SingleR
     for (u32 tile = blockIdx.x; tile < p.tiles; tile += blocks) {
         if (!tensors.find(tile, ahead, found)) continue;
         if (found.kind == kClear || found.tiles <= most) {
-            issue(found.kind == kClear ? kClear : kTell | kCast);
+            issue(found.kind == kClear ? kClear : kPublish | kCast);
             continue;
         }
         const u32 begin = tile, end = found.first + found.tiles;
         for (;;) {
-            issue(kTell);
+            issue(kPublish);
             if (end - tile <= blocks) break;
             tile += blocks;
             tensors.find(tile, ahead, found);
@@ -163,28 +164,29 @@ __device__ __forceinline__ void load_tiles(const Tensors& tensors, const SingleR
     issue(kEnd);
 }
 
-__device__ __forceinline__ void tell_tiles(const SingleRead& p, SingleReadShared& shared, const u8* stages) {
+__device__ __forceinline__ void publish_tiles(const SingleRead& p, SingleReadShared& shared,
+                                              const u8* stages) {
     const int thread = threadIdx.x - kConsumers, warp = thread / 32;
     u32 odd = 0;
     for (StageCursor at(0);; at.advance(p.stages)) {
         wait_for_end(shared.full + at.stage, at.parity);
         const u32 kind = shared.visit[at.visit].kind;
         if (kind == kEnd) return;
-        if (kind & kTell) {
+        if (kind & kPublish) {
             Amax<IN> amax;
             const u8* const from = stages + at.stage * kStageBytes + thread * 16;
 #pragma unroll 8
-            for (int i = 0; i < kStageBytes; i += kTellers * 16)
+            for (int i = 0; i < kStageBytes; i += kPublishers * 16)
                 amax.add(Chunk<IN, kUnit>::load_shared(from + i));
             const u32 warp_amax = __reduce_max_sync(~0u, amax.f32_bits());
             odd ^= 1;
             if (thread % 32 == 0) shared.amaxes[odd][warp] = warp_amax;
-            sync_some<1, kTellers>();
+            sync_some<1, kPublishers>();
             if (thread == 0) {
                 u32 all = warp_amax;
-                for (int w = 1; w < kTellers / 32; w++)
+                for (int w = 1; w < kPublishers / 32; w++)
                     all = all > shared.amaxes[odd][w] ? all : shared.amaxes[odd][w];
-                store_relaxed(p.told + shared.visit[at.visit].tile, in_launch(shared.launch, all));
+                store_relaxed(p.published + shared.visit[at.visit].tile, in_launch(shared.launch, all));
             }
         }
         __syncwarp();
@@ -192,47 +194,47 @@ __device__ __forceinline__ void tell_tiles(const SingleRead& p, SingleReadShared
     }
 }
 
-// Returns the largest magnitude of a matrix, once all its tiles have been told. All consumers call it.
+// Returns the amax of a matrix, once those of all its tiles have been published. All consumers call it.
 __device__ __forceinline__ u32 wait_for_amax(const SingleRead& p, SingleReadShared& shared,
                                              const Visit& visit) {
-    constexpr int kAtOnce = 4;
+    constexpr int kLoadsInFlight = 4;
     const u32 launch = shared.launch, tiles = visit.tiles;
-    const u64* const told = p.told + visit.first;
+    const u64* const published = p.published + visit.first;
     const auto pause = [] { __nanosleep(20); };
-    // The last tiles are usually told last, so one warp polls for these before anybody asks for the others:
-    // the L2 has much else to do.
+    // The last tiles' amaxes are usually published last, so one warp polls for these before anybody asks for
+    // the others: the L2 has much else to do.
     if (threadIdx.x < 32) {
         if (threadIdx.x < tiles)
-            while (!is_of(load_relaxed(told + tiles - 1 - threadIdx.x), launch)) pause();
+            while (!is_of(load_relaxed(published + tiles - 1 - threadIdx.x), launch)) pause();
         __syncwarp();
     }
     sync_some<2, kConsumers>();
     u32 amax = 0;
-    for (u32 i = threadIdx.x; i < tiles; i += kAtOnce * kConsumers) {
-        u64 value[kAtOnce];
+    for (u32 i = threadIdx.x; i < tiles; i += kLoadsInFlight * kConsumers) {
+        u64 value[kLoadsInFlight];
         for (;;) {
             bool all = true;
 #pragma unroll
-            for (int u = 0; u < kAtOnce; u++)
-                value[u] = i + u * kConsumers < tiles ? load_relaxed(told + i + u * kConsumers)
+            for (int u = 0; u < kLoadsInFlight; u++)
+                value[u] = i + u * kConsumers < tiles ? load_relaxed(published + i + u * kConsumers)
                     : in_launch(launch, 0);
 #pragma unroll
-            for (int u = 0; u < kAtOnce; u++) all = all && is_of(value[u], launch);
+            for (int u = 0; u < kLoadsInFlight; u++) all = all && is_of(value[u], launch);
             if (all) break;
             pause();
         }
 #pragma unroll
-        for (int u = 0; u < kAtOnce; u++) amax = amax > (u32)value[u] ? amax : (u32)value[u];
+        for (int u = 0; u < kLoadsInFlight; u++) amax = amax > (u32)value[u] ? amax : (u32)value[u];
     }
     __syncwarp();
-    const BlockMax<kConsumers> shared_amax{shared.told_amaxes};
+    const BlockMax<kConsumers> shared_amax{shared.warp_amaxes};
     shared_amax.put(amax);
     sync_some<2, kConsumers>();
     const u32 lane = threadIdx.x % 32;
-    return __reduce_max_sync(~0u, lane < kConsumers / 32 ? shared.told_amaxes[lane] : 0u);
+    return __reduce_max_sync(~0u, lane < kConsumers / 32 ? shared.warp_amaxes[lane] : 0u);
 }
 
-// A consumer's patch of the tile that comes to registers next.
+// A consumer holds its patch of the tile that it casts next here.
 struct NextPatch {
     const SingleRead& p;
     SingleReadShared& shared;
@@ -244,7 +246,7 @@ struct NextPatch {
     __device__ __forceinline__ bool is_there() const {
         return __all_sync(~0u, has_ended(shared.full + at.stage, at.parity));
     }
-    // Takes it from its stage, which is then free.
+    // Takes the patch from its stage, which is then free.
     __device__ __forceinline__ void take() {
         const int row = SingleReadTile::patch_row(), column = SingleReadTile::patch_column();
         const u8* const from = stages + at.stage * kStageBytes
@@ -298,7 +300,7 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
                                            SingleReadShared& shared, const u8* stages, u8* staging) {
     NextPatch next{p, shared, stages};
     bool taken = false;
-    // known: the first tile of the matrix to which amax and scale belong.
+    // `known` is the first tile of the matrix to which amax and scale belong.
     u32 visit_at = 0, known = ~0u, amax = 0;
     float scale = 0.0f;
     for (;; visit_at = visit_at + 1 == kVisits ? 0 : visit_at + 1) {
@@ -321,7 +323,7 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
             scale = p.rule.scale_of(as_float(amax));
             if (!taken) taken = next.take_if_there();
         } else if (visit.data_t) {
-            sync_some<2, kConsumers>();                              // all have read the tile before
+            sync_some<2, kConsumers>();                              // All have read the tile before.
         }
         if (threadIdx.x == 0 && visit.tile == visit.first)
             tensors.first_tile(visit, shared.launch, amax, scale);
@@ -336,15 +338,15 @@ __device__ __forceinline__ void cast_single_read(const Tensors& tensors, const S
     if (threadIdx.x < p.stages) {
         // The loaders arrive with their copies, and one warp for the visit that describes these.
         init_phases(shared.full + threadIdx.x, kLoaders + 32);
-        init_phases(shared.empty + threadIdx.x, (kConsumers + kTellers) / 32);
+        init_phases(shared.empty + threadIdx.x, (kConsumers + kPublishers) / 32);
     }
     if (threadIdx.x == 0) {
         const u32 launches = load_relaxed(p.state) + 1;
-        shared.launch = launches ? launches : 1;                     // 0 is what nobody has told
+        shared.launch = launches ? launches : 1;                     // 0 marks what was never published.
     }
     __syncthreads();
-    if (threadIdx.x >= kConsumers + kTellers) return load_tiles(tensors, p, shared, memory);
-    if (threadIdx.x >= kConsumers) return tell_tiles(p, shared, memory);
+    if (threadIdx.x >= kConsumers + kPublishers) return load_tiles(tensors, p, shared, memory);
+    if (threadIdx.x >= kConsumers) return publish_tiles(p, shared, memory);
     cast_tiles(tensors, p, shared, memory, memory + p.stages * kStageBytes);
     if (threadIdx.x == 0) shared.is_last = is_last_block(p.state + 1, gridDim.x);
     sync_some<2, kConsumers>();

@@ -1,7 +1,7 @@
-// Transposing bytes through shared memory. A tile is kRows x kColumns bytes; each thread owns a patch of 8
-// rows x 8 columns, which it transposes in registers (prmt) and writes as eight 8-byte pieces of transposed
-// rows. The 8-byte columns of the shared tile are XOR-swizzled by patch, so that neither those writes nor the
-// 16-byte reads of whole transposed rows conflict in banks.
+// Bytes are transposed through shared memory here. A tile is kRows x kColumns bytes; each thread owns a patch
+// of 8 rows x 8 columns, which it transposes in registers (prmt) and writes as eight 8-byte pieces of
+// transposed rows. The 8-byte columns of the shared tile are XOR-swizzled by patch, so that neither those
+// writes nor the 16-byte reads of whole transposed rows conflict in banks.
 #pragma once
 #include "memory/chunks.cuh"
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// Bytes of a sector of memory: the L2 takes parts of sectors at a fraction of its speed.
+// A sector of memory has so many bytes: the L2 takes parts of sectors at a fraction of its speed.
 constexpr int kSector = 32;
 // Returns how many bytes of p's sector lie before p.
 __device__ __forceinline__ int before_sector(const u8* p) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ int before_multiple_of_8(const u8* p) {
     return (int)(-reinterpret_cast<u64>(p) & 7);
 }
 
-// The first step of store_ragged_rows(): 8-byte stores of shifted bytes.
+// The first step of store_ragged_rows() stores 8 shifted bytes at a time.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_words(u8* to, i64 stride, int columns_left, int rows_left,
                                                    ChunkAt chunk_at) {
@@ -63,8 +63,8 @@ __device__ __forceinline__ void store_ragged_words(u8* to, i64 stride, int colum
     }
 }
 
-// The second step: stores the bytes of each row before the first multiple of 8 and from the last one on,
-// which are 8 of a whole tile: a thread has one of them.
+// The second step stores the bytes of each row before the first multiple of 8 and from the last one on, which
+// are 8 of a whole tile: a thread has one of them.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_ends(u8* to, i64 stride, int columns_left, int rows_left,
                                                   ChunkAt chunk_at) {
@@ -161,7 +161,7 @@ struct ByteTile {
     // kRows * kColumns bytes of shared memory, 16-byte aligned.
     u8* shared;
 
-    // This thread's patch of the source tile: neighbouring threads take neighbouring columns.
+    // Return where this thread's patch of the source tile is: neighbouring threads take neighbouring columns.
     static __device__ __forceinline__ int row_patch() { return threadIdx.x / kColumnPatches; }
     static __device__ __forceinline__ int column_patch() { return threadIdx.x % kColumnPatches; }
     static __device__ __forceinline__ int patch_row() { return row_patch() * 8; }
@@ -182,7 +182,8 @@ struct ByteTile {
             else patch[r] = {};
         }
     }
-    // rows[r]: the eight bytes of source row patch_row() + r. Call __syncthreads() before read().
+    // Writes this thread's patch. rows[r]: the eight bytes of source row patch_row() + r. Call
+    // __syncthreads() before read().
     template <class F>
     __device__ __forceinline__ void write_patch(const Chunk<F, 8> (&rows)[8]) const {
         static_assert(sizeof(typename F::storage) == 1, "a tile of bytes");
@@ -199,9 +200,9 @@ struct ByteTile {
                 *reinterpret_cast<uint2*>(to + (half * 4 + k) * kRows) = make_uint2(top[k], bottom[k]);
         }
     }
-    // Reading back: transposed rows in units of kBytes (4, 8 or 16), neighbouring threads neighbouring units
-    // of a row. A thread reads kUnits<kBytes> of them: unit i holds source rows row() to row() + kBytes - 1
-    // of source column column(i).
+    // Transposed rows are read back in units of kBytes (4, 8 or 16). Neighbouring threads have neighbouring
+    // units of a row. A thread reads kUnits<kBytes> of them: unit i holds source rows row() to row() + kBytes
+    // - 1 of source column column(i).
     template <int kBytes> static constexpr int kUnits = kRows * kColumns / kBytes / kThreads;
     template <int kBytes>
     static __device__ __forceinline__ int column(int unit) {
@@ -234,21 +235,21 @@ struct ByteTile {
     __device__ __forceinline__ uint2 chunk_at(int column, int row_patch) const {
         return *reinterpret_cast<const uint2*>(shared + column * kRows + swizzle(row_patch, column / 8) * 8);
     }
-    // Where a single byte lies, by its source row and column.
+    // Returns where a single byte lies, by its source row and column.
     __device__ __forceinline__ u8* byte_at(int row, int column) const {
         return shared + column * kRows + swizzle(row / 8, column / 8) * 8 + row % 8;
     }
 
 private:
-    // Where the 8-byte chunk of source rows 8 * row_patch and on lies in its transposed row.
+    // Returns where the 8-byte chunk of source rows 8 * row_patch and on lies in its transposed row.
     static __device__ __forceinline__ int swizzle(int row_patch, int column_patch) {
         return row_patch ^ column_patch % kRowPatches;
     }
 };
 
-// Where the block-th block of a batch of [rows, columns] matrices works, one matrix after the other: along
-// rows of tiles, or down columns of tiles (kDownFirst), which makes neighbouring blocks write neighbouring
-// parts of the transposed rows.
+// Says where the block-th block of a batch of [rows, columns] matrices works, one matrix after the other:
+// along rows of tiles, or down columns of tiles (kDownFirst), which makes neighbouring blocks write
+// neighbouring parts of the transposed rows.
 struct TilePosition {
     i64 matrix, row, column;
 

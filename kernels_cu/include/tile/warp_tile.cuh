@@ -33,13 +33,14 @@ struct WarpTile {
     }
 };
 
-// Where a warp tile lies in its array.
+// Says where a warp tile lies in its array.
 struct WarpTilePosition {
     i64 at;                      // this lane's first element
     int rows_left, columns_left;
 };
 
-// Largest magnitudes of a warp tile. Rows of 16-bit formats are kept in pairs, one in each half of a word.
+// Finds the largest magnitudes of a warp tile's rows and columns. Rows of 16-bit formats are kept in pairs,
+// one in each half of a word.
 template <class F, bool kNan>
 struct WarpTileAmax {
     static constexpr bool kPairs = sizeof(typename F::storage) == 2;
@@ -70,17 +71,17 @@ struct WarpTileAmax {
         }
     }
     // Reduces over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part
-    // of, so that afterwards lane i of a group holds the whole maxima of rows i * kOwned to
-    // i * kOwned + kOwned - 1, as f32 bits.
-    template <int kLanes> static constexpr int kOwned = kWarpTileRows / kLanes;
+    // of, so that afterwards lane i of a group holds the whole maxima of rows i * kRowsPerLane to
+    // i * kRowsPerLane + kRowsPerLane - 1, as f32 bits.
+    template <int kLanes> static constexpr int kRowsPerLane = kWarpTileRows / kLanes;
     template <int kLanes>
-    __device__ __forceinline__ void reduce_rows(u32 (&owned)[kOwned<kLanes>]) {
+    __device__ __forceinline__ void reduce_rows(u32 (&owned)[kRowsPerLane<kLanes>]) {
         halve_down<kLanes / 2, kWords / 2>(row, larger);
         if constexpr (kWords < kLanes) {                             // the last pair of rows is in both lanes
             owned[0] = widened(threadIdx.x & 1 ? row[0] >> 16 : row[0] & 0xffffu);
         } else {
 #pragma unroll
-            for (int i = 0; i < kOwned<kLanes>; i++)
+            for (int i = 0; i < kRowsPerLane<kLanes>; i++)
                 owned[i] = kPairs ? widened(row[i / 2] >> i % 2 * 16 & 0xffffu) : row[i];
         }
     }
@@ -107,9 +108,9 @@ __device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
     return odd ? __byte_perm(word, other, 0x3715) : __byte_perm(word, other, 0x6240);
 }
 
-// FP8 bytes of the warp tiles of a block, kTilesDown x kTilesAcross of them, on their way to transposed rows.
-// A column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither
-// writes nor reads conflict in banks.
+// Shared memory holds the FP8 bytes of a block's kTilesDown x kTilesAcross warp tiles until they are stored
+// as transposed rows. A column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by
+// column so that neither writes nor reads conflict in banks.
 template <int kTilesDown, int kTilesAcross>
 struct WarpTiles {
     static constexpr int kRows = kWarpTileRows * kTilesDown, kColumns = kWarpTileColumns * kTilesAcross;
@@ -119,14 +120,14 @@ struct WarpTiles {
 
     u8* shared;                                                      // kBytes, 16-byte aligned
 
-    // Where this warp's warp tile begins in the tile, and this lane's first column.
+    // Return where this warp's warp tile begins in the tile, and this lane's first column.
     static __device__ __forceinline__ int row() { return threadIdx.x / 32 % kTilesDown * kWarpTileRows; }
     static __device__ __forceinline__ int column() {
         return threadIdx.x / 32 / kTilesDown * kWarpTileColumns + threadIdx.x % 32 * kLaneColumns;
     }
 
-    // words[c]: rows row() + 16 * half and on, four to a word, of column() + c. Call __syncthreads() before
-    // storing.
+    // Writes half of this warp's rows. words[c]: rows row() + 16 * half and on, four to a word, of column() +
+    // c. Call __syncthreads() before storing.
     __device__ __forceinline__ void write(int half, const u32 (&words)[kLaneColumns][4]) const {
 #pragma unroll
         for (int c = 0; c < kLaneColumns; c++)
@@ -146,27 +147,28 @@ struct WarpTiles {
             return;
         }
         // All loads come before the stores, and addresses that they share are computed once.
-        constexpr int kStep = kThreads / kUnits, kOfThread = kColumns / kStep;
-        constexpr int kPeriod = kStep < kSwizzled ? kSwizzled / kStep : 1;
-        static_assert(kStep % kSwizzled == 0 || kSwizzled % kStep == 0,
+        constexpr int kStep = kThreads / kUnits, kUnitsPerThread = kColumns / kStep;
+        constexpr int kPeriod = kStep < kSwizzlePeriod ? kSwizzlePeriod / kStep : 1;
+        static_assert(kStep % kSwizzlePeriod == 0 || kSwizzlePeriod % kStep == 0,
                       "all columns of a thread are swizzled alike, or every kPeriod-th");
         const int unit = threadIdx.x % kUnits, first = threadIdx.x / kUnits;
-        uint4 loaded[kOfThread];
+        uint4 loaded[kUnitsPerThread];
 #pragma unroll
-        for (int i = 0; i < kOfThread; i++)
+        for (int i = 0; i < kUnitsPerThread; i++)
             loaded[i] = unit_at(first + i % kPeriod * kStep, unit)[i / kPeriod * kPeriod * kStep * kUnits];
         const int columns = unit * 16 < rows_left ? columns_left : 0;
         u8* row = to + first * stride + unit * 16;
 #pragma unroll
-        for (int i = 0; i < kOfThread; i++, row += kStep * stride)
+        for (int i = 0; i < kUnitsPerThread; i++, row += kStep * stride)
             if (first + i * kStep < columns) *reinterpret_cast<uint4*>(row) = loaded[i];
     }
-    // A single byte, as write() would put it.
+    // Returns where write() would put a single byte.
     __device__ __forceinline__ u8* byte_at(int column, int tile_row) const {
         return shared + at(column, tile_row / 16) + tile_row % 16;
     }
-    // Rows 16 * unit and on of a column. Of columns kSwizzled apart these are kSwizzled * kUnits apart.
-    static constexpr int kSwizzled = 32;
+    // Columns kSwizzlePeriod apart are swizzled alike: their units are kSwizzlePeriod * kUnits units apart.
+    static constexpr int kSwizzlePeriod = 32;
+    // Returns where rows 16 * unit and on of a column are.
     __device__ __forceinline__ const uint4* unit_at(int column, int unit) const {
         return reinterpret_cast<const uint4*>(shared + at(column, unit));
     }
@@ -174,7 +176,8 @@ struct WarpTiles {
 private:
     static constexpr int kUnits = kRows / 16;                        // of a column
     static __device__ __forceinline__ int at(int column, int unit) {
-        constexpr int kMost = kSwizzled / kLaneColumns;
-        return column * kRows + (unit ^ (u32)column / kLaneColumns % (kUnits < kMost ? kUnits : kMost)) * 16;
+        constexpr int kLanesPerPeriod = kSwizzlePeriod / kLaneColumns;
+        constexpr int kMasks = kUnits < kLanesPerPeriod ? kUnits : kLanesPerPeriod;
+        return column * kRows + (unit ^ (u32)column / kLaneColumns % kMasks) * 16;
     }
 };

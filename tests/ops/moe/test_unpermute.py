@@ -76,13 +76,13 @@ def test_tiny_and_huge_sums(run):
 def test_several_steps_of_a_block(topk, dtype, run, monkeypatch):
     """So many tokens take several steps: rows of the next step are loaded while those of one are added up."""
     monkeypatch.setattr(launching, "_BLOCKS", 1)
-    launching.unpermute_division.cache_clear()
+    launching.unpermute_split.cache_clear()
     for kind in ("distinct", "any"):
         host = routed(4, topk, 11, kind)
         y, probs = normal((host.rows, 4200), dtype), normal((4, topk), seed=1)
         assert_equal(fp8.unpermute(run.array(y), run.array(host), probs=run.array(probs)),
                      summed(y, host, probs))
-    launching.unpermute_division.cache_clear()
+    launching.unpermute_split.cache_clear()
 
 
 # ---- gradients ----

@@ -11,7 +11,7 @@ import cupy_fp8 as fp8
 
 @pytest.mark.parametrize("columns", [640, 641])
 def test_the_largest_element_is_found_wherever_it_is(columns, run):
-    """It is in the first and last elements of groups, segments of 64 rows, parts of 64 KB, before and after
+    """It is in the first and last elements of groups, segments of 64 rows, shares of 64 KB, before and after
     the aligned chunks of these."""
     splits = [3, 0, 200, 64, 1]
     x = np.full((280, columns), 0.25, np.float32)

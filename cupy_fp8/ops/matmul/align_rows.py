@@ -20,18 +20,18 @@ _LONG, _FEW_ROWS = 512, 16384
 
 
 def variants() -> list[Variant]:
-    """Every program that a product may launch for its operands."""
+    """Returns every program that a product may launch for its operands."""
     return [_KERNEL.variant()]
 
 
 def is_aligned(view: OperandView) -> bool:
-    """Whether tensor copies can read all rows; with sizes of K, those of some groups."""
+    """Returns whether tensor copies can read all rows; with sizes of K, those of some groups."""
     return view.data % _UNIT == 0 and view.pitch % _UNIT == 0
 
 
 def worth_copies(problem: Problem) -> bool:
-    """Whether copies of both operands take less time than they save. (Groups of "k" have rows of different
-    lengths, and are not copied.)"""
+    """Returns whether copies of both operands take less time than they save. (Groups of "k" have rows of
+    different lengths, and are not copied.)"""
     p = problem
     rows = p.total + p.groups * p.n
     worth = p.total * p.n >= _WORTH * rows or (p.k >= _LONG and rows <= _FEW_ROWS)
@@ -39,7 +39,7 @@ def worth_copies(problem: Problem) -> bool:
 
 
 def with_copies(call: Call, problem: Problem) -> tuple[list[Launch], Problem]:
-    """The launches that copy the operands that need it, and the problem with these copies."""
+    """Returns the launches that copy the operands that need it, and the problem with these copies."""
     a_launches, a = _copy(call, "a", problem.a, problem.total, problem.k)
     b_launches, b = _copy(call, "b", problem.b, problem.groups * problem.n, problem.k)
     return a_launches + b_launches, problem._replace(a=a, b=b)
