@@ -22,6 +22,7 @@ NONSENSE = [5, 1.5, 10**400, b"x", np.array(1.0), np.ones((2, 2), np.complex64),
 WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "path of load": (fp8.load, {}), "path of save": (fp8.save, {"x": X}),
     "path of load_safetensors": (fp8.io.load_safetensors, {}),
+    "block of load_safetensors": (fp8.io.load_safetensors, {"path": "x.safetensors"}),
     "path of save_safetensors": (fp8.io.save_safetensors, {"tensors": {"x": X}}),
     "path of read_matrices": (fp8.io.read_matrices, {}),
     "path of log_step": (fp8.diagnostics.log_step, {"step": 1, "tensors": {"w": Q}}),
