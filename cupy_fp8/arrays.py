@@ -79,7 +79,7 @@ def array_at(cp: Any) -> Callable[[tuple[int, ...], np.dtype[Any], Any], Array]:
 def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
     """A new array of zero bytes (for float8_e8m0fnu, which has no zero, the byte 0 means 2**-127)."""
     out = empty(shape, dtype, like=like)
-    bits(out).fill(0)
+    raw_bytes(out).fill(0)
     return out
 
 
@@ -256,7 +256,11 @@ class Result:
 def check_comparable(a: Any, name: str) -> None:
     """TypeError unless `a` is an array, a result, or a list or tuple of these (or None, as ops return it for
     an absent part)."""
-    if not _is_comparable(a):
+    try:
+        comparable = _is_comparable(a)
+    except RecursionError:
+        raise ValueError(f"{name}: lists are nested too deeply, or hold themselves") from None
+    if not comparable:
         backend.module_of(a, name)
 
 
@@ -290,8 +294,8 @@ def _same(x: Any, y: Any) -> bool:
         return False
     if not is_array(x):
         return bool(x == y)
-    same_kind = isinstance(y, backend.module_of(x).ndarray)
-    return same_kind and x.dtype == y.dtype and x.shape == y.shape and bool((bits(x) == bits(y)).all())
+    alike = isinstance(y, backend.module_of(x).ndarray) and x.dtype == y.dtype and x.shape == y.shape
+    return alike and bool((raw_bytes(x) == raw_bytes(y)).all())
 
 
 def is_array(a: Any) -> bool:
@@ -302,6 +306,11 @@ def bits(a: Array) -> Array:
     """The elements as a view of unsigned integers of the same width, for what CuPy cannot do with FP8
     dtypes."""
     return a.view(f"u{a.dtype.itemsize}")
+
+
+def raw_bytes(a: Array) -> Array:
+    """`bits`, or of elements of other sizes their bytes, along a further axis."""
+    return bits(a) if a.dtype.itemsize in (1, 2, 4, 8) else a[..., None].view(np.uint8)
 
 
 def address(a: Array) -> int:

@@ -115,10 +115,14 @@ def as_dtype(dtype: Any, what: str = "dtype",
 
 
 def _dtype_of(dtype: Any) -> np.dtype[Any] | None:
+    """NumPy itself takes more: None for float64, and whatever has an attribute `dtype`, such as a recipe."""
     if isinstance(dtype, str):
         dtype = SHORT_DTYPES.get(dtype.lower(), dtype)
+    is_type = isinstance(dtype, type) and issubclass(dtype, (np.generic, bool, int, float, complex))
+    if not is_type and not isinstance(dtype, (str, np.dtype)):
+        return None
     try:
-        return None if dtype is None else np.dtype(dtype)           # NumPy takes None for float64
+        return np.dtype(dtype)
     except (TypeError, ValueError):
         return None
 
@@ -128,7 +132,8 @@ def flag(value: Any, what: str) -> bool:
     guess."""
     if value is True or value is False:
         return value
-    if not isinstance(value, (int, np.bool_, np.integer)) or value not in (0, 1):
+    is_number = isinstance(value, (int, np.bool_, np.integer)) and not isinstance(value, np.timedelta64)
+    if not is_number or value not in (0, 1):
         raise TypeError(f"{what}: expected True or False, got {shown(value)}")
     return bool(value)
 

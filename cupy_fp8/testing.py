@@ -13,7 +13,7 @@ import numpy as np
 
 from . import backend, kernels
 from .advice import public_only
-from .arrays import Result, asarray, asnumpy, bits, check_comparable, is_array, pairs
+from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, pairs, raw_bytes
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, as_dtype, choice, float8_e8m0fnu
 from .grouped import Grouped
 from .layouts import scale_shape, swap_last
@@ -60,13 +60,12 @@ def _assert_same_bytes(a: np.ndarray, b: np.ndarray, where: str) -> None:
         raise AssertionError(f"{where}dtype: actual {a.dtype}, desired {b.dtype}")
     if a.shape != b.shape:
         raise AssertionError(f"{where}shape: actual {a.shape}, desired {b.shape}")
-    differ = np.asarray(bits(a) != bits(b))
-    if not differ.any():
+    if _same(a, b):
         return
+    differ = np.asarray(raw_bytes(a) != raw_bytes(b)).reshape(*a.shape, -1).any(axis=-1)
     count = int(np.count_nonzero(differ))
     first = np.unravel_index(int(np.argmax(differ)), differ.shape)
-    width = 2 * a.dtype.itemsize
-    shown = [f"{name} 0x{int(bits(v)[first]):0{width}X} ({v[first]})"
+    shown = [f"{name} 0x{v[first].tobytes()[::-1].hex().upper()} ({v[first]})"
              for name, v in (("actual", a), ("desired", b))]
     where = f"{where}{count} of {a.size} elements of {a.dtype}{list(a.shape)} differ"
     raise AssertionError(f"{where}; first at {tuple(map(int, first))}: {', '.join(shown)}")

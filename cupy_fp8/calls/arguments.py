@@ -84,7 +84,8 @@ class Call:
             validate.check_shape(name, dense.shape, shape, what)
         self.repeatable &= dense is a
         self._set_or_check_device(name, dense, xp)
-        self.memory_ranges.append(Range(at, at + dense.nbytes, False, name))
+        # The memory of the given array counts, although a copy may be read: a result there would change it.
+        self.memory_ranges.append(Range(*validate.byte_range(a), False, name))
         return Input(dense, at)
 
     def read_strided(self, name: str, a: Any) -> Input:
@@ -92,9 +93,8 @@ class Call:
         if not self._first:
             backend.require_module(a, self.xp, name)
         self._set_or_check_device(name, a, backend.module_of(a, name))
-        at = address(a)
-        self.memory_ranges.append(Range(at, at + validate.extent(a), False, name))
-        return Input(a, at)
+        self.memory_ranges.append(Range(*validate.byte_range(a), False, name))
+        return Input(a, address(a))
 
     def read_scaled(self, name: str, s: Scaled, by_strides: Container[str] = ()) -> tuple[Input, Input]:
         """The FP8 data and the scales of a Scaled, which fit together. by_strides: the layouts whose scales

@@ -58,7 +58,8 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     try:
         key = keys.key_of(op, given, out)
         known = key and remembered.find(key, out)
-    except (TypeError, ValueError):     # an option that cannot be hashed: the op says what is wrong with it
+    # An option cannot be hashed, or a list holds itself: the op says what is wrong with it.
+    except (TypeError, ValueError, RecursionError):
         known = key = None
     if key and known and (found := known.run(key[1], given, out)) is not None:
         return found

@@ -87,11 +87,16 @@ class _Signature:
 _signatures: Memo[tuple[type, ...], _Signature] = Memo(4096)
 
 
+_PLAIN = (int, bool, str, type(None))
+
+
 def _how_to_describe(kind: type) -> _Describe | None:
-    """Returns None for options: equal ones of one type mean the same."""
-    if issubclass(kind, np.generic):                # Equal numbers of other types can mean something else.
-        return _never
-    return _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
+    """Returns None for plain options, which cannot change: equal ones of one type mean the same. A call with
+    anything else that is not described, such as a number of somebody's own class, is never remembered."""
+    described = _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
+    is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]              # recipes
+    is_plain = is_ours or kind in _PLAIN or issubclass(kind, (np.dtype, type))
+    return described or (None if is_plain else _never)
 
 
 def _never(a: Any, metadata: list[Any], addresses: list[Any]) -> bool:
@@ -121,22 +126,15 @@ def _of_cupy(a: Any, metadata: list[Any], addresses: list[Any]) -> bool:
 
 
 def _of_numpy(a: np.ndarray, metadata: list[Any], addresses: list[Any]) -> bool:
-    """Describes arrays for kernels on the CPU only: a call of the reference is never repeated."""
+    """Describes arrays for kernels on the CPU only: a call of the reference is never repeated. A 0-d array
+    may be an option, which is not read by kernels."""
     addresses.append(a.ctypes.data)
     metadata += (a.shape, a.dtype, a.strides, a.flags.writeable)
-    return executor_of(np) == "host"
-
-
-def _of_tuple(given: tuple[Any, ...], metadata: list[Any], addresses: list[Any]) -> bool:
-    """A result of several arrays, or an option such as a block."""
-    if given and type(given[-1]) is int:            # A shape or a block has only numbers, whose types count.
-        metadata += (given, tuple(map(type, given)))
-        return True
-    return _of_parts(given, metadata, addresses)
+    return a.ndim > 0 and executor_of(np) == "host"
 
 
 def _of_parts(parts: Sequence[Any], metadata: list[Any], addresses: list[Any]) -> bool:
-    """Arrays, numbers and whatever else, each by itself."""
+    """Describes what a tuple, a list or a result has: arrays, numbers and whatever else, each by itself."""
     kinds = tuple(map(type, parts))
     signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
     metadata += (signature, signature.options(parts))
@@ -269,7 +267,7 @@ def _cannot_change(part: Any) -> bool:
 _KINDS: dict[type, _Describe] = {
     float: _of_float,
     np.ndarray: _of_numpy,
-    tuple: _of_tuple,
+    tuple: _of_parts,
     list: _of_list,
     Scaled: _of_result(attrgetter("data", "scale_inv", "shape", "transposed", "block", "scale_layout")),
     Quantized: _of_result(attrgetter("_row", "_column", "dbias")),

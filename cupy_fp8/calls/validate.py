@@ -111,11 +111,13 @@ def fitting(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp
     return aligned_address(a, name)
 
 
-def extent(a: Array) -> int:
-    """Bytes from the first element of an array without negative strides to the end of its last one."""
+def byte_range(a: Array) -> tuple[int, int]:
+    """The addresses from the lowest byte of an array to the end of the highest one."""
+    at = address(a)
     if a.size == 0:
-        return 0
-    return int(a.itemsize + sum((n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)))
+        return at, at
+    steps = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
+    return at + sum(min(step, 0) for step in steps), at + a.itemsize + sum(max(step, 0) for step in steps)
 
 
 def matrix_strides(a: Array) -> tuple[int, int, int] | None:

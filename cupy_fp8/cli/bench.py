@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import backend, kernels
+from ..io.replace import check_replaceable
 from . import info, names
 
 _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
@@ -27,8 +28,11 @@ def main(argv: list[str]) -> int:
                         help="write the results there at the end, and to FILE.partial until then")
     options = parser.parse_intermixed_args(argv)
     ops = names.chosen_ops(parser, options.ops)
-    if options.json and options.json.exists() and not options.json.is_file():
-        parser.error(f"--json: {options.json} is no file that can be replaced")
+    if options.json:
+        try:
+            check_replaceable(options.json)
+        except OSError as error:
+            parser.error(f"--json: {error}")
     problem = backend.gpu_problem()
     if problem:
         print(f"bench needs a GPU: {problem}")

@@ -9,10 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from .. import backend
 from ..io import convert, weights
 from ..io.chunks import Report
-from ..io.replace import replacing
+from ..io.replace import check_replaceable, replacing
 from .arguments import positive
 from .progress import Progress
 
@@ -20,6 +22,8 @@ from .progress import Progress
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
+        if options.report:
+            check_replaceable(options.report)
         settings = convert.Settings(options.recipe, options.scale_format, tuple(options.include),
                                     tuple(options.exclude))
         conversion = convert.Conversion(
@@ -38,10 +42,9 @@ def _run(conversion: convert.Conversion, options: argparse.Namespace) -> None:
     reports: list[Report] = []
     for number, shard in enumerate(conversion.shards, 1):
         where = f"{number}/{len(conversion.shards)} {conversion.names[shard]}"
-        made = _convert(conversion, shard, where)
-        reports += made or []
+        reports += _convert(conversion, shard, where, bool(options.report))
         if options.verify:
-            conversion.verify(shard)
+            conversion.compare(shard, lambda count: None, np)
             print(f"{where}: verified, every byte as the NumPy reference makes it")
     if conversion.finish():
         print(f"{conversion.folder}: all {len(conversion.names)} shards are there")
@@ -58,8 +61,8 @@ def _run(conversion: convert.Conversion, options: argparse.Namespace) -> None:
                                   indent=1).encode())
 
 
-def _convert(conversion: convert.Conversion, shard: str, where: str) -> list[Report] | None:
-    """Convert a shard, showing its progress."""
+def _convert(conversion: convert.Conversion, shard: str, where: str, reported: bool) -> list[Report]:
+    """Convert a shard, showing its progress. reported: of a shard that is there already, too."""
     progress, total, start = Progress(), conversion.checkpoint.files[shard], time.perf_counter()
     size, done = sum(t.nbytes for t in total.tensors.values()), 0
 
@@ -69,14 +72,16 @@ def _convert(conversion: convert.Conversion, shard: str, where: str) -> list[Rep
         progress.show(f"{where}: {done / 1e6:,.0f} of {size / 1e6:,.0f} MB")
 
     made = conversion.convert(shard, tell)
-    progress.clear()
     if made is None:
+        found = conversion.compare(shard, tell) if reported else []
+        progress.clear()
         print(f"{where}: is there already")
-    else:
-        seconds = time.perf_counter() - start
-        converted = sum(report.after != "as it is" for report in made)
-        print(f"{where}: {converted} tensors converted, {len(made) - converted} as they are; "
-              f"{size / 1e6:,.0f} MB in {seconds:.1f} s, {size / 1e6 / seconds:,.0f} MB/s", flush=True)
+        return found
+    progress.clear()
+    seconds = time.perf_counter() - start
+    converted = sum(report.after != "as it is" for report in made)
+    print(f"{where}: {converted} tensors converted, {len(made) - converted} as they are; "
+          f"{size / 1e6:,.0f} MB in {seconds:.1f} s, {size / 1e6 / seconds:,.0f} MB/s", flush=True)
     return made
 
 

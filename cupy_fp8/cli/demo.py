@@ -25,7 +25,7 @@ from ..diagnostics.text import Column
 from ..diagnostics.verdict import recommended, verdict_on
 from ..formats import bfloat16
 from ..io.found import Found, tensors
-from ..io.replace import replacing
+from ..io.replace import check_replaceable, replacing
 from ..plot import style
 from . import demo_ahead, demo_data, demo_rows, terminal
 from .arguments import positive
@@ -234,9 +234,8 @@ def _labels(paths: list[str]) -> list[str]:
 
 def _require_writable(options: argparse.Namespace) -> None:
     """Errors that would otherwise come after the last tensor."""
-    for path in map(Path, filter(None, (options.json, options.plot))):
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    for path in filter(None, (options.json, options.plot)):
+        check_replaceable(path)
     if options.plot:
         known = style.pyplot().gcf().canvas.get_supported_filetypes()
         if Path(options.plot).suffix.removeprefix(".") not in known:

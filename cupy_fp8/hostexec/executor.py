@@ -32,6 +32,7 @@ class _Chosen:
     last: int
     around: tuple[Fraction, ...]
     each: int
+    whole: frozenset[str]
 
     def ranges(self, total: int) -> Iterator[tuple[int, int]]:
         """The ranges of a grid of so many blocks, as (begin, end): not empty, apart, in ascending order."""
@@ -196,7 +197,9 @@ class HostKernel:
     def _ranges(self, total: int, resident: bool) -> list[tuple[int, int]]:
         """The blocks that run of a grid of so many."""
         chosen = _chosen.get()
-        ranges = [(0, total)] if chosen is None else list(chosen.ranges(total))
+        if chosen is None or self.entry in chosen.whole:
+            return [(0, total)]
+        ranges = list(chosen.ranges(total))
         if resident and sum(end - begin for begin, end in ranges) < total:
             raise HostError(f"{self.entry}: blocks of a resident grid wait for each other; blocks_of_grid "
                             f"cannot leave any out")
@@ -220,10 +223,11 @@ class HostKernel:
 
 
 @contextmanager
-def blocks_of_grid(*, first: int, last: int, around: Sequence[Fraction] = (), each: int = 0
-                   ) -> Iterator[None]:
+def blocks_of_grid(*, first: int, last: int, around: Sequence[Fraction] = (), each: int = 0,
+                   whole: Iterable[str] = ()) -> Iterator[None]:
     """Within this context, launches of this thread run only so many blocks at the beginning and at the end of
     their grid, and `each` blocks around each of the places `around`, which are shares of the grid's blocks.
+    All blocks run of the kernels named in `whole`: those whose last block writes what all blocks have found.
 
     A test of indices beyond 2**31 then takes the time of a few blocks, and only the memory that these blocks
     touch of what is mapped. Raises ValueError unless the numbers are 0 or more and the places in [0, 1].
@@ -233,7 +237,7 @@ def blocks_of_grid(*, first: int, last: int, around: Sequence[Fraction] = (), ea
                          f"{each}")
     if not all(0 <= place <= 1 for place in around):
         raise ValueError(f"around: expected shares of a grid, 0 to 1, got {', '.join(map(str, around))}")
-    token = _chosen.set(_Chosen(first, last, tuple(around), each))
+    token = _chosen.set(_Chosen(first, last, tuple(around), each, frozenset(whole)))
     try:
         yield
     finally:

@@ -56,6 +56,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     DelayedScalingState: ("recipe", "scale", "amax_history")}
 _KINDS = {kind.__name__: kind for kind in _FIELDS}
 _LONGEST_NAME = 65_535 - len(".npy")            # bytes of a member's name that a .zip has room for
+_MOST_DEFLATED = 1032                           # bytes that a deflated byte can stand for
 #: NumPy, zipfile and json raise these errors for damaged bytes.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, EOFError,
            RecursionError, OSError, RuntimeError, NotImplementedError, SyntaxError, tokenize.TokenError,
@@ -93,7 +94,10 @@ def save(path: PathLike, *unnamed: NoReturn, **values: Any) -> None:
     if not values:
         raise ValueError("save: expected arrays or results by name, as in save(path, weights=q); got none")
     writer = _Writer()
-    described = {name: writer.encode(value, name) for name, value in values.items()}
+    try:
+        described = {name: writer.encode(value, name) for name, value in values.items()}
+    except RecursionError:
+        raise ValueError("save: lists, tuples and dicts are nested too deeply, or hold themselves") from None
     dtypes = {member: a.dtype.name for member, a in writer.arrays.items() if a.dtype.name in EXTENSION_DTYPES}
     manifest = json.dumps({"format": "cupy_fp8", "version": VERSION, "dtypes": dtypes, "values": described})
     with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
@@ -177,10 +181,12 @@ class _Writer:
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return {type(value).__name__: [self.encode(item, f"{name}.{i}") for i, item in enumerate(value)]}
         if type(value) is dict:
-            if wrong := next((key for key in value if not isinstance(key, str)), None):
-                raise TypeError(f"{name}: expected strings as keys, got {wrong!r}")
+            if wrong := [key for key in value if not isinstance(key, str)]:
+                raise TypeError(f"{name}: expected strings as keys, got {wrong[0]!r}")
             return {"dict": {key: self.encode(item, f"{name}.{key}") for key, item in value.items()}}
         if isinstance(value, np.dtype):
+            if _dtype_of(value.name) != value:
+                raise TypeError(f"{name}: cannot store dtype {value}")
             return {"dtype": value.name}
         if type(value) in _FIELDS:
             return {"result": type(value).__name__, "fields": {
@@ -201,6 +207,14 @@ class _Writer:
             raise ValueError(f"{name}: this name is taken by another entry of the file; rename the array")
         self._held.append(a)
         return member
+
+
+def _dtype_of(name: Any) -> np.dtype[Any] | None:
+    """The dtype of this name; None if there is none."""
+    try:
+        return EXTENSION_DTYPES.get(name) or np.dtype(name)
+    except TypeError:
+        return None
 
 
 def _check_name(name: str) -> None:
@@ -258,7 +272,8 @@ def open_members(file: BinaryIO) -> Members:
     archive = zipfile.ZipFile(file)
     end = os.fstat(file.fileno()).st_size
     for info in archive.infolist():
-        if info.compress_type == zipfile.ZIP_STORED and info.file_size > end:
+        most = 1 if info.compress_type == zipfile.ZIP_STORED else _MOST_DEFLATED
+        if info.file_size > most * end:
             raise ValueError(f"damaged file (entry {info.filename!r} claims {info.file_size} bytes)")
     return Members(archive)
 
@@ -284,7 +299,9 @@ class _Reader:
         if kind == "dict":
             return {key: self.decode(item, f"{name}.{key}") for key, item in inner.items()}
         if kind == "dtype":
-            return EXTENSION_DTYPES.get(inner) or np.dtype(inner)
+            if (dtype := _dtype_of(inner)) is None:
+                raise ValueError(f"{name}: this version knows no dtype {inner!r}")
+            return dtype
         if kind != "result" or inner not in _KINDS:
             raise ValueError(f"{name}: this version knows no value of kind {inner!r}")
         fields = {key: self.decode(value, f"{name}.{key}") for key, value in node["fields"].items()}

@@ -145,7 +145,7 @@ class Conversion:
                     "place")
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
-        plan = [self.plan[name] for name in self.checkpoint.files[shard].tensors if name in self.plan]
+        plan = self._plan_of(shard)
         tensors = self._written(plan)
         order = by_alignment((name, dtype) for name, (dtype, _) in tensors.items())
         header = header_of({name: tensors[name] for name in order}, self._metadata(shard))
@@ -154,9 +154,19 @@ class Conversion:
             file.write(header)
             file.flush()
             reserve(file.fileno(), out.size)
-            return self._fill(plan, out, progress)
+            return self._fill(plan, out, progress, self._like)
 
-    def _fill(self, plan: list[Tensors], out: Out, progress: Callable[[int], None]) -> list[Report]:
+    def _plan_of(self, shard: str) -> list[Tensors]:
+        return [self.plan[name] for name in self.checkpoint.files[shard].tensors if name in self.plan]
+
+    def compare(self, shard: str, progress: Callable[[int], None], like: Any = None) -> list[Report]:
+        """Make a shard of the result again and compare every byte with what is there. ValueError names the
+        first tensor that differs. like: NumPy or CuPy, which computes; None: as `convert` did."""
+        written = Compared(TensorFile(self.folder / self.names[shard]))
+        return self._fill(self._plan_of(shard), written, progress, self._like if like is None else like)
+
+    def _fill(self, plan: list[Tensors], out: Out | Compared, progress: Callable[[int], None],
+              like: Any) -> list[Report]:
         with ThreadPoolExecutor(self._workers) as pool:
             queue = Queue(pool, 2 * self._workers)
             reports = []
@@ -165,7 +175,7 @@ class Conversion:
                 after = self.settings.recipe if one.stored else "as it is"
                 report = Report(one.name, tensor.shape, self._kind(one), after)
                 reports.append(report)
-                for work in self._works(one, out, pool, self._like):
+                for work in self._works(one, out, pool, like):
                     queue.put(work, report, progress)
             queue.drain()
         return reports
@@ -289,16 +299,6 @@ class Conversion:
                 "ignore": left,
                 "config_groups": {
                     "group_0": {"targets": ["Linear"], "weights": each, "input_activations": inputs}}}
-
-    def verify(self, shard: str) -> None:
-        """Read a shard of the result again and compare every byte with what NumPy makes of the source.
-        ValueError names the first tensor that differs."""
-        written = Compared(TensorFile(self.folder / self.names[shard]))
-        with ThreadPoolExecutor(1) as pool:
-            for name in self.checkpoint.files[shard].tensors:
-                if name in self.plan:
-                    for work in self._works(self.plan[name], written, pool, np):
-                        work()
 
 
 def _fingerprint_of(path: Path) -> str | None:

@@ -12,11 +12,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["PathLike", "replacing", "resuming", "sync_folder"]
+__all__ = ["PathLike", "check_replaceable", "replacing", "resuming", "sync_folder"]
 
 PathLike = str | os.PathLike[str]
 
 _EXCLUSIVE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def check_replaceable(path: PathLike) -> Path:
+    """The file that `replacing` would replace, or make. OSError if its folder does not exist, or if it is
+    there and no file, but a folder or a device."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(f"{target}: is a folder")
+    if target.exists() and not target.is_file():
+        raise FileExistsError(f"{target}: is no file that can be replaced")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent}: no such folder")
+    return target
 
 
 @contextmanager
@@ -29,9 +42,7 @@ def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
     permissions of an existing file are kept; where `path` is a link, the file that it leads to is replaced.
     prefix: of the new file's name.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise IsADirectoryError(f"{target}: is a folder")
+    target = check_replaceable(path)
     partial, file = _created(target, prefix)
     try:
         with file:
@@ -63,10 +74,7 @@ def _created(target: Path, prefix: str) -> tuple[Path, BinaryIO]:
     """A new, locked file beside the target, and its path."""
     while True:
         partial = target.with_name(f".{prefix}{secrets.token_hex(8)}.partial")
-        try:
-            file = os.fdopen(os.open(partial, _EXCLUSIVE, 0o666), "w+b")
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{target.parent}: no such folder") from None
+        file = os.fdopen(os.open(partial, _EXCLUSIVE, 0o666), "w+b")
         _lock(file)
         if partial.exists():            # Nobody took it for an abandoned one before it was locked.
             return partial, file

@@ -16,9 +16,13 @@ from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, hostexec, reference, testing
-from cupy_fp8.arrays import bits
+from cupy_fp8.arrays import address, bits
+from cupy_fp8.calls.group_sizes import Groups
+from cupy_fp8.calls.tables import Records
 from cupy_fp8.formats import bfloat16, float8_e4m3fn
 from cupy_fp8.kernels import grid_size
+from cupy_fp8.layouts import cdiv
+from cupy_fp8.ops.moe import offsets
 
 every_call = pytest.mark.parametrize("far", CALLS.values(), ids=CALLS)
 _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as much again
@@ -28,8 +32,7 @@ _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as 
 _OTHERS = {
     "cast_transpose": "is quantize_tensor", "multi_cast_transpose": "has the kernels of multi_quantize",
     "matmul_nt": "has no x of one array: test_more_than_two_to_the_31_elements of tests/ops/matmul",
-    "compute_amax": "has one element as its result: test_amax_wherever_the_largest_is",
-    "route": "has int32 rows", "splits_to_offsets": "has a group for each element",
+    "splits_to_offsets": "adds up all sizes before a window: test_offsets_of_many_groups",
 }
 
 
@@ -107,6 +110,24 @@ def test_amax_wherever_the_largest_is():
     assert not fp8.asnumpy(fp8.compute_amax(x)).any()
 
 
+@needs_host
+@pytest.mark.full
+def test_offsets_of_many_groups():
+    """The launches alone: the op looks at every size of a NumPy array. Most sizes are 0."""
+    n, middle = (1 << 32) + END, 1 << 31
+    tiles = cdiv(n, offsets._TILE)
+    sizes, totals, found = mapped(n, np.int32), mapped(tiles, np.uint64), mapped(n + 1, np.int64)
+    sizes[[0, middle - 1, middle, n - 1]] = 3, 4, 5, 6
+    given: dict[str, Any] = {"splits": Groups(n, address(sizes)).members(0), "tiles": tiles,
+                             "totals": address(totals)}
+    output = Records.of(offsets._Output(1, True, found.dtype).packed(address(found)))
+    kernel, around = offsets._KERNEL.variant(), [Fraction(middle, n)]
+    with testing.executor("host"), hostexec.blocks_of_grid(first=1, last=1, around=around, each=2):
+        kernel.bind(sizes, tiles, **given).run()
+        kernel.bind(sizes, tiles, **given, outputs=1, outputs_per_block=1, output=output).run()
+    assert found[[0, 1, middle - 1, middle, middle + 1, n - 1, n]].tolist() == [0, 3, 3, 7, 12, 12, 18]
+
+
 def test_the_windows_have_what_32_bits_cannot_count():
     def spans(shape: tuple[int, ...], axis: int, end: int) -> list[tuple[int, int]]:
         return [(window.start, window.stop) for window in windows(shape, axis, end)]
@@ -123,6 +144,8 @@ def test_the_windows_have_what_32_bits_cannot_count():
 
 @needs_host
 @pytest.mark.parametrize(("chosen", "wanted"), [
+    ({"first": 0, "last": 1, "whole": ["convert"]}, "##########"),
+    ({"first": 0, "last": 1, "whole": ["transpose"]}, ".........#"),
     ({"first": 2, "last": 3}, "##.....###"), ({"first": 8, "last": 8}, "##########"),
     ({"first": 1, "last": 1, "around": [Fraction(1, 2)], "each": 2}, "#...##...#"),
     ({"first": 0, "last": 0, "around": [Fraction(1), Fraction(2, 5), Fraction(3, 10)], "each": 3},

@@ -54,6 +54,16 @@ def test_what_is_written_overlaps_nothing(example, place):
             refused(with_array(example, a, b), OVERLAPS)                # the very same array
 
 
+@pytest.mark.parametrize("turned", [lambda a: a[:, ::2], lambda a: a[::-1, ::-2]])
+def test_an_input_that_is_copied_keeps_its_memory(turned):
+    """A result in it would destroy what the caller has there."""
+    memory = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    x, inside = turned(memory), memory.reshape(-1)[1024:3072].reshape(64, 32)
+    with pytest.raises(ValueError, match=r"^out: overlaps a in memory"):
+        fp8.astype(x, "float32", out=inside)
+    assert (memory.reshape(-1) == np.arange(4096)).all()
+
+
 @pytest.mark.parametrize("scales_first", [False, True])
 def test_the_first_argument_that_overlaps_is_named_wherever_it_lies(scales_first):
     memory, data_at = np.zeros(512 + 16, np.uint8), 16 * scales_first

@@ -37,6 +37,7 @@ from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits, is_contiguous
 from cupy_fp8.calls import call, descriptions, remembered
 from cupy_fp8.calls.relocation import CallMemory
+from cupy_fp8.formats import bfloat16
 from cupy_fp8.kernels import owner_of
 
 workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
@@ -113,6 +114,18 @@ def test_another_dtype_or_shape_of_the_same_memory(example, device):
                  and dtype != a.dtype]
         for view in (*views, a.reshape(-1), a.reshape(a.shape[::-1]), a.reshape(1, *a.shape)):
             noticed(example, with_array(example, a, view))
+
+
+@needs_host
+def test_another_dtype_of_the_same_numpy_memory(validate):
+    """Only the dtype tells float16 from bfloat16."""
+    x = np.arange(4096, dtype=np.float16).reshape(32, 128)
+    with testing.executor("host"):
+        out = fp8.quantize_mx(x)
+        validate.reset_mock()
+        for view in (x, x.view(bfloat16), x):
+            testing.assert_bytes_equal(fp8.quantize_mx(view, out=out), reference.quantize_mx(view))
+    assert validate.call_count == 2
 
 
 def other_values(value: Any) -> Iterator[Any]:
@@ -316,3 +329,41 @@ def test_a_list_of_sizes_is_copied_for_every_call(align, device, validate):
     assert validate.call_count == 1
     with pytest.raises(ValueError, match="splits: expected sizes that add up to at most the 300 rows"):
         fp8.group_quantize(x, [100, 201], fp8.MXScaling())
+
+
+class _Changing:
+    """A number of somebody's own class, which may change."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class _Float(float):
+    pass
+
+
+@needs_host
+def test_options_that_equal_others_or_have_changed():
+    """A remembered call knows -0.0 from 0.0 wherever it stands. An option that can change is looked at in
+    every call."""
+    x, amax = np.ones((2, 256), np.float32), np.full(1, 3.5, np.float32)
+    scales = fp8.swizzle_scales(reference.quantize_mx(x).scale_inv)
+    margin, rows, shape, block = np.array(0), _Changing(2), np.array([2, 8]), np.array([1, 128])
+    zeros: list[Any] = [lambda m, zero: m.multi_cast_transpose([x, x], (zero, 1)),
+                        lambda m, zero: m.quantize_tensor(x, _Float(zero))]
+    changing: list[Any] = [
+        lambda m: m.compute_scale(amax, margin=margin),
+        lambda m: m.unswizzle_scales(scales, shape=(rows, 8)),
+        lambda m: m.unswizzle_scales(scales, shape=shape),
+        lambda m: m.rebase_scales(reference.quantize_mx(x), block=block)]
+    with testing.executor("host"):
+        for known in zeros:
+            known(fp8, 0.0)
+            testing.assert_bytes_equal(known(fp8, -0.0), known(reference, -0.0))
+        before = [known(fp8) for known in changing]
+        margin[...], rows.value, shape[0], block[1] = 3, 1, 1, 64
+        for known, earlier in zip(changing, before, strict=True):
+            assert not fp8.bytes_equal(known(fp8), earlier)

@@ -79,10 +79,19 @@ def test_is_a_plain_npz(path):
                         "values": {"a": {"array": "a"}}}
 
 
+HOLDS_ITSELF: list[Any] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+
+
 @pytest.mark.parametrize(("arrays", "error", "message"), [
     ({"a": object()}, TypeError, "a: expected a numpy"),
     ({"a": [1, {2}]}, TypeError, r"a\.1: expected a numpy"),
     ({"a": {1: 2}}, TypeError, "a: expected strings as keys, got 1"),
+    ({"a": {0: 1, "0": 2}}, TypeError, "a: expected strings as keys, got 0"),
+    ({"a": {None: 1}}, TypeError, "a: expected strings as keys, got None"),
+    ({"a": np.dtype("S5")}, TypeError, r"a: cannot store dtype \|S5"),
+    ({"a": np.dtype(">f4")}, TypeError, "a: cannot store dtype >f4"),
+    ({"a": HOLDS_ITSELF}, ValueError, "save: lists, tuples and dicts are nested too deeply"),
     ({}, ValueError, "expected arrays or results by name"),
     ({"a\0b": np.ones(2)}, ValueError, "an .npz file cannot hold"),
     ({"a" * 70_000: np.ones(2)}, ValueError, "an .npz file cannot hold"),

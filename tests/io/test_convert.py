@@ -275,6 +275,18 @@ def test_verify_sees_a_wrong_byte(tmp_path, source, capsys):
     assert "is not what the source gives" in capsys.readouterr().err
 
 
+def test_report_of_shards_that_are_there(tmp_path, source, capsys):
+    """It says what it says of a whole conversion. A place where it cannot be is found before the work."""
+    first, again = tmp_path / "first.json", tmp_path / "again.json"
+    run(source, tmp_path / "out", "--recipe", "block128", "--report", first)
+    run(source, tmp_path / "out", "--recipe", "block128", "--report", again)
+    assert json.loads(again.read_text()) == json.loads(first.read_text())
+    assert json.loads(first.read_text())["tensors"]
+    run(source, tmp_path / "other", "--recipe", "block128", "--report", tmp_path / "no" / "r.json", status=1)
+    assert "no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def killed(source, out, seconds):
     """A conversion that is killed after so many seconds: whether it was, before it ended."""
     child = subprocess.Popen(

@@ -68,6 +68,13 @@ def test_folders(tmp_path):
         pass
 
 
+def test_devices_and_pipes_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="no file that can be replaced"), replacing(tmp_path / "pipe"):
+        pass
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_abandoned_files_are_removed_and_living_ones_are_not(tmp_path):
     abandoned, other = tmp_path / ".a.00.partial", tmp_path / ".b.00.partial"
     abandoned.write_bytes(b"half")

@@ -91,7 +91,9 @@ def test_snippets_print_what_they_show(page, chosen, needs):
         pytest.skip(f"needs {', '.join(absent)}")
     namespace: dict[str, Any] = {}
     report: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    # Without verbose=False it would report every example under `pytest -v`.
+    runner = doctest.DocTestRunner(verbose=False,
+                                   optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     for code, line, _ in chosen:
         test = doctest.DocTestParser().get_doctest(code, namespace, page.name, str(page), line)
         assert test.examples, f"{page.name}:{line}: no example"

@@ -101,16 +101,43 @@ def test_under_the_address_sanitizer():
     assert "PASS scale_rows" in out
 
 
+def passed(*arguments: str) -> list[str]:
+    """The tests of a session that has the op, all of which must pass. `pytest -p toy_op` registers it before
+    tests are collected."""
+    out = in_a_process(sys.executable, "-m", "pytest", "-p", "toy_op", "-p", "no:cacheprovider", "--full",
+                       "-v", *arguments)
+    return [line for line in out.splitlines() if "PASSED" in line]
+
+
 @pytest.mark.full
 @needs_host
 def test_the_generic_tests_walk_over_it(op):
-    """`pytest -p toy_op` registers it before tests are collected."""
     files = ("ops/test_cases.py", "toolchain/test_compile.py", "toolchain/test_structs.py",
              "tools/test_selftest.py")
-    out = in_a_process(sys.executable, "-m", "pytest", "-p", "toy_op", "-p", "no:cacheprovider", "--full",
-                       "-v", "-k", "scale_rows", "tests/contract", *(f"tests/{name}" for name in files))
-    ran = [line for line in out.splitlines() if "PASSED" in line]
+    ran = passed("-k", op.name, *(f"tests/{name}" for name in files))
     assert sum("test_equals_reference[reference" in line for line in ran) == len(list(op.cases()))
     for name in files:
-        assert any(name in line for line in ran), f"no test of {name} ran:\n{out}"
+        assert any(name in line for line in ran), f"no test of {name} ran"
 
+
+#: What a session with the op leaves out, and why.
+_LEFT_OUT = {
+    "--deselect=tests/project/test_readme.py::test_what_is_written_from_the_ops_is_up_to_date[README.md]":
+        "the README has the package's ops alone",
+    "--deselect=tests/project/test_readme.py::test_every_op_is_in_the_table_once": "as has its table",
+    "--ignore=tests/project/test_toy_op.py": "registers the op itself",
+    "--ignore=tests/project/test_notebooks.py": "runs in processes that do not know the op",
+    "--ignore=tests/project/test_packaging.py": "so does this",
+}
+
+
+@pytest.mark.full
+@needs_host
+def test_what_holds_for_all_ops_holds_with_it(op):
+    """Tests that are about one other op are left out."""
+    others = " or ".join(cases.OPS.keys() - {op.name})
+    ran = passed("-k", f"{op.name} or not ({others})", *_LEFT_OUT, "tests/contract", "tests/project",
+                 "tests/tools/test_cli.py::test_list")
+    for name in ("test_list", "test_every_op_has_a_far_call", "test_every_kernel_has_a_far_call",
+                 "test_both_ends_and_the_middle_equal_the_reference[scale_rows]"):
+        assert any(f"::{name} " in line for line in ran), f"{name} did not run"

@@ -26,6 +26,9 @@ END = 512                   # rows or columns that are compared at either end, a
 FAR = (1 << 25) + END       # with 128 elements each, these are more than 2**32
 BLOCKS = 64                 # of a grid, for each window: no kernel needs more for END * 128 elements. One
                             # with a block for each row would need `end=BLOCKS`.
+#: Kernels whose last block writes what all blocks have found: their grids run whole.
+_WHOLE = ("group_amax_scale", "multi_amax_scale")
+_LARGEST = 1024             # an element that is larger than all that contents have
 _LARGE = 1 << 24            # bytes of an array that is mapped rather than allocated
 #: Python has a name for it from 3.13 on; the number is that of Linux.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -76,7 +79,8 @@ class Far:
     long.
 
     end: how much of that axis is compared in each window; blocks: how many must run for it; alike: whether
-    all windows are the same, for amaxes of the whole axis
+    all windows are the same, for amaxes of the whole axis; one_amax: whether results follow from the amax of
+    all elements. It is then that of the last element, and the last window is compared alone, with the scales.
     """
 
     call: Callable[[Any, Any], Any]
@@ -86,6 +90,7 @@ class Far:
     end: int = END
     blocks: int = BLOCKS
     alike: bool = False
+    one_amax: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -101,16 +106,20 @@ class Far:
         return [Fraction(window.start + window.stop, 2 * self.shape[self.axis])
                 for window in self.windows[1:-1]]
 
-    def contents(self) -> tuple[np.ndarray, np.ndarray]:
-        """What x has in the first window and in the others. Everything else is 0."""
+    def contents(self) -> list[np.ndarray]:
+        """What x has in each window. Everything else is 0."""
         shape = (*self.shape[:self.axis], self.end, *self.shape[self.axis + 1:])
-        first = cases.values("normal", shape, self.dtype, 0)
-        return first, first if self.alike else cases.values("normal", shape, self.dtype, 1)
+        first = others = last = cases.values("normal", shape, self.dtype, 0)
+        if self.one_amax:
+            last = first.copy()
+            last[..., -1:, -1:] = _LARGEST
+        elif not self.alike:
+            others = last = cases.values("normal", shape, self.dtype, 1)
+        return [first, *[others] * (len(self.windows) - 2), last]
 
     def fill(self, x: Any) -> None:
-        first, others = (bits(fp8.asarray(part, like=x)) for part in self.contents())
-        for number, window in enumerate(self.windows):
-            bits(x)[(*(slice(None),) * self.axis, window)] = others if number else first
+        for window, part in zip(self.windows, self.contents(), strict=True):
+            bits(x)[(*(slice(None),) * self.axis, window)] = bits(fp8.asarray(part, like=x))
 
 
 def check(far: Far) -> None:
@@ -118,7 +127,7 @@ def check(far: Far) -> None:
     x = mapped(far.shape, far.dtype)
     far.fill(x)
     with testing.executor("host"), lazy_memory(), hostexec.blocks_of_grid(
-            first=far.blocks, last=far.blocks, around=far.around, each=far.blocks):
+            first=far.blocks, last=far.blocks, around=far.around, each=far.blocks, whole=_WHOLE):
         found = cases.outputs(far.call(fp8, x), {})
     _compare(far, found)
 
@@ -132,10 +141,11 @@ def check_on_device(far: Far) -> None:
 
 def _compare(far: Far, found: dict[str, Any]) -> None:
     compared = 0
-    first, others = (cases.outputs(far.call(reference, part), {}) for part in far.contents())
-    for number, window in enumerate(far.windows):
-        for name, want in (others if number else first).items():
-            if want.ndim < 2 or found[name].shape == want.shape:
+    parts = list(zip(far.windows, far.contents(), strict=True))[-1 if far.one_amax else 0:]
+    for window, part in parts:
+        for name, want in cases.outputs(far.call(reference, part), {}).items():
+            of_all = want.ndim < 2 or found[name].shape == want.shape
+            if of_all and not (far.one_amax and want.dtype == np.float32):
                 continue                                        # scales of a whole tensor and sizes of groups
             assert found[name].ndim == want.ndim, name
             if window.stop == far.shape[far.axis]:
@@ -151,7 +161,7 @@ def _compare(far: Far, found: dict[str, Any]) -> None:
                 raise AssertionError(f"{name}, {window.start} to {window.stop} (of which the CPU runs "
                                      f"{far.blocks} blocks): {error}") from None
             compared += 1
-    assert compared >= len(far.windows), "nothing was compared"
+    assert compared >= len(parts), "nothing was compared"
 
 
 def _part(window: slice, wanted: int, extent: int) -> slice:

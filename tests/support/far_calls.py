@@ -19,6 +19,9 @@ from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16
 from cupy_fp8.kernels import grid_size
 from cupy_fp8.layouts import cdiv, round_up
 from cupy_fp8.ops.matmul import aligned
+from cupy_fp8.ops.moe import route
+from cupy_fp8.ops.quantize import bias_gradient
+from cupy_fp8.reference import numerics
 from cupy_fp8.results import Scaled
 
 _TALL, _WIDE, _BATCH = (FAR, 128), (128, FAR), ((1 << 18) + 4, 128, 128)
@@ -37,6 +40,7 @@ def _beside(x: Any, a: Any) -> Any:
 def _elementwise() -> Iterator[tuple[str, Far]]:
     for name, *place in _SHAPES[:2]:
         yield f"astype-{name}", Far(lambda m, x: m.astype(x, float8_e4m3fn), np.dtype(bfloat16), *place)
+    yield "compute_amax", Far(lambda m, x: m.compute_amax(x), np.dtype(bfloat16), _TALL, one_amax=True)
     yield "compute_scale", Far(lambda m, x: m.compute_scale(x), np.dtype(np.float32), *_SHAPES[0][1:])
     for name, *place in _SHAPES:
         yield f"transpose-{name}", Far(lambda m, x: m.transpose(x), np.dtype(float8_e4m3fn), *place)
@@ -176,6 +180,11 @@ def _rows() -> Iterator[tuple[str, Far]]:
     for how, recipe in (("mx", fp8.MXScaling()), ("tensor", fp8.DelayedScaling()),
                         ("rows", fp8.BlockScaling((1, None), scale_layout="compact"))):
         yield f"group_quantize-{how}", Far(partial(_grouped, recipe), np.dtype(bfloat16), *_SHAPES[0][1:])
+    current = fp8.CurrentScaling()                  # Long rows need few blocks for the amax: one for 64 KB.
+    for name, groups in (("current", 1), ("current-of_many", 1024)):
+        call = partial(_grouped, current, groups=groups, columnwise=True)
+        yield f"group_quantize-{name}", Far(call, np.dtype(bfloat16), ((1 << 23) + END, 512), one_amax=True)
+    yield "multi_quantize-current", Far(partial(_listed, current), np.dtype(bfloat16), _TALL, one_amax=True)
     for block in ((1, None), (None, 1)):            # amaxes of whole groups, or of their rows and columns
         call = partial(_grouped, fp8.BlockScaling(block, scale_layout="compact"), columnwise=True)
         yield f"group_quantize-whole-{'rows' if block[0] else 'columns'}", Far(
@@ -193,9 +202,11 @@ def _padded(op: str, m: Any, x: np.ndarray) -> Any:
     return getattr(m, op)(x, sizes, _beside(x, np.array([0])) if op == "sort_chunks" else 4)
 
 
-def _grouped(recipe: Any, m: Any, x: np.ndarray, **options: Any) -> Any:
+def _grouped(recipe: Any, m: Any, x: np.ndarray, groups: int = 1, **options: Any) -> Any:
+    """The last group has all rows."""
     scales = _beside(x, np.full(1, 0.5, np.float32)) if isinstance(recipe, fp8.DelayedScaling) else None
-    return m.group_quantize(x, _beside(x, np.array([len(x)])), recipe, scales=scales, **options)[0]
+    sizes = _beside(x, np.array([0] * (groups - 1) + [len(x)]))
+    return m.group_quantize(x, sizes, recipe, scales=scales, **options)[-1]
 
 
 def _listed(recipe: Any, m: Any, x: np.ndarray) -> Any:
@@ -226,6 +237,8 @@ def _others() -> Iterator[tuple[str, Far]]:
                                                  ((1 << 11) + 4, 128, 1 << 14), 0, 1,
                                                  1 << 10 if kernel == product_kernels.HOPPER else BLOCKS)
     yield "grouped_matmul_nt-align_rows", Far(_aligned, np.dtype(float8_e4m3fn), (FAR, 136))
+    yield "quantize_tensor-sum_rows", Far(_summed, np.dtype(np.float32), _TALL)
+    yield "route-count", Far(_experts, np.dtype(float8_e4m3fn), ((1 << 22) + 64, 1024), 0, 64, 2)
 
 
 def _updated(m: Any, history: Any) -> Any:
@@ -265,9 +278,36 @@ def _aligned(m: Any, x: Any) -> Any:
     return out
 
 
+def _summed(m: Any, sums: Any) -> Any:
+    """The second kernel of bias gradients alone: the first one has a sum for 128 elements of x."""
+    (rows, columns), each = sums.shape, bias_gradient._SEGMENTS * bias_gradient._ROWS[0]
+    if m is reference:
+        return numerics.tree_sum(sums.reshape(-1, each, columns), 1)
+    out = fp8.empty((rows // each, columns), np.float32, like=sums)
+    grid = grid_size(columns // bias_gradient._COLUMNS_AT_ONCE * len(out), sums.shape)
+    bias_gradient._SUM_ROWS.variant(ROWS=bias_gradient._ROWS[0]).bind(
+        sums, grid, src=address(sums), dst=address(out), rows=rows, columns=columns).run()
+    return out
+
+
+def _experts(m: Any, mask: Any) -> Any:
+    """The first kernel of `route` alone, with 16 tokens for a warp: `route` has at most 128 blocks."""
+    (tokens, number), warp_tokens = mask.shape, 16
+    if m is reference:
+        return np.where(bits(mask) != 0, np.arange(number, dtype=np.int32), np.int32(-1))
+    blocks = cdiv(tokens, route._WARPS * warp_tokens)
+    experts = fp8.empty(mask.shape, np.int32, like=mask)
+    counts = fp8.empty((number, round_up(blocks, 4)), np.int32, like=mask)
+    route._COUNT.variant().bind(
+        mask, blocks, assignment=address(mask), experts=address(experts), counts=address(counts),
+        tokens=tokens, topk=number, number=number, warp_tokens=warp_tokens, pitch=counts.shape[1],
+        mask=2).run()
+    return experts
+
+
 #: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few
-#: blocks. On a GPU all blocks run.
-_UNREACHED = {f"{name}-wide" for name in (
+#: blocks. A grid for many groups ends with blocks for which no rows are left. On a GPU all blocks run.
+_UNREACHED = {"group_quantize-current-of_many"} | {f"{name}-wide" for name in (
     "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both",
     "quantize_block-rowwise",
     "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise",
@@ -281,12 +321,11 @@ ON_DEVICE: dict[str, Far] = {
     for name, far in calls() if name not in _OTHER_ENDS}
 CALLS = {name: far for name, far in ON_DEVICE.items() if name not in _UNREACHED}
 
-_AT_THE_END = "its last block of threads writes what all blocks have found"
-_AT_ONCE = "its blocks wait for one another, and read no more than they all can keep"
-#: Kernels that no far call launches, and why.
+_AT_ONCE = "all its blocks run at the same time and go through all tiles, so the CPU cannot leave any out"
+#: Kernels that no far call launches on the CPU, and why.
 WITHOUT_CALL = {
-    "compute_amax": _AT_THE_END, "group_amax_scale": _AT_THE_END, "multi_amax_scale": _AT_THE_END,
-    "cast_current": _AT_ONCE, "group_cast_current": _AT_ONCE, "multi_cast_current": _AT_ONCE,
-    "sum_rows": "adds what all blocks of another launch have found",
-    "route_count": "has int32 rows", "route_rank": "has int32 rows",
-    "splits_to_offsets": "has a group for each element, whose sums go through all blocks"}
+    "cast_current": "reads no more than the multiprocessors hold",
+    "group_cast_current": f"{_AT_ONCE}; a GPU launches it for group_quantize-current-of_many",
+    "multi_cast_current": f"{_AT_ONCE}; a GPU would need a list of twice 2**31 elements",
+    "route_rank": "has int32 rows, of which `route` refuses 2**31",
+    "splits_to_offsets": "adds up all sizes before a window: test_offsets_of_many_groups"}

@@ -21,7 +21,7 @@ from cupy_fp8.cases.covering import Recorded, covering_of, record, served_by
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.kernels import Variant, sources
 
-SURVIVED = "survived"
+SURVIVED = "survived"        # how an outcome begins if nothing has found the fault
 FOUND_BY_SANITIZER = 66
 
 
@@ -176,8 +176,8 @@ _FAULTS = (
     Fault("include/swiglu/swiglu_patch.cuh", "row < call.rows ? call.probs[row] : 1.0f",
           "row < call.rows - 1 ? call.probs[row] : 1.0f", "swiglu_quantize", "quantize/swiglu_tensor",
           "PATH=any"),
-    Fault("include/swiglu/swiglu_rows.cuh", "exists ? call.probs[row]", "exists ? 2 * call.probs[row]",
-          "swiglu_quantize", "quantize/swiglu_tensor", "PATH=rows"),
+    Fault("include/swiglu/swiglu_rows.cuh", "exists ? 1.0f : 0.0f;", "1.0f;", "swiglu_quantize",
+          "quantize/swiglu_tensor", "PATH=rows"),
     Fault("include/swiglu/swiglu_store.cuh", "if (r >= patch.rows_left) return;",
           "if (r >= patch.rows_left - 1) return;", "swiglu_quantize", "quantize/swiglu_tensor", "PATH=any"),
     Fault("include/swiglu/swiglu_stream.cuh", "own < call.rows ? call.probs[own] : 1.0f",
@@ -228,16 +228,24 @@ def chosen(fault: Fault) -> Iterator[Recorded]:
 
 
 def finding(fault: Fault) -> str:
-    """Which case finds the planted fault, and how."""
+    """Which case finds the planted fault, and how; or SURVIVED, and which programs with the fault were run by
+    how many cases."""
+    tried, programs = 0, set()
     with testing.executor("host") as run:
         for one in chosen(fault):
+            tried += 1
+            programs |= {_shown(variant) for variant in one.variants if fault.in_program(variant)}
             for variant in one.variants:
                 variant.compile(None)               # An error of the compiler finds nothing.
             try:
                 check(OPS[fault.op], one.case, run)
             except (AssertionError, hostexec.HostError) as error:
                 return f"{one.case}: {error}"
-    return SURVIVED
+    return f"{SURVIVED} {tried} cases of {'; '.join(sorted(programs))}"
+
+
+def _shown(variant: Variant) -> str:
+    return " ".join((variant.kernel.entry, *(f"{name}={value}" for name, value in variant.defines)))
 
 
 def main(name: str, folder: str) -> None:

@@ -208,8 +208,8 @@ def test_plot(matrices, tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--plot", "a.xyz"], "--plot a.xyz: expected a name that ends in .png"),
-    (["--plot", "no/such/a.png"], "there is no folder no/such"),
-    (["--json", "no/a.json"], "there is no folder no"),
+    (["--plot", "no/such/a.png"], "no such folder"),
+    (["--json", "no/a.json"], "no such folder"),
 ], ids=str)
 def test_files_that_could_not_be_written(arguments, message, capsys):
     """That is said before anything is compared."""

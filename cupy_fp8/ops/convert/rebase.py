@@ -100,7 +100,7 @@ def rebase_scales(q: Scaled | Quantized, *, block: Sequence[int | None], scale_d
     >>> r.scale_inv.tolist(), r.data[0, ::32].astype(np.float32).tolist(), count.tolist()
     ([[1.0]], [448.0, 1.0], [0])
     """
-    given = row_wise(q), block, scale_dtype, scale_layout, changed, check
+    given = row_wise(q), as_block(block), scale_dtype, scale_layout, changed, check
     result: Scaled = run(_REBASE, given, out)
     return result
 
@@ -151,7 +151,6 @@ class _Inputs(NamedTuple):
 class _Rebase(Op[_Inputs]):
     def arguments(self, call: Call, s: Scaled, block: Any, dtype: Any, layout: Any, changed: Any,
                   check: Any) -> _Inputs:
-        block = as_block(block)
         data, scales = call.read_scaled("q", s, LAYOUTS_WITH_STRIDES)
         scale_shape(s.shape, block, layout, s.transposed)     # Its error says what blocks there are.
         held = _held(layout, s.scale_inv.dtype, dtype)

@@ -16,7 +16,7 @@ from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, Written
 from ...calls.group_sizes import DTYPES, Groups, check_at_most, check_offsets, none_negative
 from ...calls.tables import Records
-from ...formats import flag, integers, names
+from ...formats import as_dtype, flag, integers, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 from ...methods import for_methods
@@ -191,10 +191,7 @@ def _one_for_each(option: Any, number: int, name: str) -> tuple[Any, ...]:
 
 
 def _dtype(given: Any) -> np.dtype[Any]:
-    try:
-        dtype = None if given is None else np.dtype(given)      # NumPy would take None as float64
-    except (TypeError, ValueError):
-        dtype = None
+    dtype = as_dtype(given, "dtypes", names(DTYPES))
     if dtype not in DTYPES:
         raise TypeError(f"dtypes: expected {names(DTYPES)}, got {shown(given)}")
     return dtype

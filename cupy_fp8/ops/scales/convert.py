@@ -26,6 +26,7 @@ from ...layouts import (
     SWIZZLE_ROWS,
     Block,
     ScaleGrid,
+    as_block,
     cdiv,
     check_block,
     round_up,
@@ -94,7 +95,8 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     >>> fp8.bytes_equal(back, s)
     True
     """
-    return run(_CONVERT_SCALES, (scale_inv, source, target, shape, block, dtype, check), out)
+    given = scale_inv, source, target, _as_tuple(shape), as_block(block), dtype, check
+    return run(_CONVERT_SCALES, given, out)
 
 
 def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input]:
@@ -124,7 +126,7 @@ class _ConvertScales(Op[_Inputs]):
         strides = None
         if source == "compact" and scale_inv.ndim >= 2 and not is_contiguous(scale_inv):
             strides = validate.matrix_strides(scale_inv)
-        shape, block = _as_tuple(shape), check_block(block)
+        block = check_block(block)
         to = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
         found = conversion(source, target, shape, block, scale_inv.dtype, to, strides)
         validate.check_shape("scale_inv", scale_inv.shape, found.source_shape,

@@ -103,7 +103,7 @@ def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, ax
     >>> fp8.bytes_equal(fp8.unswizzle_scales(fp8.swizzle_scales(s), shape=(20, 2)), s)
     True
     """
-    return run(_UNSWIZZLE_OP, (s, shape, splits, axis, check), out)
+    return run(_UNSWIZZLE_OP, (s, _compact_shape(shape), splits, axis, check), out)
 
 
 # ---- the calls ----
@@ -140,9 +140,10 @@ class _SwizzleScales(Op[_Inputs]):
 class _UnswizzleScales(Op[_Inputs]):
     def arguments(self, call: Call, s: Any, shape: Any, splits: Any, axis: Any, check: Any) -> _Inputs:
         _check_dtype(s)
-        if isinstance(s, np.ndarray) and address(s) % _ALIGNMENT:   # Only arrays on a GPU have to be aligned.
-            s, call.repeatable = s.copy(), False
-        found, shape = call.read("s", s, (float8_e8m0fnu,)), _compact_shape(shape)
+        found = call.read("s", s, (float8_e8m0fnu,))
+        if call.xp is np and found.at % _ALIGNMENT:                 # Only arrays on a GPU have to be aligned.
+            copy = found.array.copy()
+            found, call.repeatable = Input(copy, address(copy)), False
         groups = _groups(call, splits, axis, shape, check)
         of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
         validate.check_shape("s", s.shape, _swizzled_shape(shape, groups.number, axis),
