@@ -75,6 +75,13 @@ def test_a_descriptor_is_no_path(function, tmp_path):
         file.write(b"open")
 
 
+@pytest.mark.parametrize("function", [fp8.load, fp8.save, fp8.io.load_safetensors, fp8.io.read_matrices],
+                         ids=str)
+def test_an_empty_name_is_no_path(function):
+    with pytest.raises(ValueError, match=r"^path: expected a file name, got ''"):
+        function("")
+
+
 def test_names_and_raw_of_load_safetensors(tmp_path):
     path = tmp_path / "a.safetensors"
     fp8.io.save_safetensors(path, {"x": X})
