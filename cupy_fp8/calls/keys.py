@@ -80,7 +80,9 @@ class _Signature:
     def __init__(self, kinds: tuple[type, ...]) -> None:
         how = [_how_to_describe(kind) for kind in kinds]
         plain = [position for position, describe in enumerate(how) if describe is None]
-        self.options = itemgetter(*plain) if plain else lambda _: None
+        self.options: Callable[[Any], Any] = tuple          # a tuple as it is
+        if len(plain) < len(how):
+            self.options = itemgetter(*plain) if plain else lambda _: None
         self.described = [(position, describe) for position, describe in enumerate(how) if describe]
 
 
