@@ -7,7 +7,6 @@ This module launches no kernels of its own: `astype` and `transpose` are ops (cu
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, TypeVar, cast
@@ -16,7 +15,7 @@ import numpy as np
 
 from . import backend
 from .advice import array_instead, matrix_instead, shown
-from .formats import FORMATS, as_dtype, integer
+from .formats import FORMATS, as_dtype, integer, integers
 from .methods import ops
 
 __all__ = ["Array", "Shape", "asarray", "asnumpy", "bytes_equal", "concatenate", "empty", "empty_like",
@@ -88,8 +87,13 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
     """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as
     0x7F)."""
     dtype, given = as_dtype(dtype), cast(Any, fill_value)
-    if given is None or isinstance(given, (str, bytes, list, tuple, dict, set)) or np.ndim(given):
+    if isinstance(given, np.ndarray) and not given.ndim:
+        given = given[()]
+    if (given is None or isinstance(given, (Result, str, bytes, list, tuple, dict, set))
+            or np.ndim(given)):
         raise TypeError(f"fill_value: expected a number, got {shown(given)}")
+    if np.iscomplexobj(given) and dtype.kind != "c":
+        raise TypeError(f"fill_value: expected a real number, got {shown(given)}")
     try:
         with np.errstate(over="ignore"):
             value = np.asarray([given], np.float32 if dtype in FORMATS else dtype)
@@ -120,7 +124,7 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
     """
     dtype = None if dtype is None else as_dtype(dtype)
     if is_array(a):
-        target = backend.module_of(a) if like is None else backend.like_module(like)
+        target = backend.module_of(a, "a") if like is None else backend.like_module(like)
     else:
         a, target = _from_values(a), backend.like_module(like)
     a = _move(a, target)
@@ -363,7 +367,7 @@ def is_sequence(values: Any) -> bool:
 def _as_shape(shape: Shape) -> tuple[int, ...]:
     extents: Any = shape if is_sequence(shape) else (shape,)
     try:
-        result = tuple(map(operator.index, extents))
+        result = integers(extents)
     except TypeError:
         raise TypeError(f"shape: expected an integer or a sequence of integers, got {shown(shape)}") from None
     if any(extent < 0 for extent in result):

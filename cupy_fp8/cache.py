@@ -123,6 +123,9 @@ class WeightCache:
         checked(weights, "weights")
         if {type(rowwise), type(columnwise), type(update)} != _FLAGS:
             flags(rowwise=rowwise, columnwise=columnwise, update=update)
+        if scales is not None or amaxes is not None:
+            _check_number("scales", scales, len(weights))
+            _check_number("amaxes", amaxes, len(weights))
         call: _CallKey = identities(weights), _shapes(weights), rowwise, columnwise
         hit = self._hit(call)
         keys: list[_Key] = []
@@ -136,10 +139,6 @@ class WeightCache:
         if hit is not None and not update and noop is None:
             return hit.results.copy()
         check_directions((0, 0), rowwise, columnwise)
-        for name, given in (("scales", scales), ("amaxes", amaxes)):
-            number = _length(given)
-            if number is not None and number != len(weights):
-                raise ValueError(f"{name}: expected {len(weights)}, one for each weight, got {number}")
         if hit is not None:
             self._run(hit.updates, weights, scales, amaxes, noop)
             return hit.results.copy()
@@ -310,11 +309,17 @@ def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
 _DIMENSIONS = operator.attrgetter("ndim")
 
 
-def _length(a: Any) -> int | None:
-    """The length of a list, or of an array with one or more dimensions."""
-    if isinstance(a, (list, tuple)):
-        return len(a)
-    return int(a.shape[0]) if is_array(a) and a.ndim else None
+def _check_number(name: str, a: Any, number: int) -> None:
+    """TypeError or ValueError unless scales or amaxes are a list or an array of so many, or None. What they
+    are is examined by the call that gets them."""
+    if a is None:
+        return
+    if not isinstance(a, (list, tuple)):
+        backend.module_of(a, name)
+        if not a.ndim:
+            return
+    if len(a) != number:
+        raise ValueError(f"{name}: expected {number}, one for each weight, got {len(a)}")
 
 
 def _forget(cache: weakref.ref[WeightCache], key: _Key, gone: weakref.ref[Any]) -> None:

@@ -155,6 +155,14 @@ def integer(value: Any, what: str) -> int:
     raise TypeError(f"{what}: expected an integer, got {shown(value)}")
 
 
+def integers(values: Iterable[Any]) -> tuple[int, ...]:
+    """Values that Python takes for indices as ints. TypeError for anything else, and for truth values."""
+    given = tuple(values)
+    if bool in map(type, given):
+        raise TypeError("a truth value is no integer")
+    return tuple(map(operator.index, given))
+
+
 def choice(value: Any, what: str, allowed: Iterable[str]) -> str:
     """A name that is one of those allowed. ValueError for anything else, with the name that may be meant."""
     known = tuple(allowed)

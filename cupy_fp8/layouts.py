@@ -75,6 +75,18 @@ def as_block(block: Any) -> Any:
     return tuple(int(extent) if isinstance(extent, np.integer) else extent for extent in block)
 
 
+def check_block(block: Any, name: str = "block") -> Block:
+    """A block as a tuple. ValueError unless elements can share a scale that way. name: of the block, in
+    messages."""
+    block = as_block(block)
+    if not _is_block(block):
+        raise ValueError(f"{name}: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or "
+                         f"more each, or None for a whole line beside a 1; got {shown(block)}"
+                         f"{block_instead(block)}")
+    found: Block = block
+    return found
+
+
 def is_of_integers(block: tuple[Any, ...]) -> bool:
     """Whether no extent of a block is a number that merely equals an integer, or an array, which has no one
     truth value to compare it by."""
@@ -201,14 +213,9 @@ def scale_shape(shape: tuple[int, ...], block: Block | None, layout: str | None,
     Raises ValueError for blocks and layouts that do not exist, and where the layout does not fit the block.
     """
     layout = choice(layout, "scale_layout", SCALE_DTYPES)
-    block = as_block(block)
-    if not _is_block(block):
-        raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or "
-                         f"more each, or None for a whole line beside a 1; got {shown(block)}"
-                         f"{block_instead(block)}")
+    block = check_block(block)
     if len(shape) < 2:
         raise ValueError(f"block: {block} needs two or more dimensions, got shape {shape}")
-    assert block is not None                # _is_block has checked it
     if transposed and 1 not in block:
         shape, block = (*shape[:-2], shape[-1], shape[-2]), (block[1], block[0])
     batch, outer, blocks, columnwise = scale_grid(shape, block)

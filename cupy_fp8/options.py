@@ -94,9 +94,12 @@ def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def check_path(path: Any, advice: str = "") -> None:
-    """TypeError unless it is a file name. Python would take a number for a file that is open already."""
+    """TypeError or ValueError unless it is a file name. Python would take a number for a file that is open
+    already, and an empty name for the current folder."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a file name, got {type_name(path)}{advice}")
+    if path == "":
+        raise ValueError(f"path: expected a file name, got ''{advice}")
 
 
 def block_eps(eps: Any, profile: str) -> float:

@@ -200,7 +200,7 @@ class Quantized(_Values):
     rowwise, columnwise  a `Scaled` each. One that there is not raises AttributeError (see `parts`)
     dbias                the bias gradient, or None
 
-    `==` compares bytes and metadata.
+    ``Quantized(**q.parts, dbias=b)`` is q with another bias gradient. `==` compares bytes and metadata.
     """
 
     rowwise: _Part = _Part()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from .. import backend, kernels
 from ..advice import shown
 from ..arrays import Array, address, check_dimensions, is_array
-from ..formats import flag, integer
+from ..formats import flag, integer, integers
 from . import validate
 
 DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -126,7 +125,7 @@ def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:
 
 def _as_sizes(splits: Any, name: str) -> np.ndarray:
     try:
-        return np.array([operator.index(size) for size in splits], np.int64)
+        return np.array(integers(splits), np.int64)
     except TypeError as error:
         raise TypeError(f"{name}: expected integers ({error})") from None
     except OverflowError:

@@ -15,7 +15,7 @@ from .. import backend
 from ..io import convert, weights
 from ..io.chunks import Report
 from ..io.replace import check_replaceable, replacing
-from .arguments import positive
+from .arguments import file_name, positive
 from .progress import Progress
 
 
@@ -112,14 +112,15 @@ def _parser() -> argparse.ArgumentParser:
         "These stay as they are unless --include names them: tensors of one dimension and "
         f"{', '.join(convert.STAYS)}. A conversion that was interrupted goes on where it was: give the same "
         "command again."))
-    parser.add_argument("source", metavar="IN", help="a .safetensors file, or a folder of shards")
-    parser.add_argument("destination", metavar="OUT",
+    parser.add_argument("source", metavar="IN", type=file_name,
+                        help="a .safetensors file, or a folder of shards")
+    parser.add_argument("destination", metavar="OUT", type=file_name,
                         help="a folder, or a .safetensors file for a source of one file")
     parser.add_argument("--recipe", required=True, choices=weights.RECIPES, help=(
         "block128: 128x128 blocks (DeepSeek); mxfp8: 1x32, E8M0; row: a scale for each row; tensor: one "
         "scale; bf16: dequantised"))
-    parser.add_argument("--scale-format", default="f32", choices=weights.SCALE_FORMATS,
-                        help="of block128 (mxfp8 has E8M0)")
+    parser.add_argument("--scale-format", default="", choices=weights.SCALE_FORMATS["block128"],
+                        help="of block128 (default f32; mxfp8 has E8M0)")
     parser.add_argument("--include", action="append", default=[], metavar="PATTERN",
                         help="convert these although they stay by default")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
@@ -128,7 +129,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="only this share of the shards")
     parser.add_argument("--verify", action="store_true",
                         help="read the result again and compare every byte with the NumPy reference")
-    parser.add_argument("--report", metavar="FILE.json", help="write what changed in each tensor")
+    parser.add_argument("--report", metavar="FILE.json", type=file_name,
+                        help="write what changed in each tensor")
     parser.add_argument("--array", default=None, choices=("numpy", "cupy"),
                         help="where values are computed (default: the GPU if there is one)")
     parser.add_argument("--workers", type=positive, default=None,

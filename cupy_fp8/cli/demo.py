@@ -28,7 +28,7 @@ from ..io.found import Found, tensors
 from ..io.replace import check_replaceable, replacing
 from ..plot import style
 from . import demo_ahead, demo_data, demo_rows, terminal
-from .arguments import positive
+from .arguments import file_name, natural, positive
 from .demo_ahead import Ahead
 from .demo_rows import Compared
 from .progress import Progress
@@ -204,7 +204,7 @@ def _from_here(show: Callable[[str], None]) -> Callable[[str], None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 demo", description=__doc__)
-    parser.add_argument("files", nargs="*", metavar="FILE",
+    parser.add_argument("files", nargs="*", metavar="FILE", type=file_name,
                         help=".npy, .npz or .safetensors, or a folder of .safetensors files; without files a "
                         "made-up weight and activation")
     shown = parser.add_mutually_exclusive_group()
@@ -212,12 +212,13 @@ def _parser() -> argparse.ArgumentParser:
                        help="show only the N tensors with the lowest SQNR")
     shown.add_argument("--summary", action="store_true",
                        help="a table for each kind of tensor: names that differ only in numbers")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw a picture of the figures (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("--plot", metavar="FILE.png", type=file_name,
+                        help="draw a picture of the figures (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", type=file_name, help="also write the figures as JSON")
     parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
     parser.add_argument("--array", choices=("numpy", "cupy"),
                         help="the kind of array (default: cupy where there is a GPU)")
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up tensors (default 0)")
+    parser.add_argument("--seed", type=natural, default=0, help="of the made-up tensors (default 0)")
     return parser
 
 

@@ -17,10 +17,10 @@ from .. import backend
 from ..advice import shown, type_name
 from ..arrays import Array, asarray, asnumpy, bits
 from ..formats import flag
-from ..layouts import Block
+from ..layouts import Block, check_block
 from ..options import check_path
 from ..results import Quantized, Scaled
-from .pairing import Pair, combine, pairs_of
+from .pairing import FP8_NAMES, Pair, combine, pairs_of, scales_among
 from .replace import PathLike, replacing
 from .safetensors import Tensor, TensorFile, by_alignment, header_of
 
@@ -110,8 +110,10 @@ def load_safetensors(path: PathLike, *, names: Iterable[str] | None = None, like
     flag(raw, "raw")
     like = np if like is None else like
     backend.like_module(like)
+    blocks = _as_blocks(block)
     checkpoint = Checkpoint(path)
-    pairs = {} if raw else checkpoint.pairs(block)
+    _check_blocks_of(checkpoint, blocks)
+    pairs = {} if raw else checkpoint.pairs(blocks)
     scales = {pair.scale for pair in pairs.values()}
     found: dict[str, Any] = {}
     for name in _wanted(checkpoint, names):
@@ -146,6 +148,9 @@ def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Ma
             if key in arrays:
                 raise ValueError(f"{name}: {key} is taken by another tensor of the file")
             arrays[key] = a
+    for name, value in tensors.items():
+        if isinstance(value, (Scaled, Quantized)):
+            scales_among(arrays, name, "give the other one another name")
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata: expected strings by name, got {key!r}: {text!r}")
@@ -258,8 +263,28 @@ def _wanted(checkpoint: Checkpoint, names: Iterable[str] | None) -> list[str]:
             raise TypeError(f"names: expected strings, got {shown(name)}")
         found = [name] if name in checkpoint.tensors else fnmatch.filter(checkpoint.tensors, name)
         if not found:
-            near = difflib.get_close_matches(name, checkpoint.tensors, 1)
-            advice = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"names: {checkpoint.path} has no tensor {name!r}{advice}")
+            raise ValueError(f"names: {checkpoint.path} has no tensor {name!r}"
+                             f"{_near(name, checkpoint.tensors)}")
         chosen.update(found)
     return [name for name in checkpoint.tensors if name in chosen]
+
+
+def _as_blocks(block: Any) -> Block | dict[Any, Block] | None:
+    """The blocks that the caller gives, as tuples. ValueError for what is no block."""
+    if isinstance(block, Mapping):
+        return {name: check_block(one, f"block[{shown(name)}]") for name, one in block.items()}
+    return None if block is None else check_block(block)
+
+
+def _check_blocks_of(checkpoint: Checkpoint, blocks: Block | Mapping[Any, Block] | None) -> None:
+    """ValueError unless blocks that are given by name are those of FP8 tensors."""
+    known = [name for name, tensor in checkpoint.tensors.items() if tensor.dtype in FP8_NAMES]
+    for name in blocks if isinstance(blocks, Mapping) else ():
+        if name not in known:
+            raise ValueError(f"block: {checkpoint.path} has no FP8 tensor {shown(name)}{_near(name, known)}")
+
+
+def _near(name: Any, known: Iterable[str]) -> str:
+    """The end of a message that suggests a name that is there."""
+    near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""

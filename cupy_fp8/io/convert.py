@@ -45,24 +45,25 @@ class Settings:
     """What a conversion does. Two runs with equal settings make equal files.
 
     recipe        one of `weights.RECIPES`
-    scale_format  of block128: 'f32', or 'e8m0' (powers of two, stored as F8_E8M0)
+    scale_format  of block128: 'f32', or 'e8m0' (powers of two, stored as F8_E8M0); '': the recipe's usual one
     include       patterns of tensors to convert although they stay by default
     exclude       patterns of tensors that stay
     """
 
     recipe: str
-    scale_format: str = "f32"
+    scale_format: str = ""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.recipe not in weights.RECIPES:
             raise ValueError(f"recipe: expected one of {', '.join(weights.RECIPES)}, got {self.recipe!r}")
-        if self.scale_format not in weights.SCALE_FORMATS:
-            raise ValueError(f"scale_format: expected one of {', '.join(weights.SCALE_FORMATS)}, got "
+        formats = weights.SCALE_FORMATS[self.recipe]
+        if not self.scale_format:
+            self.__dict__["scale_format"] = next(iter(formats), "")
+        elif self.scale_format not in formats:
+            raise ValueError(f"scale_format: {self.recipe} has {' or '.join(formats) or 'no'} scales, got "
                              f"{self.scale_format!r}")
-        if self.scale_format == "e8m0" and self.recipe not in ("block128", "mxfp8"):
-            raise ValueError(f"scale_format: {self.recipe} has no e8m0 scales; block128 and mxfp8 have")
 
 
 class Tensors(NamedTuple):

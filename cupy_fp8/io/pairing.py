@@ -8,7 +8,7 @@ U8: read as numbers they make weights 450,000 times too large.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from ..layouts import Block, cdiv
 from ..results import Scaled
 from .safetensors import Tensor
 
-__all__ = ["Pair", "combine", "pairs_of"]
+__all__ = ["Pair", "combine", "pairs_of", "scales_among"]
 
 #: Only data of these dtypes can have scales. Scales are floats that f32 holds, or exponents.
 FP8_NAMES = ("F8_E4M3", "F8_E5M2")
@@ -49,16 +49,20 @@ def pairs_of(tensors: Mapping[str, Tensor], config_block: Block | None = None,
     for name, tensor in tensors.items():
         if tensor.dtype not in FP8_NAMES:
             continue
-        scales = [other for other in scale_names(name) if other in tensors]
-        if len(scales) > 1:
-            raise ValueError(
-                f"{name}: expected one tensor of scales, got {' and '.join(scales)}; load with raw=True and "
-                             "make a Scaled of those that are meant")
-        if scales:
+        scale = scales_among(tensors, name, "load with raw=True and make a Scaled of those that are meant")
+        if scale is not None:
             said = given.get(name) if isinstance(given, Mapping) else given
-            found[name] = Pair(name, scales[0],
-                               _block(name, tensor, scales[0], tensors[scales[0]], config_block, said))
+            found[name] = Pair(name, scale, _block(name, tensor, scale, tensors[scale], config_block, said))
     return found
+
+
+def scales_among(names: Container[str], name: str, advice: str) -> str | None:
+    """The name of a tensor's scales among these, or None. ValueError, which ends with the advice, for
+    several."""
+    found = [other for other in scale_names(name) if other in names]
+    if len(found) > 1:
+        raise ValueError(f"{name}: expected one tensor of scales, got {' and '.join(found)}; {advice}")
+    return found[0] if found else None
 
 
 def scale_names(name: str) -> list[str]:

@@ -28,8 +28,10 @@ from ..results import Scaled
 __all__ = ["RECIPES", "SCALE_FORMATS", "Changes", "Rows", "StoredWeight", "make_rows", "row_chunks",
            "stored_weight"]
 
-RECIPES = ("block128", "mxfp8", "row", "tensor", "bf16")
-SCALE_FORMATS = ("f32", "e8m0")
+#: The formats that scales of each recipe can have, the usual one first.
+SCALE_FORMATS: dict[str, tuple[str, ...]] = {
+    "block128": ("f32", "e8m0"), "mxfp8": ("e8m0",), "row": ("f32",), "tensor": ("f32",), "bf16": ()}
+RECIPES = tuple(SCALE_FORMATS)
 _CHUNK = 1 << 20                        # elements that are worked on at a time, or a row of blocks
 _UINT8 = np.dtype(np.uint8)
 

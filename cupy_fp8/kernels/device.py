@@ -71,9 +71,10 @@ def capturing(device_id: int) -> bool:
 
 
 # ---- grids ----
-def grid_size(blocks: int, shape: tuple[int, ...]) -> int:
-    """The blocks of a grid, at least one. ValueError for more than the hardware's 2**31 - 1."""
+def grid_size(blocks: int, shape: tuple[int, ...], name: str = "x") -> int:
+    """The blocks of a grid, at least one. ValueError, which names an argument, for more than the hardware's
+    2**31 - 1."""
     if blocks > 0x7FFFFFFF:
-        raise ValueError(f"x: shape {shape} needs {blocks} blocks, more than a launch can have (2**31 - 1); "
-                         "split the array")
+        raise ValueError(f"{name}: an array of shape {shape} needs {blocks} blocks, more than a launch can "
+                         "have (2**31 - 1); split the array")
     return blocks or 1

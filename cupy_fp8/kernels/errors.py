@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import backend
+from ..formats import flag
 from .device import capturing, executor_of
 
 
@@ -99,6 +100,7 @@ def device_errors(*, clear: bool = False) -> tuple[str, ...]:
     >>> fp8.device_errors()
     ()
     """
+    flag(clear, "clear")
     if executor_of(np) == "host":
         device = _ON_HOST
     elif backend.gpu_problem() is None:

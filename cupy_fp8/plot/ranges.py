@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,18 @@ from ..ops.convert.astype import astype
 from ..reference.numerics import widen
 from ..results import Quantized, Scaled
 from .representable import number_line
-from .style import BLUE, GREY, ORANGE, VERMILION, axes, binade_ticks, blue, whole_number
+from .style import (
+    BLUE,
+    GREY,
+    ORANGE,
+    VERMILION,
+    axes,
+    binade_ticks,
+    blue,
+    formats_of,
+    positive_number,
+    whole_number,
+)
 
 __all__ = ["block_ranges", "format_ranges", "rounding"]
 
@@ -34,8 +44,8 @@ def format_ranges(dtypes: Any, *, top: float | None = None, ax: Any = None) -> A
     >>> [t.get_text() for t in ax.texts]
     ['17.8 binades', '31.8 binades']
     """
-    several = isinstance(dtypes, Sequence) and not isinstance(dtypes, str)
-    formats = [lookup(dtype, tuple(FORMATS), "dtypes") for dtype in (dtypes if several else [dtypes])]
+    formats = formats_of(dtypes, tuple(FORMATS))
+    top = None if top is None else positive_number(top, "top")
     ax = axes(ax, (8, 1 + 0.4 * len(formats)))
     ax.set_xscale("log", base=2)
     ends: list[float] = []

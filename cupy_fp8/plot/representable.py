@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..formats import FORMATS, Format, lookup
+from ..formats import FORMATS, Format
 from ..reference.numerics import widen
-from .style import GREY, ORANGE, axes, binade_ticks, blue
+from .style import GREY, ORANGE, axes, binade_ticks, blue, formats_of, positive_number
 
 __all__ = ["number_line"]
 
@@ -30,12 +29,9 @@ def number_line(dtypes: Any, *, axis: str = "log", limit: float | None = None, a
     """
     if axis not in ("log", "linear"):
         raise ValueError(f"axis: expected 'log' or 'linear', got {axis!r}")
-    several = isinstance(dtypes, Sequence) and not isinstance(dtypes, str)
-    formats = [lookup(dtype, _LINE_DTYPES, "dtypes") for dtype in (dtypes if several else [dtypes])]
-    if not formats:
-        raise ValueError("dtypes: expected at least one, got none")
+    formats = formats_of(dtypes, _LINE_DTYPES)
     ax = axes(ax, (8, 0.7 + 0.62 * len(formats)))
-    limit = max(f.max for f in formats) if limit is None else float(limit)
+    limit = max(f.max for f in formats) if limit is None else positive_number(limit, "limit")
     for row, f in enumerate(formats):
         v = finite_values(f)
         v = v[(np.abs(v) <= limit) & ((v > 0) | (axis == "linear"))]

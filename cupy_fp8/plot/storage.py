@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import asnumpy, zeros
-from ..formats import float8_e4m3fn, float8_e8m0fnu, float32, lookup
-from ..layouts import cdiv
+from ..advice import shown
+from ..arrays import _as_shape, asnumpy, zeros
+from ..formats import choice, float8_e4m3fn, float8_e8m0fnu, float32, lookup
+from ..layouts import SCALE_DTYPES, Block, cdiv, check_block
 from ..results import Scaled
 from ..routing import Routing
 from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, ink
@@ -21,7 +22,7 @@ _EXPERTS = (BLUE, VERMILION, GREEN, ORANGE, "#CC79A7", "#56B4E9")
 _BASE = 254                     # Scales are numbered in this base: E8M0 bytes 1 … 254, so that 0 is padding.
 
 
-def scale_layout(shape: tuple[int, int], layout: str, *, block: tuple[int, int] = (1, 128),
+def scale_layout(shape: tuple[int, int], layout: str, *, block: Block = (1, 128),
                  dtype: Any = "float32", ax: Any = None) -> Any:
     """Draw where each scale of a small matrix lies in memory, row by row. A cell names its scale as
     'line, block': for 1-D blocks a line is a row of the matrix, for 2-D blocks a row of blocks. Grey cells
@@ -40,7 +41,10 @@ def scale_layout(shape: tuple[int, int], layout: str, *, block: tuple[int, int] 
     ['0, 0', '1, 0', '2, 0', '', '0, 1', '1, 1', '2, 1', '']
     """
     f = lookup(dtype, (float32, float8_e8m0fnu), "dtype")
-    lines, blocks = (cdiv(extent, along) for extent, along in zip(shape, block, strict=True))
+    choice(layout, "layout", SCALE_DTYPES)
+    shape, block = _matrix_shape(shape), check_block(block)
+    lines, blocks = (cdiv(extent, along or max(extent, 1))
+                     for extent, along in zip(shape, block, strict=True))
     if lines * blocks > _MOST_SCALES:
         raise ValueError(f"shape: expected at most {_MOST_SCALES} scales, got {lines * blocks}; "
                          f"draw a smaller matrix, since layouts repeat")
@@ -59,7 +63,14 @@ def scale_layout(shape: tuple[int, int], layout: str, *, block: tuple[int, int] 
     return ax
 
 
-def _stored_numbers(shape: tuple[int, int], layout: str, block: tuple[int, int], dtype: Any, lines: int,
+def _matrix_shape(shape: Any) -> tuple[int, int]:
+    extents = _as_shape(shape)
+    if len(extents) != 2:
+        raise ValueError(f"shape: expected (rows, columns), got {shown(shape)}")
+    return extents[0], extents[1]
+
+
+def _stored_numbers(shape: tuple[int, int], layout: str, block: Block, dtype: Any, lines: int,
                     blocks: int) -> np.ndarray:
     """The number of the scale that is stored at each place, -1 for padding: numbered scales are moved to the
     layout. A number takes two digits where scales are bytes."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..advice import shown, type_name
 from ..arrays import asnumpy, is_array
-from ..formats import integer
+from ..formats import Format, integer, lookup
 
 MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: pip install matplotlib)"
 
@@ -50,6 +51,38 @@ def floats(a: Any, name: str) -> np.ndarray:
         if not np.iscomplexobj(values):
             return np.asarray(values, np.float64)
     raise TypeError(f"{name}: expected numbers, got {shown(a)}")
+
+
+def positive_number(value: Any, name: str) -> float:
+    """A finite number above 0. TypeError or ValueError for anything else."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {shown(value)}")
+    if not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name}: expected a finite number above 0, got {shown(value)}")
+    return float(value)
+
+
+def checked_form(value: Any, name: str) -> str:
+    """A text with a place for one number, as `str.format` takes it. TypeError or ValueError for anything
+    else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a format such as '{{:.3g}}', got {shown(value)}")
+    try:
+        value.format(0.0)
+    except (ValueError, LookupError, AttributeError) as error:
+        raise ValueError(f"{name}: expected a format such as '{{:.3g}}', got {shown(value)} "
+                         f"({error})") from None
+    return value
+
+
+def formats_of(dtypes: Any, allowed: tuple[np.dtype[Any], ...]) -> list[Format]:
+    """What is known of a dtype, or of a sequence of them. TypeError for others than these, ValueError for
+    none."""
+    several = isinstance(dtypes, Sequence) and not isinstance(dtypes, str)
+    found = [lookup(dtype, allowed, "dtypes") for dtype in (dtypes if several else [dtypes])]
+    if not found:
+        raise ValueError("dtypes: expected at least one, got none")
+    return found
 
 
 def whole_number(value: Any, name: str, least: int, below: int | None = None) -> int:

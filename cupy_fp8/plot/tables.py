@@ -8,7 +8,21 @@ from typing import Any
 import numpy as np
 
 from ..results import html_table
-from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, axes, floats, ink, mapping, members
+from .style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    axes,
+    checked_form,
+    floats,
+    ink,
+    mapping,
+    members,
+)
 
 __all__ = ["bars", "cells", "table"]
 
@@ -62,7 +76,8 @@ def bars(rows: Mapping[str, Mapping[str, float] | Sequence[tuple[str, float]]], 
     >>> [text.get_text() for text in ax.texts]
     ['1.031', '1']
     """
-    parts = {label: list(row.items() if isinstance(row, Mapping) else row)
+    form = checked_form(form, "form")
+    parts = {label: members(row.items() if isinstance(row, Mapping) else row, f"rows[{label!r}]")
              for label, row in mapping(rows, "rows", "a dict of parts by label").items()}
     names = list(dict.fromkeys(part for row in parts.values() for part, _ in row))
     ax = axes(ax, (8, 0.9 + 0.42 * len(parts)))
@@ -109,6 +124,7 @@ def cells(values: Any, text: Any = None, *, rows: Sequence[Any] | None = None,
     v = floats(values, "values")
     if v.ndim != 2:
         raise ValueError(f"values: expected two dimensions, got shape {v.shape}")
+    form = checked_form(form, "form")
     texts = np.vectorize(lambda a: "" if np.isnan(a) else form.format(a), otypes=[object])(v)
     texts = texts if text is None else np.asarray(text, object)
     if texts.shape != v.shape:

@@ -177,6 +177,11 @@ def test_an_error_leaves_the_cache_as_it_was(recipe, run):
             cache.quantize(weights, **({"scales": scales} | options))
         assert (raw(first), len(cache), cache.nbytes) == (old, 4, nbytes)
     assert all(a is b for a, b in zip(cache.quantize(weights, update=False), first, strict=True))
+    wrong_amaxes: Any = "x"
+    with pytest.raises(TypeError, match=r"^amaxes: expected .* got str"):
+        cache.quantize(weights, update=False, amaxes=wrong_amaxes)
+    with pytest.raises(ValueError, match=r"^scales: expected 4, one for each weight, got 3"):
+        cache.quantize(weights, update=False, scales=[1.0] * 3)
 
 
 def test_nothing_is_written_where_a_later_part_of_a_call_is_refused(run):

@@ -220,6 +220,7 @@ def test_parts_that_are_one_stay_one():
     there = both.to_layout("compact")
     assert there.rowwise is there.columnwise
     assert there.dbias is both.dbias
+    assert Quantized(**q.parts, dbias=both.dbias).dbias is both.dbias
     turned = both.T
     assert turned.rowwise is turned.columnwise
 

@@ -38,7 +38,7 @@ MEMORY = memoryview(bytearray(b"x"))        # It cannot be hashed, which Python 
 NONSENSE: list[Any] = [
     INDICES, WORDS, MATRIX, ZERO_D, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
     [VAST], ["compact"], ("one", "two"), (None,), {"one": 1}, set(), object(), "x", b"x", MEMORY, None,
-    VAST, HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32]
+    VAST, HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32, True, [True], (True, 128)]
 ARRAYS = [INDICES, WORDS, MATRIX, ZERO_D]
 COUNTS = [12, 1 << 17]
 SIZES = [0, *COUNTS]
@@ -48,11 +48,11 @@ NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32]
 #: the default, and 0 for a flag.
 VALID: dict[str, list[Any]] = {
     "asarray.a": [*ARRAYS, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
-                  ["compact"], ("one", "two"), "x", b"x", MEMORY, *NUMBERS],
+                  ["compact"], ("one", "two"), "x", b"x", MEMORY, *NUMBERS, True, [True], (True, 128)],
     "asnumpy.a": [*ARRAYS, NESTED], "a": ARRAYS, "like": ARRAYS, "arrays": [MATRIX, NESTED],
     "compute_amax.x": [ZERO_D], "quantize_tensor.x": [ZERO_D], "CurrentScaling.quantize.x": [ZERO_D],
     "DelayedScaling.quantize.x": [ZERO_D], "compute_scale.amax": [ZERO_D], "compute_amax.out": [ZERO_D],
-    "amax": [ZERO_D], "noop": [ZERO_D], "scale": [*NUMBERS, ZERO_D], "fill_value": [*NUMBERS, ZERO_D],
+    "amax": [ZERO_D], "noop": [ZERO_D], "scale": [*NUMBERS, ZERO_D], "fill_value": [*NUMBERS, ZERO_D, True],
     "scales": [[1], (1, 48), [64, -1], [64, 64], [2**63]],
     "shape": [INDICES, [1], [64, 64], (1, 48), *SIZES], "convert_scales.shape": [],
     "unswizzle_scales.shape": [], "BlockScaling.empty.shape": [INDICES, [64, 64], (1, 48)],
@@ -64,8 +64,8 @@ VALID: dict[str, list[Any]] = {
     "splits": [INDICES, [1], (1, 48)], "order": [INDICES],
     "splits_to_offsets.splits": [INDICES, [1], [64, 64], (1, 48)],
     "splits_to_offsets, two.splits": [INDICES, [1], [64, 64], (1, 48)],
-    "strides": [INDICES, [1], [64, 64], (1, 48)], "pow2_scale": [0],
-    "include_leading_zero": [[1]], "splits_to_offsets, two.include_leading_zero": [INDICES],
+    "strides": [INDICES, [1], [64, 64], (1, 48)], "pow2_scale": [0, True],
+    "include_leading_zero": [[1], [True]], "splits_to_offsets, two.include_leading_zero": [INDICES],
 }  # fmt: skip
 
 @functools.wraps(WeightCache(CurrentScaling()).quantize)
@@ -137,6 +137,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "MXScaling.empty": (MXScaling().empty, ((4, 128),), {}),
     "WeightCache.quantize": (WeightCache(CurrentScaling()).quantize, ([X],), {}),
     "WeightCache.quantize, new weights": (quantize_new_weights, ([X],), {}),
+    "device_errors": (fp8.device_errors, (), {}),
     "scale_span": (fp8.diagnostics.scale_span, (Q,), {}),
 }  # fmt: skip
 _CALLED = {function.__name__ for function, _, _ in CALLS.values()}
@@ -145,8 +146,7 @@ CALLS |= {op.name: (op.function, *op.inputs(next(case for case in op.cases() if 
           for op in OPS.values() if op.name not in _CALLED}
 #: Public functions without such a call, and where else they get nonsense.
 ELSEWHERE = {"load": "test_errors_of_tools", "save": "test_errors_of_tools",
-             "from_dlpack": "containers/test_dlpack", "bytes_equal": "containers/test_results_equal",
-             "device_errors": "takes nothing"}
+             "from_dlpack": "containers/test_dlpack", "bytes_equal": "containers/test_results_equal"}
 
 
 def test_every_function_is_called():
@@ -198,7 +198,7 @@ def test_nonsense_is_refused_by_name(name):
 def valid(name: str, parameter: inspect.Parameter) -> list[Any]:
     """What a parameter may be of the nonsense."""
     found = VALID.get(f"{name}.{parameter.name}", VALID.get(parameter.name, []))
-    of_flags = [0] if isinstance(parameter.default, bool) else []
+    of_flags = [0, True] if isinstance(parameter.default, bool) else []
     return [*found, *of_flags, *([None] if parameter.default is None else [])]
 
 
@@ -236,6 +236,14 @@ HOLDS_ITSELF.append(HOLDS_ITSELF)
      "fill_value: expected a number that float8_e4m3fn h"),
     (lambda: ANY.full((2,), "3", fp8.float32, like=np), TypeError, "fill_value: expected a number, got '3'"),
     (lambda: ANY.full((2,), [1, 2], fp8.float32, like=np), TypeError, "fill_value: expected a number, got"),
+    (lambda: ANY.full(2, Q, fp8.float32, like=np), TypeError, "fill_value: expected a number, got Quantized"),
+    (lambda: ANY.full(2, np.array(None, object), fp8.float32, like=np), TypeError,
+     "fill_value: expected a number, got None"),
+    (lambda: ANY.full(2, np.complex64(1 + 2j), fp8.float32, like=np), TypeError,
+     "fill_value: expected a real number, got "),
+    (lambda: ANY.asarray(np.ma.ones(2)), TypeError, "a: expected .* got MaskedArray; a.filled"),
+    (lambda: ANY.swiglu_quantize(X, BlockScaling(), bias=np), TypeError, "bias: expected .* got module"),
+    (lambda: ANY.unpad_groups(X, [64], 16, out=np), TypeError, "out: expected .* got module"),
     (lambda: ANY.quantize_tensor(HOLDS_ITSELF, 1.0), TypeError, "x: expected a numpy"),
     (lambda: ANY.bytes_equal(HOLDS_ITSELF, X), ValueError, "a: lists are nested too deeply"),
     (lambda: ANY.astype(X, CurrentScaling), TypeError, "dtype: expected "),

@@ -22,6 +22,7 @@ NONSENSE = [5, 1.5, 10**400, b"x", np.array(1.0), np.ones((2, 2), np.complex64),
 WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "path of load": (fp8.load, {}), "path of save": (fp8.save, {"x": X}),
     "path of load_safetensors": (fp8.io.load_safetensors, {}),
+    "block of load_safetensors": (fp8.io.load_safetensors, {"path": "x.safetensors"}),
     "path of save_safetensors": (fp8.io.save_safetensors, {"tensors": {"x": X}}),
     "path of read_matrices": (fp8.io.read_matrices, {}),
     "path of log_step": (fp8.diagnostics.log_step, {"step": 1, "tensors": {"w": Q}}),
@@ -31,7 +32,12 @@ WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "found of comparison": (fp8.plot.comparison, {}), "log of steps": (fp8.plot.steps, {}),
     "series of curves": (fp8.plot.curves, {"x": [1, 2]}), "series of reports": (fp8.plot.reports, {"x": [1]}),
     "xscale of curves": (fp8.plot.curves, {"x": [1, 2], "series": {}}),
-    "rows of bars": (fp8.plot.bars, {}),
+    "rows of bars": (fp8.plot.bars, {}), "form of bars": (fp8.plot.bars, {"rows": {"a": {"b": 1}}}),
+    "form of cells": (fp8.plot.cells, {"values": [[1.0]]}),
+    "dtypes of format_ranges": (fp8.plot.format_ranges, {}),
+    "shape of scale_layout": (fp8.plot.scale_layout, {"layout": "compact"}),
+    "layout of scale_layout": (fp8.plot.scale_layout, {"shape": (3, 256)}),
+    "block of scale_layout": (fp8.plot.scale_layout, {"shape": (3, 256), "layout": "compact"}),
     "loss of loss_map": (fp8.plot.loss_map, {"report": fp8.diagnostics.blocks(X, Q)}),
     "x of block_ranges": (fp8.plot.block_ranges, {"q": Q}),
     "q of block_ranges": (fp8.plot.block_ranges, {"x": X}),
@@ -72,6 +78,13 @@ def test_a_descriptor_is_no_path(function, tmp_path):
         with pytest.raises(TypeError, match=r"^path: expected a file name, got int"):
             function(file.fileno())
         file.write(b"open")
+
+
+@pytest.mark.parametrize("function", [fp8.load, fp8.save, fp8.io.load_safetensors, fp8.io.read_matrices],
+                         ids=str)
+def test_an_empty_name_is_no_path(function):
+    with pytest.raises(ValueError, match=r"^path: expected a file name, got ''"):
+        function("")
 
 
 def test_names_and_raw_of_load_safetensors(tmp_path):

@@ -60,6 +60,8 @@ MOVES: list[Line] = [
     line(T, "splits: expected integers ('float' object", PAD, X, [4.0, 5], 4),
     line(V, "splits: expected integers of 64 bits, got [9223372036854775808]", PAD, X, [2**63], 4),
     line(V, "rows: expected 0 or more, got -1", UNPAD, X, [4], 4, rows=-1),
+    line(V, f"rows: expected a result of less than 2**63 bytes, got {2**62} rows of 64 bytes", UNPAD,
+         X, [4], 4, rows=2**62),
     line(V, "rows: expected less than 2**63", UNPAD, X, [4], 4, rows=2**63),
     *[line(V, f"align: expected a power of two from 1 to 65536, got {align}", call, X, [4, 5], align)
       for align in (0, 12, 1 << 17) for call in (PAD, UNPAD)],

@@ -229,7 +229,8 @@ def test_another_conversion_is_not_mixed_in(tmp_path, source, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--recipe", "row", "--scale-format", "e8m0"], "row has no e8m0 scales"),
+    (["--recipe", "row", "--scale-format", "e8m0"], "scale_format: row has f32 scales, got 'e8m0'"),
+    (["--recipe", "mxfp8", "--scale-format", "f32"], "scale_format: mxfp8 has e8m0 scales, got 'f32'"),
     (["--recipe", "mxfp8", "--part", "4/3"], "part: expected"),
     (["--recipe", "mxfp8", "same"], "another place than the source"),
     (["--recipe", "mxfp8", "one.safetensors"], "expected a folder")])
@@ -356,5 +357,7 @@ def test_on_the_gpu(tmp_path, source):
 def test_settings():
     with pytest.raises(ValueError, match="recipe: expected one of block128"):
         convert.Settings("fp8")
-    with pytest.raises(ValueError, match="scale_format: expected one of f32, e8m0"):
-        convert.Settings("row", "f16")
+    for recipe, has in (("block128", "f32 or e8m0"), ("row", "f32"), ("bf16", "no")):
+        with pytest.raises(ValueError, match=f"scale_format: {recipe} has {has} scales, got 'f16'"):
+            convert.Settings(recipe, "f16")
+    assert convert.Settings("block128") == convert.Settings("block128", "f32")

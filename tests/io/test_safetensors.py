@@ -167,6 +167,19 @@ def test_blocks_of_another_size_are_told_by_the_config(tmp_path):
     assert io.load_safetensors(tmp_path)["w"].block == (64, 64)
 
 
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(("block", "message"), [
+    ((1,), r"block: expected \(1, B\), .* got \(1,\)"), ((True, 32), "block: expected"),
+    ({"w": 64}, r"block\['w'\]: expected .* got 64; write \(1, 64\)"),
+    ({"v": (64, 64)}, "block: .* has no FP8 tensor 'v'"),
+    ({"w_scale_inv": (64, 64)}, "block: .* has no FP8 tensor 'w_scale_inv'"), ({3: (1, 32)}, "block: .* 3$")],
+    ids=str)
+def test_blocks_that_are_none(tmp_path, block, message, raw):
+    path = write(tmp_path / "a.safetensors", {"w": CODES, "w_scale_inv": np.ones((4, 5), np.float32)})
+    with pytest.raises(ValueError, match=f"^{message}"):
+        io.load_safetensors(path, block=block, raw=raw)
+
+
 @pytest.mark.parametrize(("tensors", "message"), [
     ({"w": CODES, "w_scale": np.ones(1, np.float32), "w_scale_inv": np.ones(1, np.float32)},
      "expected one tensor of scales"),
@@ -205,6 +218,8 @@ def test_results_there_and_back(tmp_path, recipe):
      "expected row-wise data"),
     ({"w": fp8.quantize_tensor(np.ones(3, np.float32), 1.0), "w_scale": np.ones(1)}, ValueError,
      "w_scale is taken"),
+    ({"w": fp8.quantize_mx(np.ones((2, 32), np.float32)), "w_scale": np.ones(1)}, ValueError,
+     "w: expected one tensor of scales, got w_scale_inv and w_scale"),
     ({"w": [1]}, TypeError, "w: expected a numpy"), ({3: np.ones(1)}, TypeError, "expected names as keys"),
     ({"w": np.ones(1, np.complex128)}, TypeError, "have no dtype complex128"),
     ({"__metadata__": np.ones(1)}, ValueError, "no name of a tensor")], ids=str)

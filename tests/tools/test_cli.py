@@ -54,7 +54,8 @@ def exit_code(arguments: list[str]) -> int:
     *((given, 2, f"usage: python -m cupy_fp8 {given[0]}") for given in (
         ["list", "everything"], ["info", "--json"], ["selftest", "--executor", "tpu"],
         ["selftest", "--executor", "reference"], ["bench", "no_such_op"], ["bench", "--json"],
-        ["demo", "--no-such-option"])),
+        ["demo", "--no-such-option"], ["demo", ""], ["demo", "--json", ""], ["demo", "--seed", "-1"],
+        ["convert", "", "out", "--recipe", "row"], ["convert", "in", "", "--recipe", "row"])),
 ], ids=str)
 def test_usage(arguments, code, expected, capsys):
     """Help that was asked for goes to stdout, and what is wrong with the arguments to stderr."""

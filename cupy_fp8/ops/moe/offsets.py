@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, Written
 from ...calls.group_sizes import DTYPES, Groups, check_at_most, check_offsets, none_negative
 from ...calls.tables import Records
-from ...formats import as_dtype, flag, names
+from ...formats import as_dtype, flag, integers, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 from ...methods import for_methods
@@ -158,7 +157,7 @@ def _options(strides: Any, leads: Any, dtypes: Any) -> _Options:
 def _integers(strides: Any) -> tuple[int, ...]:
     try:
         if is_sequence(strides):
-            return tuple(map(operator.index, strides))
+            return integers(strides)
     except TypeError:
         pass
     raise TypeError(f"strides: expected integers, one for each output, got {shown(strides)}")

@@ -28,6 +28,7 @@ _UNIT = 16                  # bytes that a thread loads at once
 _UNITS = 8                  # loads of a thread in flight, at most
 #: This many loads are fastest. A thread has more if rows fill them better (docs/lab-notes).
 _BEST_UNITS = 5
+_INDEX_BYTES = 8            # bytes of the index of a row, which the reference finds
 _ROWS = 2048                # rows for a block of threads, at most
 
 
@@ -201,6 +202,10 @@ class _UnpadOp(_MoveGroupsOp):
         if not 0 <= number < 2**63:
             wanted = f"0 or more, got {shown(number)}" if number < 0 else "less than 2**63"
             raise ValueError(f"rows: expected {wanted}")
+        row_bytes = rows.data.dtype.itemsize * prod(rows.data.shape[1:])
+        if number * max(row_bytes, _INDEX_BYTES) >= 2**63:
+            raise ValueError(f"rows: expected a result of less than 2**63 bytes, got {number} rows of "
+                             f"{row_bytes} bytes")
         groups = call.splits("splits", splits, check)
         if groups.host is not None:
             _check_padded_sizes(groups.host, align, rows.number, number)
@@ -237,9 +242,10 @@ def _align(call: Call, align: Any) -> int:
 
 
 def _rows_of(out: Any) -> int:
-    if not getattr(out, "shape", ()):
+    shape = getattr(out, "shape", None)
+    if not isinstance(shape, tuple) or not shape:
         raise TypeError(f"out: expected an array of rows (an earlier result), got {type(out).__name__}")
-    return int(out.shape[0])
+    return int(shape[0])
 
 
 def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:

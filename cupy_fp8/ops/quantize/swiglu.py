@@ -9,7 +9,7 @@ import numpy as np
 
 from ... import reference
 from ...advice import shown
-from ...arrays import Array
+from ...arrays import Array, is_array
 from ...calls import group_sizes
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Pair, one_array
@@ -249,13 +249,13 @@ _FORWARD, _BACKWARD = _Forward(), _Backward()
 
 def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | None, Input | None]:
     """Reads (the experts' rows if experts have biases of their own, the biases)."""
-    several = getattr(bias, "ndim", 1) > 1
+    several = is_array(bias) and bias.ndim > 1
     if splits is None:
         if several:
             raise ValueError("bias: of several experts needs splits=, the rows of each; one bias for all "
                              "rows has one dimension")
         return None, None if bias is None else call.read("bias", bias, (x.dtype,), x.shape[1:])
-    if bias is None or getattr(bias, "ndim", 2) < 2:
+    if bias is None or (is_array(bias) and not several):
         raise ValueError("splits: expected a bias [E, 2 H], one for each expert, got "
                          f"{'none' if bias is None else 'one for all rows'}")
     groups = call.splits("splits", splits)

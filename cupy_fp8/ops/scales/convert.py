@@ -28,6 +28,7 @@ from ...layouts import (
     ScaleGrid,
     as_block,
     cdiv,
+    check_block,
     round_up,
     scale_dtype,
     scale_grid,
@@ -125,9 +126,7 @@ class _ConvertScales(Op[_Inputs]):
         strides = None
         if source == "compact" and scale_inv.ndim >= 2 and not is_contiguous(scale_inv):
             strides = validate.matrix_strides(scale_inv)
-        if not isinstance(block, tuple) or not all(b is None or isinstance(b, (int, np.integer))
-                                                   for b in block):
-            scale_shape(shape, block, target)               # Its error says what a block is.
+        block = check_block(block)
         to = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
         plan = conversion(source, target, shape, block, scale_inv.dtype, to, strides)
         validate.check_shape("scale_inv", scale_inv.shape, plan.source_shape,
@@ -219,7 +218,7 @@ def conversion(source: str, target: str, shape: tuple[int, ...], block: Block, h
         aligned_for=target if target in ("swizzled", "deepgemm_sm100") else "",
         swizzles=target == "swizzled" if can_swizzle else None,
         columnwise=grid.columnwise, lines=(*grid.batch, grid.outer, grid.blocks),
-        variant=_KERNEL.variant(IN=kinds[0], OUT=kinds[1]), grid=blocks and grid_size(blocks, shape),
+        variant=_KERNEL.variant(IN=kinds[0], OUT=kinds[1]), grid=blocks and grid_size(blocks, shape, "shape"),
         members={"source": before.strides, "target": after.strides,
                  "lines": shape[-2] if after.shift else grid.outer, "blocks": grid.blocks,
                  "stored_lines": after.lines, "stored_blocks": after.blocks, "down": down, "across": across,

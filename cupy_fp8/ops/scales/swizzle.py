@@ -4,7 +4,6 @@ Kernels: kernels_cu/scales/swizzle.cu."""
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 
 from ... import backend, reference
 from ...advice import shown
-from ...arrays import Array, is_contiguous, is_sequence
+from ...arrays import Array, _as_shape, address, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
@@ -35,6 +34,7 @@ from ...layouts import (
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales", block=64)
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales", block=64)
 _TILES = 8                  # tiles that a block of threads takes along a line
+_ALIGNMENT = 16             # bytes of swizzled scales that are moved at a time
 #: The define GROUPED has these values.
 _NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2
 
@@ -103,7 +103,7 @@ def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, ax
     >>> fp8.bytes_equal(fp8.unswizzle_scales(fp8.swizzle_scales(s), shape=(20, 2)), s)
     True
     """
-    return run(_UNSWIZZLE_OP, (s, _as_shape(shape), splits, axis, check), out)
+    return run(_UNSWIZZLE_OP, (s, _compact_shape(shape), splits, axis, check), out)
 
 
 # ---- the calls ----
@@ -141,11 +141,14 @@ class _UnswizzleScales(Op[_Inputs]):
     def arguments(self, call: Call, s: Any, shape: Any, splits: Any, axis: Any, check: Any) -> _Inputs:
         _check_dtype(s)
         scales = call.read("s", s, (float8_e8m0fnu,))
+        if call.xp is np and scales.at % _ALIGNMENT:                # Only arrays on a GPU have to be aligned.
+            copy = scales.array.copy()
+            scales, call.repeatable = Input(copy, address(copy)), False
         groups = _groups(call, splits, axis, shape, check)
-        extents = _extents(shape, groups.number, axis, 1)
         of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
-        validate.check_shape("s", s.shape, extents.swizzled, f"swizzled scales of shape {shape}{of}")
-        return _Inputs(s, scales, False, groups, axis, extents)
+        validate.check_shape("s", s.shape, _swizzled_shape(shape, groups.number, axis),
+                             f"swizzled scales of shape {shape}{of}")
+        return _Inputs(s, scales, False, groups, axis, _extents(shape, groups.number, axis, 1))
 
     def result(self, inputs: _Inputs) -> Description:
         return _CompactResult(inputs.extents.shape)
@@ -190,7 +193,7 @@ def _check_dtype(s: Any) -> None:
 def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: Any) -> Groups:
     """Validates the options for compact scales of this shape, and the sizes if Python knows them."""
     flag(check, "check")
-    is_axis = isinstance(axis, (int, np.integer))
+    is_axis = isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)
     if splits is None:
         if not is_axis or axis != 0:
             raise ValueError("axis: means something for groups only, which need splits=; "
@@ -219,18 +222,20 @@ def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
                          f"{covered}")
 
 
-def _as_shape(shape: Any) -> tuple[int, ...]:
+def _compact_shape(shape: Any) -> tuple[int, ...]:
     try:
-        extents = tuple(map(operator.index, shape)) if is_sequence(shape) else None
+        extents = _as_shape(shape)
     except TypeError:
-        extents = None
-    if extents is None:
-        raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shown(shape)}")
+        raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shown(shape)}") from None
     if len(extents) not in (2, 3):
         raise ValueError(f"shape: expected (R, C) or (E, R, C), got {shown(extents)}")
-    if min(extents) < 0:
-        raise ValueError(f"shape: expected extents of zero or more, got {shown(extents)}")
     return extents
+
+
+def _swizzled_shape(shape: tuple[int, ...], groups: int | None, axis: int) -> tuple[int, ...]:
+    *batch, lines, blocks = shape
+    return ((*batch, round_up(lines, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLUMNS)) if groups is None
+            else grouped_shape(shape, groups, axis))
 
 
 def lines_adjacent(s: Array) -> bool:
@@ -268,16 +273,15 @@ def _extents(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) 
         columns, reached_columns = grouped_columns(blocks, groups), grouped_columns(blocks, groups + spare)
     across = cdiv(reached_columns, SWIZZLE_COLUMNS * _TILES)
     grid = (batch[0] if batch else 1) * (reached_rows // SWIZZLE_ROWS) * across
-    swizzled = (*batch, rows, columns) if groups is None else grouped_shape(shape, groups, axis)
-    return _Extents(shape, swizzled, lines, blocks, columns // SWIZZLE_COLUMNS, rows // SWIZZLE_ROWS,
-                    max(across, 1), grid and grid_size(grid, shape))
+    return _Extents(shape, _swizzled_shape(shape, groups, axis), lines, blocks, columns // SWIZZLE_COLUMNS,
+                    rows // SWIZZLE_ROWS, max(across, 1), grid and grid_size(grid, shape))
 
 
 def check_aligned(name: str, at: int, layout: str = "swizzled") -> None:
     """Raises ValueError if scales that are read 16 bytes at a time are not aligned to that."""
-    if at % 16:
-        raise ValueError(f"{name}: address {at:#x} is not a multiple of 16, as that of {layout} scales has "
-                         "to be")
+    if at % _ALIGNMENT:
+        raise ValueError(f"{name}: address {at:#x} is not a multiple of {_ALIGNMENT}, as that of {layout} "
+                         "scales has to be")
 
 
 def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swizzled_at: int,
