@@ -300,7 +300,7 @@ def _experts(m: Any, mask: Any) -> Any:
     counts = fp8.empty((number, round_up(blocks, 4)), np.int32, like=mask)
     route._COUNT.variant().bind(
         mask, blocks, assignment=address(mask), experts=address(experts), counts=address(counts),
-        tokens=tokens, topk=number, number=number, warp_tokens=warp_tokens, pitch=counts.shape[1],
+        tokens=tokens, topk=number, num_experts=number, warp_tokens=warp_tokens, pitch=counts.shape[1],
         mask=2).run()
     return experts
 
