@@ -80,7 +80,8 @@ class _Signature:
     def __init__(self, kinds: tuple[type, ...]) -> None:
         how = [_how_to_describe(kind) for kind in kinds]
         plain = [position for position, describe in enumerate(how) if describe is None]
-        self.options: Callable[[Any], Any] = tuple          # a tuple as it is
+        # A tuple of options alone is compared as it is.
+        self.options: Callable[[Any], Any] = tuple
         if len(plain) < len(how):
             self.options = itemgetter(*plain) if plain else lambda _: None
         self.described = [(position, describe) for position, describe in enumerate(how) if describe]
@@ -89,6 +90,7 @@ class _Signature:
 _signatures: Memo[tuple[type, ...], _Signature] = Memo(4096)
 
 
+#: Options of these types cannot change. Recipes, dtypes and types are the others.
 _PLAIN = (int, bool, str, type(None))
 
 
@@ -96,8 +98,8 @@ def _how_to_describe(kind: type) -> _Describe | None:
     """Returns None for plain options, which cannot change: equal ones of one type mean the same. A call with
     anything else that is not described, such as a number of somebody's own class, is never remembered."""
     described = _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
-    is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]              # recipes
-    is_plain = is_ours or kind in _PLAIN or issubclass(kind, (np.dtype, type))
+    is_of_package = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    is_plain = is_of_package or kind in _PLAIN or issubclass(kind, (np.dtype, type))
     return described or (None if is_plain else _never)
 
 
@@ -265,7 +267,7 @@ def _cannot_change(part: Any) -> bool:
     return "_key_part" in part.__dict__ if isinstance(part, Scaled) else type(part) is not np.ndarray
 
 
-#: These kinds of objects have memory, each described in its own way. Anything else is a plain option.
+#: These kinds of objects are described, each in its own way: most have memory.
 _KINDS: dict[type, _Describe] = {
     float: _of_float,
     np.ndarray: _of_numpy,
