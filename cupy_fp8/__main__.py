@@ -1,4 +1,4 @@
-"""The command line: python -m cupy_fp8 demo | info | selftest | bench | list | convert."""
+"""The command line: python -m cupy_fp8 demo | info | selftest | bench | list | inspect | convert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "list": "the ops, by family",
     "selftest": "every op against its reference on this machine: a quick pass, or --full",
     "bench": "time, GB/s, share of copy speed and host time of every op (needs a GPU)",
+    "inspect": "what a checkpoint holds: every tensor, its form and the range of its scales",
     "convert": "a checkpoint to FP8, between FP8 formats, or back to bfloat16",
 }
 

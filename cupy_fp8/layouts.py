@@ -79,7 +79,7 @@ def check_block(block: Any, name: str = "block") -> Block:
     """A block as a tuple. ValueError unless elements can share a scale that way. name: of the block, in
     messages."""
     block = as_block(block)
-    if not _is_block(block):
+    if not is_block(block):
         raise ValueError(f"{name}: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or "
                          f"more each, or None for a whole line beside a 1; got {shown(block)}"
                          f"{block_instead(block)}")
@@ -287,7 +287,7 @@ def grouped_scale_shape(shape: tuple[int, int], groups: int, block: Block, layou
     return (units * down, across) if across == across_two else (units * down * across,)
 
 
-def _is_block(block: object) -> bool:
+def is_block(block: object) -> bool:
     if not isinstance(block, tuple) or len(block) != 2 or not is_of_integers(block):
         return False
     if block in ((1, None), (None, 1)):

@@ -8,29 +8,36 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .. import backend
 from ..io import convert, weights
 from ..io.chunks import Report
+from ..io.loading import shortened
 from ..io.replace import check_replaceable, replacing
+from ..io.summary import size_text
+from ..io.weights import Changes
+from . import checkpoint_options
 from .arguments import file_name, positive
 from .progress import Progress
 
 
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     try:
         if options.report:
             check_replaceable(options.report)
         settings = convert.Settings(options.recipe, options.scale_format, tuple(options.include),
-                                    tuple(options.exclude))
+                                    tuple(options.exclude), checkpoint_options.scales(options),
+                                    checkpoint_options.sharing(options))
         conversion = convert.Conversion(
             Path(options.source), Path(options.destination), settings, part=options.part,
-            like=backend.like_module(options.array), workers=options.workers,
-            compare=bool(options.report or options.verify))
-        _run(conversion, options)
+            like=backend.like_module(options.array), workers=options.workers)
+        with conversion:
+            _run(conversion, options)
     except (OSError, ValueError, backend.DeviceError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 1
@@ -47,29 +54,48 @@ def _run(conversion: convert.Conversion, options: argparse.Namespace) -> None:
             conversion.compare(shard, lambda count: None, np)
             print(f"{where}: verified, every byte as the NumPy reference makes it")
     if conversion.finish():
-        print(f"{conversion.folder}: all {len(conversion.names)} shards are there")
+        before, after = conversion.sizes
+        print(f"{conversion.folder}: all {len(conversion.names)} shards are there; {size_text(before)} "
+              f"before, {size_text(after)} after")
     else:
         print("Other parts are missing: whichever ends last writes the index.")
-    rebased = [report for report in reports if report.changes.changed]
-    if rebased:
-        print(f"{sum(r.changes.changed for r in rebased):,} of {sum(r.changes.elements for r in reports):,} "
-              "values changed by rounding"
-              + ("" if options.report or options.verify else " of re-based data"))
+    _print_losses(reports)
     if options.report:
         with replacing(options.report) as file:
-            file.write(json.dumps({"recipe": options.recipe, "tensors": [r.as_json() for r in reports]},
-                                  indent=1).encode())
+            file.write(json.dumps(_report(conversion, reports), indent=1).encode())
+
+
+def _report(conversion: convert.Conversion, reports: list[Report]) -> dict[str, Any]:
+    before, after = conversion.sizes
+    total = sum((report.changes for report in reports), Changes())
+    return {"recipe": conversion.settings.recipe, "bytes_before": before, "bytes_after": after,
+            "sqnr_db": total.sqnr_db, "removed": conversion.plan.removed, "files": conversion.rewritten,
+            "tensors": [report.as_json() for report in reports]}
+
+
+def _print_losses(reports: list[Report]) -> None:
+    """How large the values are beside what rounding changed."""
+    converted = [report for report in reports if report.after != "as it is"]
+    measured = [report for report in converted if report.changes.sqnr_db is not None]
+    if not measured:
+        if converted:
+            print("No value changed.")
+        return
+    total = sum((report.changes for report in converted), Changes())
+    worst = min(measured, key=lambda report: report.changes.sqnr_db or 0.0)
+    exact = len(converted) - len(measured)
+    print(f"SQNR {total.sqnr_db:.1f} dB over all converted values; least {worst.changes.sqnr_db:.1f} dB: "
+          f"{worst.name}" + (f"; {exact} tensors keep every value" if exact else ""))
 
 
 def _convert(conversion: convert.Conversion, shard: str, where: str, reported: bool) -> list[Report]:
     """Convert a shard, showing its progress. reported: of a shard that is there already, too."""
-    progress, total, start = Progress(), conversion.checkpoint.files[shard], time.perf_counter()
-    size, done = sum(t.nbytes for t in total.tensors.values()), 0
+    progress, size, start, done = Progress(), conversion.nbytes(shard), time.perf_counter(), 0
 
     def tell(count: int) -> None:
         nonlocal done
         done += count
-        progress.show(f"{where}: {done / 1e6:,.0f} of {size / 1e6:,.0f} MB")
+        progress.show(f"{where}: {size_text(done)} of {size_text(size)}")
 
     made = conversion.convert(shard, tell)
     if made is None:
@@ -80,23 +106,29 @@ def _convert(conversion: convert.Conversion, shard: str, where: str, reported: b
     progress.clear()
     seconds = time.perf_counter() - start
     converted = sum(report.after != "as it is" for report in made)
-    print(f"{where}: {converted} tensors converted, {len(made) - converted} as they are; "
-          f"{size / 1e6:,.0f} MB in {seconds:.1f} s, {size / 1e6 / seconds:,.0f} MB/s", flush=True)
+    print(f"{where}: {converted} tensors converted, {len(made) - converted} as they are; {size_text(done)} "
+          f"of {size_text(size)} in {seconds:.1f} s, {size_text(int(done / seconds))}/s", flush=True)
     return made
 
 
 def _print_plan(conversion: convert.Conversion) -> None:
-    """What is converted, and what stays, with the reason."""
-    plan = conversion.plan.values()
-    print(
-        f"{sum(one.stored is not None for one in plan)} of {len(conversion.plan)} tensors become "
-        f"{conversion.settings.recipe}.")
+    """What is converted, what stays, with the reason, and what goes."""
+    plan = conversion.plan.tensors.values()
+    number = sum(one.stored is not None for one in plan)
+    print(f"{number} of {len(plan)} tensors become {conversion.settings.recipe}.")
     reasons: dict[str, list[str]] = {}
     for one in plan:
         if one.stored is None:
             reasons.setdefault(one.why, []).append(one.name)
     for why, names in reasons.items():
         print(f"  {len(names)} stay ({why}), such as {names[0]}")
+    gone: dict[str, list[str]] = {}
+    for name, what in conversion.plan.removed.items():
+        gone.setdefault(what, []).append(name)
+    for what, names in gone.items():
+        print(f"  {len(names)} go ({what}): {shortened(names)}")
+    for name, what in conversion.rewritten.items():
+        print(f"  {name} is {what}: it describes the old form")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -109,9 +141,9 @@ def _part(text: str) -> tuple[int, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 convert", description=__doc__, epilog=(
-        "These stay as they are unless --include names them: tensors of one dimension and "
-        f"{', '.join(convert.STAYS)}. A conversion that was interrupted goes on where it was: give the same "
-        "command again."))
+        "These stay as they are unless --include names them: tensors of one dimension, norms, embeddings, "
+        "gates, convolutions, output heads, and what the source's configuration excludes. A conversion that "
+        "was interrupted goes on where it was: give the same command again."))
     parser.add_argument("source", metavar="IN", type=file_name,
                         help="a .safetensors file, or a folder of shards")
     parser.add_argument("destination", metavar="OUT", type=file_name,
@@ -125,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="convert these although they stay by default")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
                         help="leave these as they are")
+    checkpoint_options.add(parser)
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N",
                         help="only this share of the shards")
     parser.add_argument("--verify", action="store_true",

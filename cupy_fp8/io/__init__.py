@@ -2,8 +2,9 @@
 
 from ..advice import public_only
 from .archive import load, save
-from .checkpoint import load_safetensors, save_safetensors
+from .loading import load_safetensors
 from .matrices import read_matrices
+from .saving import save_safetensors
 
 __all__ = ["load", "load_safetensors", "read_matrices", "save", "save_safetensors"]
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from ..formats import FP8_DTYPES
 from ..results import Scaled
 from . import weights
 from .checkpoint import Checkpoint
-from .pairing import Pair, combine
-from .safetensors import DTYPES, TensorFile
+from .pairing import Pair
+from .safetensors import DTYPES, TensorFile, nbytes
+from .scale_forms import combine, held_block, values_of
 from .weights import Changes, Rows, StoredWeight
 
 __all__ = ["COPY_BYTES", "Chunk", "Compared", "Copy", "Out", "Queue", "Report", "Source", "Work", "reserve"]
@@ -51,10 +53,21 @@ class Source:
         tensor = checkpoint.tensors[name]
         self.shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
         self.name, self.dtype, self._like, self._pair = name, DTYPES[tensor.dtype], like, pair
-        self._file, self._scale = checkpoint.files[checkpoint.shard[name]], None
+        self._file = checkpoint.files[checkpoint.shard[name]]
+        self._scale: np.ndarray | None = None
+        self._whole: Scaled | None = None       # without data: only its block and its scales are used
         if pair is not None:
-            whole = combine(np.empty(self.shape, self.dtype), checkpoint.read(pair.scale), pair)
-            self._scale = np.array(whole.scale_inv)
+            self._scale = np.array(checkpoint.read(pair.scale))
+            block = held_block(self.shape, pair.form.share)
+            if self.dtype in FP8_DTYPES and not isinstance(block, bool):
+                whole = combine(np.empty(self.shape, self.dtype), self._scale, pair.form)
+                self._whole = whole if isinstance(whole, Scaled) else None
+
+    @property
+    def unit(self) -> int:
+        """Chunks begin at multiples of so many rows: no block is divided."""
+        block = self._whole.block if self._whole else None
+        return (block[0] or 1) if block else 1
 
     def rows(self, rows: Rows) -> Any:
         """A chunk's values, or data with their scales, where they are worked on."""
@@ -63,29 +76,36 @@ class Source:
         count = (rows.stop - rows.start) * width * self.dtype.itemsize
         data = self._file.read_bytes(self.name, start, count).view(self.dtype).reshape(-1, width)
         if self._pair is None or self._scale is None:
-            return weights.on(self._like, data)
-        if self._pair.block is None:
-            return weights.on(self._like, Scaled(data, self._scale, data.shape))
-        down = self._pair.block[0] or height
-        matrices = self._scale.reshape(-1, *self._scale.shape[-2:])
-        scales = matrices[rows.matrix, rows.start // down:-(-rows.stop // down)]
+            known = self.dtype not in map(DTYPES.get, ("F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+            return weights.on(self._like, data if known else data.astype(np.float32))
+        whole, share = self._whole, self._pair.form.share
+        if whole is None:
+            scale = self._scale
+            if share is not None:
+                scale = scale.reshape(prod(self.shape[:-2]), -1)[rows.matrix]
+            return weights.on(self._like, values_of(data, scale, share, rows.start, height))
+        if whole.block is None:
+            return weights.on(self._like, Scaled(data, whole.scale_inv, data.shape))
+        down = whole.block[0] or height
+        scales = whole.scale_inv.reshape(-1, *whole.scale_inv.shape[-2:])[rows.matrix]
+        scales = scales[rows.start // down:-(-rows.stop // down)]
         return weights.on(self._like, Scaled(data, np.ascontiguousarray(scales), data.shape, False,
-                                             self._pair.block, "compact"))
+                                             whole.block, "compact"))
 
 
 class Out:
     """A file whose header is known: bytes of tensors are written where they belong, by any thread."""
 
-    def __init__(self, descriptor: int, header: bytes,
-                 tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
+    def __init__(self, descriptor: int, header: bytes, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+                 ) -> None:
         self._descriptor, self._start, end = descriptor, {}, len(header)
         for name, (dtype, shape) in tensors.items():
             self._start[name] = end
-            end += prod(shape) * dtype.itemsize
+            end += nbytes(dtype, shape)
         self.size = end
 
     def put(self, name: str, at: int, a: np.ndarray) -> None:
-        """at: bytes from the tensor's beginning."""
+        """Write bytes of a tensor. at: from its beginning."""
         left = np.ascontiguousarray(a).reshape(-1).view(np.uint8).data
         position = self._start[name] + at
         while left:
@@ -123,28 +143,28 @@ class Copy:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a weight that is converted."""
+    """Some rows of a weight that is converted. target: its name in the result."""
 
     source: Source
     rows: Rows
     stored: StoredWeight
     scale: float | None
-    compare: bool
+    target: str
     out: Any
 
     def __call__(self) -> tuple[int, Changes]:
         values = self.source.rows(self.rows)
-        data, scales, changes = weights.make_rows(values, self.stored, self.scale, self.compare)
+        data, scales, changes = weights.make_rows(values, self.stored, self.scale)
         height, width = self.source.shape[-2:]
         row = self.rows.matrix * height + self.rows.start
-        self.out.put(self.source.name, row * width * data.dtype.itemsize, data)
+        self.out.put(self.target, row * width * data.dtype.itemsize, data)
         if scales is not None and self.stored.scale is not None:
             at = 0
             if self.stored.block:
                 down = self.stored.block[0] or 1
                 line = self.rows.matrix * -(-height // down) + self.rows.start // down
                 at = line * self.stored.scale[2][-1] * scales.dtype.itemsize
-            self.out.put(self.source.name + self.stored.scale[0], at, scales)
+            self.out.put(self.target + self.stored.scale[0], at, scales)
         return (self.rows.stop - self.rows.start) * width * self.source.dtype.itemsize, changes
 
 

@@ -16,8 +16,8 @@ from ..grouped import Grouped
 from ..options import check_path
 from ..results import Quantized, Scaled, block_text
 from .archive import MANIFEST, load, open_members
-from .checkpoint import Checkpoint, config_block
-from .pairing import FP8_NAMES, pairs_of, scale_names
+from .checkpoint import Checkpoint
+from .pairing import Pairing, scale_names
 from .replace import PathLike
 from .safetensors import DTYPES
 
@@ -90,25 +90,24 @@ def _members(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 def _safetensors(path: Path) -> Iterator[Found]:
     checkpoint = Checkpoint(path)
-    fp8 = [name for name, tensor in checkpoint.tensors.items() if tensor.dtype in FP8_NAMES]
-    scales = {scale for name in fp8 for scale in scale_names(name)}
-    return (found for name in checkpoint.tensors if name not in scales for found in _of(checkpoint, name))
+    pairing = checkpoint.pairing()
+    scales = {*pairing.scales, *(scale for name in pairing.odd for scale in scale_names(name))}
+    return (found for name in checkpoint.tensors if name not in scales
+            for found in _of(checkpoint, pairing, name))
 
 
-def _of(checkpoint: Checkpoint, name: str) -> Iterator[Found]:
-    """A tensor with its scales, which are looked for tensor by tensor: one with scales that fit no reading
-    leaves the others readable."""
-    if checkpoint.tensors[name].dtype not in DTYPES:
-        yield Found(name, None, f"{checkpoint.tensors[name].dtype}, a type that NumPy does not have")
-        return
-    around = {n: checkpoint.tensors[n] for n in (name, *scale_names(name)) if n in checkpoint.tensors}
-    try:
-        pairs = pairs_of(around, config_block(checkpoint.config))
-        value = checkpoint.scaled(pairs[name]) if name in pairs else checkpoint.read(name)
-    except ValueError as error:
-        yield Found(name, None, f"unreadable scales: {error}")
-        return
-    yield from _found(name, value)
+def _of(checkpoint: Checkpoint, pairing: Pairing, name: str) -> Iterator[Found]:
+    """A tensor with its scales; one that cannot be read leaves the others readable."""
+    dtype = checkpoint.tensors[name].dtype
+    if dtype not in DTYPES:
+        yield Found(name, None, f"{dtype}, a type that NumPy does not have")
+    elif name in pairing.packed:
+        yield Found(name, None, f"{dtype}, packed data of a form that is not read")
+    elif name in pairing.odd:
+        yield Found(name, None, f"unreadable: {pairing.odd[name]}")
+    else:
+        pair = pairing.pairs.get(name)
+        yield from _found(name, checkpoint.combined(pair) if pair else checkpoint.read(name))
 
 
 def _found(name: str, value: Any) -> Iterator[Found]:

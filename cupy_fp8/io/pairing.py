@@ -1,131 +1,263 @@
-"""Which scales belong to an FP8 tensor of a checkpoint, and what they mean: told by dtypes and shapes, not by
-names alone.
-
-Checkpoints multiply by their scales whatever they call them: `weight_scale_inv` (DeepSeek), `weight_scale`
-(compressed-tensors, ModelOpt), `scale`. Scales of one byte are E8M0 exponents, also where a file calls them
-U8: read as numbers they make weights 450,000 times too large.
-"""
+"""Which scales belong to an FP8 tensor of a checkpoint. Names say where to look, dtypes and shapes what is
+there; an FP8 tensor whose scales are not found is odd, and never taken as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from math import prod
-from typing import Any, NamedTuple
+import fnmatch
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-import numpy as np
-
-from ..formats import float8_e8m0fnu, float32
-from ..layouts import Block, cdiv
-from ..results import Scaled
+from .quantization_config import Described, module_of
 from .safetensors import Tensor
+from .scale_forms import SCALES, Form, Share, form_of, share_text, shares_that_fit
 
-__all__ = ["Pair", "combine", "pairs_of", "scales_among"]
+__all__ = ["FP8_NAMES", "NONE", "Pair", "Pairer", "Pairing", "ScaleNames", "Sharing", "is_marker",
+           "plain_name", "scale_names"]
 
-#: Only data of these dtypes can have scales. Scales are floats that f32 holds, or exponents.
-FP8_NAMES = ("F8_E4M3", "F8_E5M2")
-_FLOATS, _EXPONENTS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")
-_BLOCKS: tuple[Block, ...] = ((1, 32), (1, 128), (128, 128))
-_WHOLE_ROW: Block = (1, None)
+#: Only data of these dtypes can have scales. FNUZ types have other values and no NaN pattern.
+FP8_NAMES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+#: How names of data and of scales end, by who writes them.
+FORMS = (
+    ("", "_scale_inv"),                             # DeepSeek-V3
+    ("", "_scale"),                                 # compressed-tensors, ModelOpt, FBGEMM, Quark
+    (".weight", ".scale"),                          # DeepSeek-V4
+    (".weight", ".scale_weight"),                   # ComfyUI's scaled FP8
+    (".weight", ".qscale_weight"),                  # Mistral
+    (".weight", ".weights_scaling_factor"),         # TensorRT-LLM
+    ("_qdata", "_scale"), (":qdata", ":scale"),     # torchao
+    ("._data", "._scale"),                          # optimum-quanto
+)
+#: How names of packed integers (FP4, INT4, INT8) and of what belongs to them end. They are not read.
+_PACKED = (*FORMS, ("_packed", "_scale"), ("_blocks", "_scales"), (".weight", ".scales"),
+           (".qweight", ".scales"), (".weight", ".weight_scale_2"), (".weight", ".weight.absmax"))
+_PACKED_DTYPES = ("U8", "I8", "I32", "U32", "F4", "F6_E2M3", "F6_E3M2")
+#: What else a module of packed weights has, and what lies below their name.
+_OF_MODULE = ("weight_scale", "weight_scale_2", "weight_global_scale", "weight_shape", "weight_zero_point",
+              "weight_g_idx", "input_global_scale", "input_scale", "qzeros", "g_idx", "scales", "biases",
+              "comfy_quant")
+_OF_DATA = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+#: The user's word for data whose codes are the values.
+NONE = "none"
+#: Where scales are, by the caller's word: 'none', or patterns of names (None: these have no scales).
+ScaleNames = str | Mapping[str, str | None] | None
+#: What shares a scale, by the caller's word: for all tensors, or by name or pattern.
+Sharing = Share | Mapping[str, Share]
+_MOST_CANDIDATES = 4
 
 
 class Pair(NamedTuple):
-    """An FP8 tensor and its scales. block: elements that share a scale; None: the whole tensor."""
+    """An FP8 tensor, its scales, and what shares one of them."""
 
     data: str
     scale: str
-    block: Block | None
+    form: Form
 
 
-def pairs_of(tensors: Mapping[str, Tensor], config_block: Block | None = None,
-             given: Block | Mapping[str, Block] | None = None) -> dict[str, Pair]:
-    """The pairs among the tensors of a checkpoint, by the names of their data. FP8 tensors without scales
-    have none.
+@dataclass
+class Pairing:
+    """The FP8 tensors of a checkpoint.
 
-    config_block : `weight_block_size` of the checkpoint's quantization_config, if it has one.
-    given : the caller's word on blocks: for all tensors, or by name.
-    Raises ValueError that names the tensors where scales fit no reading, or several that differ.
+    pairs    those with scales, by the names of their data
+    bare     those whose codes are the values, by the caller's word, and markers
+    odd      why the others cannot be read, by name
+    packed   tensors of forms that are not read (FP4, INT4, …) and of what belongs to them: the name of the
+             data
     """
-    found = {}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FP8_NAMES:
-            continue
-        scale = scales_among(tensors, name, "load with raw=True and make a Scaled of those that are meant")
-        if scale is not None:
-            said = given.get(name) if isinstance(given, Mapping) else given
-            found[name] = Pair(name, scale, _block(name, tensor, scale, tensors[scale], config_block, said))
-    return found
+
+    pairs: dict[str, Pair] = field(default_factory=dict)
+    bare: set[str] = field(default_factory=set)
+    odd: dict[str, str] = field(default_factory=dict)
+    packed: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def scales(self) -> dict[str, str]:
+        """The name of the data of each tensor of scales."""
+        return {pair.scale: pair.data for pair in self.pairs.values()}
 
 
-def scales_among(names: Container[str], name: str, advice: str) -> str | None:
-    """The name of a tensor's scales among these, or None. ValueError, which ends with the advice, for
-    several."""
-    found = [other for other in scale_names(name) if other in names]
-    if len(found) > 1:
-        raise ValueError(f"{name}: expected one tensor of scales, got {' and '.join(found)}; {advice}")
-    return found[0] if found else None
+class Pairer:
+    """Finds the scales of a checkpoint's FP8 tensors.
+
+    tensors    what headers say
+    described  what the checkpoint's configuration says
+    swizzled   whether a tensor's scales are stored in tiles, by markers of the checkpoint
+    elsewhere  tensors of files that the checkpoint leaves out: name, and file
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], described: Described, swizzled: Callable[[str], bool],
+                 elsewhere: Callable[[], Mapping[str, str]]) -> None:
+        self.tensors, self.described = tensors, described
+        self._swizzled, self._elsewhere = swizzled, elsewhere
+
+    def pairing(self, given: ScaleNames = None, sharing: Sharing | bool = False) -> Pairing:
+        """given, sharing: the caller's word on names of scales, and on what shares one; False: none.
+        ValueError where a pattern of either means no tensor."""
+        found = Pairing(packed=dict(self._packed()))
+        fp8 = [name for name, tensor in self.tensors.items() if tensor.dtype in FP8_NAMES
+               and name not in found.packed]
+        mapped = _mapped(given, fp8, self.tensors)
+        shares = _shares(sharing, fp8)
+        for name in fp8:
+            if is_marker(name, self.tensors[name]) or mapped.get(name, name) is None:
+                found.bare.add(name)
+                continue
+            try:
+                pair = self._pair(name, mapped.get(name), shares.get(name, False))
+            except ValueError as error:
+                found.odd[name] = str(error)
+                continue
+            if pair is not None:
+                found.pairs[name] = pair
+            elif given == NONE:
+                found.bare.add(name)
+            else:
+                found.odd[name] = self._lost(name)
+        return found
+
+    def _pair(self, name: str, given: str | None, share: Share | bool) -> Pair | None:
+        """A tensor's scales. ValueError for several, and for those that cannot be read."""
+        around = [given] if given is not None else [one for one in scale_names(name) if one in self.tensors]
+        if len(around) > 1:
+            fitting = [one for one in around if self._fits(name, one)]
+            if len(fitting) != 1:
+                raise ValueError(f"{name}: expected one tensor of scales, got {' and '.join(around)}; pass "
+                                 f"{_advice(name, around[0])}")
+            around = fitting
+        if f"{name}_zero_point" in self.tensors:
+            raise ValueError(f"{name}: has zero points ({name}_zero_point), which are not read")
+        return Pair(name, around[0], self._form(name, around[0], share)) if around else None
+
+    def _form(self, name: str, scale: str, share: Share | bool = False) -> Form:
+        data, of = self.tensors[name], self.tensors[scale]
+        sure = not isinstance(share, bool)
+        said = share if sure else self.described.share(module_of(plain_name(name)))
+        try:
+            return form_of(data, of, said, sure, self._swizzled(name))
+        except ValueError as error:
+            raise ValueError(f"{scale} {of.dtype} {list(of.shape)} beside {name} {list(data.shape)}: {error};"
+                             f" {_block_advice(data, of)}") from None
+
+    def _fits(self, name: str, scale: str) -> bool:
+        try:
+            self._form(name, scale)
+        except ValueError:
+            return False
+        return True
+
+    def _lost(self, name: str) -> str:
+        """What to say of FP8 data without scales."""
+        near = [one for one in self._candidates(name) if self._fits(name, one)][:_MOST_CANDIDATES]
+        text = f"{name}: no scales are known for these FP8 codes"
+        if near:
+            shown = ", ".join(f"{one} {self.tensors[one].dtype} {list(self.tensors[one].shape)}"
+                              for one in near)
+            text += f"; they may be {shown}: pass {_advice(name, near[0])}, or"
+        else:
+            files = self._elsewhere()
+            there = [f"{one} in {files[one]}" for one in scale_names(name) if one in files]
+            if there:
+                text += (f"; {', '.join(there)}, which is not of this checkpoint (its index or name leaves "
+                         "it out)")
+            text += "; pass"
+        return f"{text} scales={NONE!r} (convert: --scales {NONE}) if the codes are the values"
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        """Tensors that may be a tensor's scales: of the same module, of a dtype that scales have, and no
+        tensor's known scales."""
+        prefix = name.rpartition(".")[0]
+        for other, tensor in self.tensors.items():
+            if (other != name and tensor.dtype in SCALES and not _is_activation(other) and (
+                    other.rpartition(".")[0] == prefix if prefix else "." not in other)) or (
+                    other.startswith((f"{name}_", f"{name}.")) and tensor.dtype in SCALES):
+                yield other
+
+    def _packed(self) -> Iterator[tuple[str, str]]:
+        """Tensors that belong to packed data, with the name of the data."""
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in _PACKED_DTYPES or len(tensor.shape) < 2 or name.endswith(".comfy_quant"):
+                continue
+            beside = [scale for data, end in _PACKED if name.endswith(data)
+                      and (scale := name[:len(name) - len(data)] + end) in self.tensors]
+            if beside or tensor.dtype.startswith(("F4", "F6")):
+                module = re.sub(r"\.q?weight(_packed)?$", "", name)
+                around = [*(f"{module}.{end}" for end in _OF_MODULE), *(f"{name}.{end}" for end in _OF_DATA)]
+                yield from ((one, name) for one in (name, *beside, *around) if one in self.tensors)
+
+
+def plain_name(name: str) -> str:
+    """What a tensor is called where nothing is quantised: torchao and optimum-quanto call its data otherwise.
+
+    >>> plain_name("proj._weight_qdata"), plain_name("proj.weight._data"), plain_name("proj.weight")
+    ('proj.weight', 'proj.weight', 'proj.weight')
+    """
+    module, _, last = name.rpartition(".")
+    if last.startswith("_") and last.endswith("_qdata"):
+        return f"{module}.{last[1:-len('_qdata')]}"
+    return name.removesuffix(":qdata").removesuffix("._data")
 
 
 def scale_names(name: str) -> list[str]:
     """The names under which a tensor's scales are looked for."""
-    names = [f"{name}_scale_inv", f"{name}_scale"]
-    return [*names, f"{name.removesuffix('.weight')}.scale"] if name.endswith(".weight") else names
+    return [name[:len(name) - len(data)] + scale for data, scale in FORMS if name.endswith(data)]
 
 
-def _block(name: str, data: Tensor, scale_name: str, scale: Tensor, config_block: Block | None,
-           given: Block | None) -> Block | None:
-    """What shares a scale, from the shapes of data and scales."""
-    if scale.dtype not in (*_FLOATS, *_EXPONENTS):
-        raise ValueError(
-            f"{scale_name}: expected scales of type {', '.join((*_FLOATS, *_EXPONENTS))}, got {scale.dtype}")
-    readings = [block for block in _readings(data, config_block, given)
-                if scale.shape in _shapes(data.shape, block)]
-    if scale.dtype in _EXPONENTS:
-        readings = [block for block in readings if block is not None and None not in block]
-    shown = f"{scale_name} {scale.dtype} {list(scale.shape)} beside {name} {list(data.shape)}"
-    if not readings:
-        raise ValueError(
-            f"{shown}: these scales fit no block that is known; pass block=(rows, columns), or raw=True")
-    if len({_extent(data.shape, block) for block in readings}) > 1:
-        raise ValueError(
-            f"{shown}: may be blocks of {' or '.join(map(str, readings))}; pass block=(rows, columns)")
-    return readings[0]
+def is_marker(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor has a meaning by its name alone: ComfyUI marks files of scaled FP8 with one."""
+    return name.rpartition(".")[2] == "scaled_fp8" and len(tensor.shape) < 2
 
 
-def _readings(data: Tensor, config_block: Block | None, given: Block | None) -> list[Block | None]:
-    """What scales may be of, likeliest first. What the caller says is all that counts."""
-    if given is not None:
-        return [given]
-    if len(data.shape) < 2:
-        return [None]
-    return list(dict.fromkeys([None, *([config_block] if config_block else []), _WHOLE_ROW, *_BLOCKS]))
+def _is_activation(name: str) -> bool:
+    return any(part in name.rpartition(".")[2] for part in ("input", "act", "output"))
 
 
-def _shapes(shape: tuple[int, ...], block: Block | None) -> list[tuple[int, ...]]:
-    """The shapes that scales of such blocks can have."""
-    if block is None:
-        return [(), (1,), (1, 1), (1,) * len(shape)]
-    *batch, rows, columns = shape
-    down, across = (cdiv(n, b or max(n, 1)) for n, b in zip((rows, columns), block, strict=True))
-    return [(*batch, down, across), *([(*batch, down)] if across == 1 else [])]
+def _block_advice(data: Tensor, scale: Tensor) -> str:
+    """What to do about scales that fit nothing, or several readings."""
+    blocks = shares_that_fit(data, scale) if scale.dtype in SCALES else []
+    if not blocks:
+        return "read the others with names=[…] (convert: --exclude), or this one with raw=True"
+    others = f"; {', '.join(map(share_text, blocks[1:]))} would fit too" if blocks[1:] else ""
+    down, across = blocks[0]
+    return f"pass block=(rows, columns), such as {blocks[0]} (convert: --block {down},{across}){others}"
 
 
-def _extent(shape: tuple[int, ...], block: Block | None) -> tuple[int, ...]:
-    """How many elements of the tensor really share a scale: blocks that reach past its ends are alike."""
-    if block is None:
-        return shape
-    return (*(1,) * (len(shape) - 2), *(min(b or n, n) for n, b in zip(shape[-2:], block, strict=True)))
+def _advice(name: str, scale: str) -> str:
+    return f"scales={{{name!r}: {scale!r}}} (convert: --scale-name {name}={scale})"
 
 
-def combine(data: Any, scale: np.ndarray, pair: Pair) -> Scaled:
-    """The data with their scales, as arrays: f32, or E8M0 for exponents."""
-    if scale.dtype == np.uint8:
-        scale = scale.view(float8_e8m0fnu)
-    if scale.dtype != float8_e8m0fnu:
-        scale = scale.astype(float32)                       # This is exact, from bfloat16 and float16 too.
-    if pair.block is None:
-        return Scaled(data, scale.reshape(1), data.shape)
-    *batch, rows, columns = data.shape
-    down, across = (cdiv(n, b or max(n, 1)) for n, b in zip((rows, columns), pair.block, strict=True))
-    assert prod(scale.shape) == prod((*batch, down, across))
-    return Scaled(data, np.ascontiguousarray(scale.reshape(*batch, down, across)), data.shape, False,
-                  pair.block, "compact")
+def _mapped(given: ScaleNames, fp8: list[str], tensors: Container[str]) -> dict[str, str | None]:
+    """The scales of FP8 tensors by the caller's patterns. Each * of the scales' name is the text of the
+    data's; a pattern says nothing of data for which no such scales are there."""
+    found: dict[str, str | None] = {}
+    for pattern, scale in ({} if given is None or isinstance(given, str) else given).items():
+        regex = re.compile("(.*)".join(map(re.escape, pattern.split("*"))))
+        met = {name: match for name in fp8 if (match := regex.fullmatch(name))}
+        if not met:
+            raise ValueError(f"scales: no FP8 tensor is called {pattern!r}")
+        wanted = {name: scale and _filled(scale, match.groups()) for name, match in met.items()}
+        if missing := next((one for one in wanted.values() if one is not None and one not in tensors), None):
+            wanted = {name: one for name, one in wanted.items() if one is None or one in tensors}
+            if not wanted:
+                raise ValueError(f"scales: {pattern!r}: {scale!r} means {missing!r}, which is not there")
+        found = wanted | found
+    return found
+
+
+def _filled(scale: str, texts: Sequence[str]) -> str:
+    parts = scale.split("*")
+    return "".join(part + text for part, text in zip(parts, [*texts[:len(parts) - 1], ""], strict=True))
+
+
+def _shares(sharing: Sharing | bool, fp8: list[str]) -> dict[str, Share]:
+    """What shares a scale, by the caller's word, for the tensors that it speaks of."""
+    if isinstance(sharing, bool):
+        return {}
+    if not isinstance(sharing, Mapping):
+        return dict.fromkeys(fp8, sharing)
+    found: dict[str, Share] = {}
+    for pattern, share in sharing.items():
+        for name in [pattern] if pattern in fp8 else fnmatch.filter(fp8, pattern):
+            found.setdefault(name, share)
+    return found

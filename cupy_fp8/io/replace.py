@@ -7,7 +7,7 @@ import glob
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,14 +33,15 @@ def check_replaceable(path: PathLike) -> Path:
 
 
 @contextmanager
-def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
+def replacing(path: PathLike, prefix: str = "", check: Callable[[], None] = lambda: None
+              ) -> Iterator[BinaryIO]:
     """A new file, which takes the place of `path` when the block ends without an error, and is deleted
     otherwise.
 
     The new file has a name of its own in the same folder, so that processes that write one path do not meet,
     and no link that somebody laid there is followed. Its bytes are on the disk before it gets its name. The
     permissions of an existing file are kept; where `path` is a link, the file that it leads to is replaced.
-    prefix: of the new file's name.
+    prefix: of the new file's name. check: raises if the new file must not take the place after all.
     """
     target = check_replaceable(path)
     partial, file = _created(target, prefix)
@@ -51,6 +52,7 @@ def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        check()
         os.replace(partial, target)
         sync_folder(target.parent)
     finally:
@@ -58,7 +60,7 @@ def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def resuming(path: Path) -> Iterator[BinaryIO]:
+def resuming(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
     """`replacing`, which first deletes the new files that killed writers of this path left behind. Those of
     living writers are locked, and stay."""
     prefix = f"{path.name[:80]}."
@@ -66,7 +68,7 @@ def resuming(path: Path) -> Iterator[BinaryIO]:
         with suppress(FileNotFoundError), open(abandoned, "r+b") as file:   # Its writer may just have ended.
             if _lock(file):
                 abandoned.unlink(missing_ok=True)
-    with replacing(path, prefix) as file:
+    with replacing(path, prefix, check) as file:
         yield file
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from ..formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 from .replace import PathLike
 
-__all__ = ["DTYPES", "Tensor", "TensorFile", "header_of"]
+__all__ = ["DTYPES", "Tensor", "TensorFile", "by_alignment", "dtype_name", "header_of", "nbytes"]
 
 #: NumPy and ml_dtypes have these dtypes of the format, which headers call by these names.
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -32,6 +32,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "C64": np.dtype(np.complex64), "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Bits of an element; F4 and F6 are packed, and can only be copied.
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}}
 _LONGEST_HEADER = 100_000_000                   # bytes; the `safetensors` package has the same bound
 _ALIGNMENT = 8
@@ -78,7 +79,6 @@ class TensorFile:
         mapped = np.memmap(self.path, np.uint8, "r", tensor.start, (tensor.nbytes,))
         return np.asarray(mapped).view(dtype).reshape(tensor.shape)
 
-
     def read_bytes(self, name: str, start: int, count: int) -> np.ndarray:
         """Some bytes of a tensor, read and not mapped: memory that is the caller's own."""
         found = np.fromfile(self.path, np.uint8, count, offset=self.tensors[name].start + start)
@@ -87,27 +87,38 @@ class TensorFile:
         return found
 
 
-def header_of(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
+def dtype_name(name: str, dtype: np.dtype[Any]) -> str:
+    """What headers call a dtype. TypeError, which begins with the tensor's name, for one that the format does
+    not have."""
+    if dtype not in _NAMES:
+        raise TypeError(f"{name}: .safetensors files have no dtype {dtype}; expected one of "
+                        f"{', '.join(map(str, _NAMES))}")
+    return _NAMES[dtype]
+
+
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
               | None = None) -> bytes:
-    """The first bytes of a file with these tensors (dtype and shape of each, by name, in the order of their
-    bytes). TypeError for a dtype that the format does not have."""
+    """The first bytes of a file with these tensors (a header's dtype, and the shape, of each by name, in the
+    order of their bytes)."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        if dtype not in _NAMES:
-            raise TypeError(f"{name}: .safetensors files have no dtype {dtype}; expected one of "
-                            f"{', '.join(map(str, _NAMES))}")
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start, end = end, end + nbytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def by_alignment(tensors: Iterable[tuple[str, np.dtype[Any]]]) -> list[str]:
-    """Names in an order in which every tensor is aligned to its elements, as the `safetensors` package writes
-    them."""
-    return [name for name, _ in sorted(tensors, key=lambda item: (-item[1].itemsize, item[0]))]
+def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * _BITS[dtype] // 8
+
+
+def by_alignment(tensors: Iterable[tuple[str, str]]) -> list[str]:
+    """Names of tensors in an order in which each is aligned to its elements, as the `safetensors` package
+    writes them. tensors: name and dtype of each."""
+    return [name for name, _ in sorted(tensors, key=lambda item: (-_BITS[item[1]], item[0]))]
 
 
 def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import backend
 from ..arrays import Array, asarray, asnumpy, bits
-from ..formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
+from ..formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
 from ..layouts import cdiv
 from ..ops.convert.astype import astype
 from ..ops.convert.rebase import rebase_scales
@@ -77,10 +78,12 @@ class Rows(NamedTuple):
     stop: int
 
 
-def row_chunks(shape: tuple[int, ...]) -> Iterator[Rows]:
-    """All rows of a weight, in chunks of whole rows of blocks."""
+def row_chunks(shape: tuple[int, ...], unit: int = 1) -> Iterator[Rows]:
+    """All rows of a weight, in chunks of whole rows of blocks. unit: rows of a block of the source, a power
+    of two."""
     *batch, rows, columns = shape
-    step = max(128, _CHUNK // max(columns, 1) // 128 * 128)
+    unit = max(128, unit)
+    step = max(unit, _CHUNK // max(columns, 1) // unit * unit)
     for matrix in range(prod(batch)):
         for start in range(0, rows, step):
             yield Rows(matrix, start, min(start + step, rows))
@@ -88,7 +91,7 @@ def row_chunks(shape: tuple[int, ...]) -> Iterator[Rows]:
 
 class Changes(NamedTuple):
     """How many values are not what they were, and the energies of values and of differences (NaN and Inf left
-    out)."""
+    out). Data that keep their bytes have no energy of values: they were not read as such."""
 
     elements: int = 0
     changed: int = 0
@@ -104,11 +107,10 @@ class Changes(NamedTuple):
         return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
 
 
-def make_rows(source: Array | Scaled, stored: StoredWeight, scale: float | None,
-              compare: bool) -> tuple[np.ndarray, np.ndarray | None, Changes]:
+def make_rows(source: Array | Scaled, stored: StoredWeight, scale: float | None
+              ) -> tuple[np.ndarray, np.ndarray | None, Changes]:
     """(data, scales or None, changes) of a chunk, as a file holds them. scale: the tensor's, if it has one
-    scale. compare: measure the changes of data that are rounded (those of re-based data are always
-    counted)."""
+    scale."""
     if isinstance(source, Scaled) and stored.scale is not None:
         scales = asnumpy(bits(source.scale_inv)).view(source.scale_inv.dtype)
         exponents = _has_exponents(stored)
@@ -117,21 +119,21 @@ def make_rows(source: Array | Scaled, stored: StoredWeight, scale: float | None,
                 return _kept(source, scales, stored)
             along_rows = source.block is None or source.block[1] != 1
             if exponents and source.dtype == stored.dtype and along_rows:
-                return _rebased(source, stored, compare)
+                return _rebased(source, stored)
     if isinstance(source, Scaled):
         values = source.dequantize(bfloat16 if stored.scale is None else np.float32)
     else:
-        values = source.astype(np.float32) if source.dtype == np.float64 else source
+        values = _floats(source)
     if stored.scale is None:
         data = values if values.dtype == bfloat16 else astype(values, bfloat16)
-        return asnumpy(data), None, _compared(source, data, compare)
+        return asnumpy(data), None, _compared(source, data)
     q = _quantized(values, stored, scale)
     scales = asnumpy(q.scale_inv)
     if _has_exponents(stored) and scales.dtype == float32:
         scales = astype(scales, float8_e8m0fnu)             # This is exact: they are powers of two.
     if scales.itemsize == 1:
         scales = scales.view(stored.scale[1])
-    return asnumpy(bits(q.data)).view(stored.dtype), scales, _compared(source, q, compare)
+    return asnumpy(bits(q.data)).view(stored.dtype), scales, _compared(source, q)
 
 
 def _kept(source: Scaled, scales: np.ndarray, stored: StoredWeight) -> tuple[np.ndarray, np.ndarray, Changes]:
@@ -163,9 +165,7 @@ def tensor_scale(amaxes: list[float]) -> float:
 
 
 def amax_of(source: Array | Scaled) -> float:
-    values = source.dequantize() if isinstance(source, Scaled) else source
-    if values.dtype == np.float64:
-        values = values.astype(np.float32)
+    values = source.dequantize() if isinstance(source, Scaled) else _floats(source)
     return float(compute_amax(values)[0])
 
 
@@ -182,29 +182,37 @@ def _has_exponents(stored: StoredWeight) -> bool:
     return stored.scale is not None and stored.scale[1].itemsize == 1
 
 
-def _rebased(source: Scaled, stored: StoredWeight, compare: bool) -> tuple[np.ndarray, np.ndarray, Changes]:
+def _rebased(source: Scaled, stored: StoredWeight) -> tuple[np.ndarray, np.ndarray, Changes]:
     """Data of powers of two on new powers of two, and how many values are not what they were."""
     assert stored.scale is not None
     assert stored.block
-    count = asarray(np.zeros(1, np.int64), like=source.data)
-    q = rebase_scales(source, block=stored.block, scale_dtype=float8_e8m0fnu, changed=count)
+    q = rebase_scales(source, block=stored.block, scale_dtype=float8_e8m0fnu)
     data, scales = (asnumpy(bits(a)).view(a.dtype) for a in q)
-    changes = _compared(source, q, compare)._replace(changed=int(asnumpy(count)[0]))
-    return data, scales.view(stored.scale[1]), changes
+    return data, scales.view(stored.scale[1]), _compared(source, q)
 
 
-def _compared(source: Array | Scaled, made: Array | Scaled, compare: bool) -> Changes:
-    """What rounding changed. Where it is not measured, only the number of elements is known."""
-    elements = prod(source.shape)
-    if not compare:
-        return Changes(elements)
-    before, after = (asnumpy(a.dequantize() if isinstance(a, Scaled) else a).astype(np.float64)
-                     for a in (source, made))
-    finite = np.isfinite(before) & np.isfinite(after)
-    difference = np.subtract(after, before, out=np.zeros_like(before), where=finite)
-    return Changes(elements, int(np.count_nonzero(difference)),
-                   float((np.where(finite, before, 0) ** 2).sum()),
-                   float((difference**2).sum()))
+def _compared(source: Array | Scaled, made: Array | Scaled) -> Changes:
+    """What rounding changed, computed where the arrays are; NaN and Inf are left out."""
+    before, after = (_values(a) for a in (source, made))
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = after - before
+        signal, noise = (float((a * a).sum()) for a in (before, difference))
+        if not np.isfinite(signal + noise):
+            finite = (before - before == 0) & (difference - difference == 0)
+            before, difference = (backend.module_of(a).where(finite, a, 0) for a in (before, difference))
+            signal, noise = (float((a * a).sum()) for a in (before, difference))
+    return Changes(prod(source.shape), int((difference != 0).sum()), signal, noise)
+
+
+def _values(a: Array | Scaled) -> Array:
+    return (a.dequantize() if isinstance(a, Scaled) else _floats(a)).astype(np.float64)
+
+
+def _floats(a: Array) -> Array:
+    """An array as quantisers take it."""
+    if a.dtype in INPUT_DTYPES:
+        return a
+    return astype(a, float32) if a.dtype in FP8_DTYPES else a.astype(np.float32)
 
 
 def on(like: Any, source: np.ndarray | Scaled) -> Array | Scaled:

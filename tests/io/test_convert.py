@@ -172,7 +172,7 @@ def test_e5m2_is_quantised_from_its_values():
                         dtype=fp8.float8_e5m2).rowwise
     assert q is not None
     stored = weights.stored_weight("block128", "e8m0", q.shape)
-    data, scales, changes = weights.make_rows(q, stored, None, True)
+    data, scales, changes = weights.make_rows(q, stored, None)
     want = fp8.quantize_block(q.dequantize(), block=(128, 128), pow2_scale=True,
                               scale_layout="compact").rowwise
     assert want is not None

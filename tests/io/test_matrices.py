@@ -54,8 +54,7 @@ def test_safetensors(tmp_path, padding):
     path = tmp_path / "model.safetensors"
     codes = np.full((2, 2), 0x39, np.uint8).view(fp8.float8_e4m3fn)
     write_safetensors(path, model() | {"fp8": codes}, padding)
-    values = np.full((2, 2), 1.125, np.float32)
-    assert_matrices(list(io.read_matrices(path)), expected() | {"fp8": values})
+    assert_matrices(list(io.read_matrices(path)), expected())       # FP8 codes have no values without scales
 
 
 def test_safetensors_is_mapped(tmp_path):

@@ -1,0 +1,236 @@
+"""What a conversion does with each tensor of a checkpoint, and what it says of the result."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from . import weights
+from .checkpoint import Checkpoint
+from .leftovers import left_over_tensors
+from .loading import check_no_odd, shortened
+from .pairing import Pair, ScaleNames, Sharing, is_marker, plain_name
+from .quantization_config import module_of
+from .safetensors import dtype_name
+from .staying import FLOATS, why_it_stays
+from .weights import StoredWeight
+from .written_config import LayerForm, adapted, can_describe, quantization_config
+
+__all__ = ["Plan", "Planned", "Settings"]
+
+_FP4_EXPERTS = "expert_dtype"           # how DeepSeek-V4's configuration tells that experts are packed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a conversion does. Two runs with equal settings make equal files.
+
+    recipe        one of `weights.RECIPES`
+    scale_format  of block128: 'f32', or 'e8m0' (powers of two, stored as F8_E8M0); '': the recipe's usual one
+    include       patterns of tensors to convert although they stay by default
+    exclude       patterns of tensors that stay
+    scales        names of scales that are not known, as `load_safetensors` takes them
+    block         what shares a scale in the source, as `load_safetensors` takes it; False: not said
+    """
+
+    recipe: str
+    scale_format: str = ""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    scales: ScaleNames = None
+    block: Sharing | bool = False
+
+    def __post_init__(self) -> None:
+        if self.recipe not in weights.RECIPES:
+            raise ValueError(f"recipe: expected one of {', '.join(weights.RECIPES)}, got {self.recipe!r}")
+        formats = weights.SCALE_FORMATS[self.recipe]
+        if not self.scale_format:
+            self.__dict__["scale_format"] = next(iter(formats), "")
+        elif self.scale_format not in formats:
+            raise ValueError(f"scale_format: {self.recipe} has {' or '.join(formats) or 'no'} scales, got "
+                             f"{self.scale_format!r}")
+
+
+class Planned(NamedTuple):
+    """What becomes of a tensor, and of its scales.
+
+    pair    the tensor and its scales, if it has any
+    stored  what it becomes; None where both stay as they are
+    why     it stays
+    target  its name in the result
+    """
+
+    name: str
+    pair: Pair | None
+    stored: StoredWeight | None
+    why: str
+    target: str
+
+    @property
+    def module(self) -> str:
+        return module_of(plain_name(self.target))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name, self.pair.scale) if self.pair else (self.name,)
+
+
+class Plan:
+    """A conversion of a checkpoint, tensor by tensor.
+
+    tensors  what becomes of each tensor that is in the result, by its name in the source
+    removed  the tensors of the old form that are not, and what they are
+    Raises ValueError where tensors that are to be converted cannot be read, and where the result could not
+    say what tensors that stay are.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        self.checkpoint, self.settings, self.source = checkpoint, settings, checkpoint.described
+        self.pairing = pairing = checkpoint.pairing(settings.scales, settings.block)
+        wanted = [name for name in checkpoint.tensors if not self._is_excluded(name)]
+        check_no_odd(checkpoint, pairing, wanted,
+                     "exclude those that are to stay as they are (--exclude)")
+        planned = {name: self._planned(name) for name in checkpoint.tensors if name not in pairing.scales}
+        left_over = left_over_tensors(checkpoint.tensors, pairing,
+                                      lambda name: planned[name].stored is not None)
+        self.removed = {name: what for name, what in left_over.items() if not self._is_excluded(name)}
+        self.tensors = {name: one for name, one in planned.items() if name not in self.removed}
+        self._check_packed()
+
+    def _is_excluded(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.settings.exclude)
+
+    def _planned(self, name: str) -> Planned:
+        tensor, pair = self.checkpoint.tensors[name], self.pairing.pairs.get(name)
+        recipe = self.settings.recipe
+        if why := self._why_untouched(name):
+            return Planned(name, pair, None, why, name)
+        is_bare = name in self.pairing.bare
+        if why := "" if pair else self._why_it_stays(name, is_bare):
+            # FP8 codes that are values stay readable for everybody in 16 bits, which hold them exactly.
+            stored = weights.stored_weight("bf16", "", tensor.shape) if is_bare else None
+            return Planned(name, None, stored, "" if stored else why, name)
+        if (len(tensor.shape) < 2 and recipe != "bf16") or not prod(tensor.shape):
+            return Planned(name, pair, None, "of fewer than two dimensions, or empty", name)
+        shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+        return Planned(name, pair, weights.stored_weight(recipe, self.settings.scale_format, shape), "",
+                       plain_name(name))
+
+    def _why_untouched(self, name: str) -> str:
+        if self._is_excluded(name):
+            return "excluded"
+        if name in self.pairing.packed:
+            return "packed, of a form that is not read"
+        return "a marker" if is_marker(name, self.checkpoint.tensors[name]) else ""
+
+    def _why_it_stays(self, name: str, is_bare: bool) -> str:
+        """Why a tensor without scales is not converted; '' if it is."""
+        tensor = self.checkpoint.tensors[name]
+        if is_bare and self.settings.recipe == "bf16":
+            return ""
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.settings.include):
+            return "" if is_bare or tensor.dtype in FLOATS else f"of type {tensor.dtype}"
+        if why := why_it_stays(name, "BF16" if is_bare else tensor.dtype, tensor.shape):
+            return why
+        return "excluded by the source's configuration" if self.source.excludes(module_of(name)) else ""
+
+    # ---- what the result says of itself ----
+    @property
+    def layers(self) -> dict[str, LayerForm]:
+        """The form of each FP8 weight of the result, by module."""
+        return {one.module: form for one in self.tensors.values() if (form := self._form(one))}
+
+    def _form(self, one: Planned) -> LayerForm | None:
+        if one.stored is not None:
+            return layer_form(one.stored)
+        if one.pair is None:
+            return None
+        data, scale = one.pair.data, one.pair.scale
+        end = scale[len(data):] if scale.startswith(data) else scale[len(module_of(data)):]
+        return LayerForm(self.checkpoint.tensors[data].dtype, one.pair.form.share, end,
+                         self.checkpoint.tensors[scale].dtype)
+
+    @property
+    def converted(self) -> set[str]:
+        """The modules of FP8 weights that get another form."""
+        return {one.module for one in self.tensors.values()
+                if one.stored is not None and (one.pair or one.name in self.pairing.bare)}
+
+    @property
+    def packed(self) -> list[str]:
+        """Modules of packed weights, which stay."""
+        names = sorted({data for data in self.pairing.packed.values() if data in self.tensors})
+        return [module_of(name).removesuffix(".weight_packed").removesuffix("_blocks") for name in names]
+
+    @property
+    def keeps_description(self) -> bool:
+        """Whether the source's own description still holds, but for what is in 16 bits now."""
+        kept = self.packed or any(one.pair and not one.stored for one in self.tensors.values())
+        return bool(kept and self.source.raw and not self._main())
+
+    def _main(self) -> LayerForm | None:
+        """The form of the weights that are converted; None for 16 bits, and where there are none."""
+        forms = (layer_form(one.stored) for one in self.tensors.values() if one.stored)
+        return next(filter(None, forms), None)
+
+    def quantization_config(self) -> dict[str, Any] | None:
+        """What readers find in config.json."""
+        if self.keeps_description:
+            return adapted(self.source.raw, self.converted)
+        plain = [one.module for one in self.tensors.values() if self._is_plain(one)]
+        if not self.source.raw:             # nothing tells of packed data, but that they are of no form here
+            plain += self.packed
+        found = quantization_config(self.layers, plain, self._said(), self._main(), self.packed)
+        if found and self.packed and _FP4_EXPERTS in self.source.raw:
+            found[_FP4_EXPERTS] = self.source.raw[_FP4_EXPERTS]
+        return found
+
+    def _said(self) -> Any:
+        """The source's description; without key-value caches where nothing is quantised but their scales are
+        not there either."""
+        names = (".k_scale", ".v_scale", ".kv_scale", ".kv_cache_scaling_factor")
+        has_scales = any(name.endswith(names) for name in self.tensors)
+        return self.source if self.layers or has_scales else self.source._replace(kv_cache={})
+
+    def _is_plain(self, one: Planned) -> bool:
+        tensor = self.checkpoint.tensors[one.name]
+        wide = len(tensor.shape) > 1 and (tensor.dtype in FLOATS or one.stored is not None)
+        return wide and one.module not in self.layers
+
+    def _check_packed(self) -> None:
+        main = self._main()
+        if main and self.packed and self.source.raw and not can_describe(self.source, main):
+            raise ValueError(
+                f"{self.checkpoint.path}: {shortened(self.packed)}: packed weights (FP4, INT4, …) stay as "
+                f"they are, and no configuration tells of these and of {self.settings.recipe}; take --recipe "
+                "bf16")
+
+
+def layer_form(stored: StoredWeight) -> LayerForm | None:
+    """How a configuration describes what is written; None for 16 bits."""
+    if stored.scale is None:
+        return None
+    share: Any = stored.block
+    end, dtype, _ = stored.scale
+    return LayerForm(dtype_name("", stored.dtype), share, end, dtype_name("", dtype))
+
+
+def written_tensors(tensors: Iterator[Planned] | list[Planned], checkpoint: Checkpoint
+                    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The tensors of a shard of the result, by name: dtype and shape. ValueError for names that collide."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for one in tensors:
+        made: Mapping[str, tuple[str, tuple[int, ...]]]
+        if one.stored is not None:
+            shape = checkpoint.tensors[one.name].shape
+            made = {name: (dtype_name(name, dtype), extents)
+                    for name, (dtype, extents) in one.stored.tensors(one.target, shape).items()}
+        else:
+            made = {name: checkpoint.tensors[name][:2] for name in one.sources}
+        if taken := made.keys() & found.keys():
+            raise ValueError(f"{one.name}: {min(taken)} is taken by another tensor")
+        found.update(made)
+    return found

@@ -1,0 +1,194 @@
+"""The `quantization_config` of checkpoints that are written here: what each layer is, in the words that
+DeepSeek's, MX and compressed-tensors' readers know."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from .quantization_config import EXCLUSIONS, Described, as_dict, matches, targets
+from .scale_forms import EXPONENTS, Share, share_text
+
+__all__ = ["LayerForm", "adapted", "can_describe", "has_group", "quantization_config", "without_description"]
+
+_ROWS, _MX = (1, None), (1, 32)
+_FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+#: A method that no other library has, so that it refuses what only `quantized_layers` describes.
+_OWN_METHOD = "cupy_fp8"
+
+
+class LayerForm(NamedTuple):
+    """How a file holds an FP8 weight: its dtype, what shares a scale, how the scales' name ends after the
+    data's, and their dtype."""
+
+    dtype: str
+    share: Share
+    end: str
+    scale_dtype: str
+
+
+_NOTHING = Described()
+
+
+def quantization_config(layers: Mapping[str, LayerForm], plain: Iterable[str], source: Described = _NOTHING,
+                        main: LayerForm | None = None, packed: Iterable[str] = ()) -> dict[str, Any] | None:
+    """The description of a checkpoint; None where nothing is quantised.
+
+    layers : the form of each FP8 weight, by module
+    plain : modules that stay in 16 bits
+    source : what is kept of the description that the data came with: key-value caches, and exclusions of
+        modules that are not there
+    main : the form of most layers, by default the most frequent one
+    packed : modules of packed data, which the source's compressed-tensors groups describe
+    """
+    cache = _cache(source)
+    if not layers:
+        return {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": [],
+                **cache} if cache else None
+    main = main or Counter(layers.values()).most_common(1)[0][0]
+    plain, others = list(plain), {module: form for module, form in layers.items() if form != main}
+    if has_group(main):
+        return _compressed(main, layers, plain, source, packed) | cache
+    found: dict[str, Any] = {"quant_method": _method(main), "fmt": main.dtype[3:].lower(),
+                             "activation_scheme": "dynamic"}
+    if found["quant_method"] == _OWN_METHOD:
+        others = dict(layers)
+    elif isinstance(main.share, tuple):
+        found["weight_block_size"] = list(main.share)
+    found["modules_to_not_convert"] = _merged([*plain, *others], source, {*layers} - {*others})
+    if main.scale_dtype in EXPONENTS:
+        found["scale_fmt"] = "ue8m0"
+    return found | _others(others) | cache
+
+
+def has_group(form: LayerForm) -> bool:
+    """Whether compressed-tensors has a group for such layers."""
+    if form.end != "_scale" or form.dtype != "F8_E4M3":
+        return False
+    if form.share is None or form.share == _ROWS:
+        return True
+    return None not in form.share and (form.scale_dtype not in EXPONENTS
+                                       or (form.share == _MX and form.scale_dtype == "U8"))
+
+
+def can_describe(source: Described, main: LayerForm) -> bool:
+    """Whether the target's description can also tell of the source's packed layers."""
+    if has_group(main):
+        return source.method == "compressed-tensors"
+    return source.method == "fp8" and _method(main) == "fp8"
+
+
+def adapted(raw: Mapping[str, Any], converted: Iterable[str]) -> dict[str, Any]:
+    """The source's own description, of which these modules are now in 16 bits."""
+    found: dict[str, Any] = json.loads(json.dumps(raw))
+    modules = set(converted)
+    usual = "ignore" if found.get("quant_method") in ("compressed-tensors", "modelopt") else EXCLUSIONS[0]
+    usual = "exclude_modules" if "quant_method" not in found and "quant_algo" in found else usual
+    key = next((key for key in EXCLUSIONS if isinstance(found.get(key), list)), usual)
+    found[key] = list(dict.fromkeys([*(found.get(key) or []), *sorted(modules)]))
+    if isinstance(found.get("quantized_layers"), dict):
+        found["quantized_layers"] = {module: about for module, about in found["quantized_layers"].items()
+                                     if module not in modules}
+    return found
+
+
+def without_description(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what it says of quantisation, also in the parts of a model."""
+    return {key: without_description(value) if isinstance(value, dict) else value
+            for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+
+
+def _method(form: LayerForm) -> str:
+    whole = isinstance(form.share, tuple) and None not in form.share
+    if not whole or form.end not in ("_scale_inv", ".scale"):
+        return _OWN_METHOD
+    return "mxfp8" if form.share == _MX and form.scale_dtype in EXPONENTS else "fp8"
+
+
+def _compressed(main: LayerForm, layers: Mapping[str, LayerForm], plain: list[str], source: Described,
+                packed: Iterable[str]) -> dict[str, Any]:
+    """compressed-tensors' description: a group for the main form, others for modules by name."""
+    forms: dict[LayerForm, list[str]] = {}
+    others: dict[str, LayerForm] = {}
+    for module, form in layers.items():
+        if form == main or not has_group(form):
+            others |= {} if form == main else {module: form}
+        else:
+            forms.setdefault(form, []).append(module)
+    of_packed = _packed_groups(source, packed)
+    plain += sorted({*packed} - {module for group in of_packed for module in group["targets"]})
+    groups = [_group(main, ["Linear"]), *(_group(form, sorted(names)) for form, names in forms.items()),
+              *of_packed]
+    formats = {str(group["format"]) for group in groups}
+    return {"quant_method": "compressed-tensors", "quantization_status": "compressed",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+            "ignore": _merged([*plain, *others], source, {*layers} - {*others}), **_others(others)}
+
+
+def _group(form: LayerForm, targets: list[str]) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    inputs = {**weights, "dynamic": True, "strategy": "token"}
+    found: dict[str, Any] = {"targets": targets, "weights": weights, "input_activations": inputs,
+                             "format": "float-quantized"}
+    if form.share is None:
+        weights["strategy"] = inputs["strategy"] = "tensor"
+    elif form.share == _ROWS:
+        weights["strategy"] = "channel"
+    elif form.share[0] == 1:
+        weights |= {"strategy": "group", "group_size": form.share[1]}
+        inputs |= {"strategy": "group", "group_size": form.share[1]}
+        if form.scale_dtype in EXPONENTS:
+            found["format"] = "mxfp8-quantized"
+            weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+            inputs |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    else:
+        weights |= {"strategy": "block", "block_structure": list(form.share)}
+        inputs |= {"strategy": "group", "group_size": form.share[1]}
+    return found
+
+
+def _packed_groups(source: Described, packed: Iterable[str]) -> list[dict[str, Any]]:
+    """The source's groups that describe packed modules, for these alone."""
+    found: dict[str, dict[str, Any]] = {}
+    groups = {name: as_dict(group) for name, group in as_dict(source.raw.get("config_groups")).items()}
+    for module in packed:
+        for name, group in groups.items():
+            if as_dict(group.get("weights")).get("num_bits") != 8 and targets(group, module):
+                kept = found.setdefault(name, {"format": source.raw.get("format"), **group, "targets": []})
+                kept["targets"].append(module)
+                break
+    return list(found.values())
+
+
+def _merged(plain: Iterable[str], source: Described, quantised: set[str]) -> list[str]:
+    """Modules in 16 bits: those that are there, and names of the source's list that mean no FP8 layer, since
+    they may be of modules whose weights are elsewhere."""
+    kept = [name for name in source.excluded if not any(sign in name for sign in "*?[:")
+            and not any(matches(name, module) for module in quantised)]
+    return sorted({*plain, *kept})
+
+
+def _others(layers: Mapping[str, LayerForm]) -> dict[str, Any]:
+    """Layers of other forms, which no list of the formats has."""
+    if not layers:
+        return {}
+    return {"quantized_layers": {
+        module: {"dtype": form.dtype, "scales": form.end, "scale_dtype": form.scale_dtype,
+                 "one_scale_for": share_text(form.share),
+                 "weight_block_size": list(form.share) if form.share and None not in form.share else None}
+        for module, form in sorted(layers.items())}}
+
+
+def _cache(source: Described) -> dict[str, Any]:
+    """What the source says of key-value caches, in compressed-tensors' words where these have them."""
+    found = dict(source.kv_cache)
+    scheme = found.get("kv_cache_scheme", found.get("kv_cache_quant_algo"))
+    if isinstance(scheme, str) and scheme.lower() in ("fp8", "static", "float8"):
+        found.pop("kv_cache_quant_algo", None)
+        found["kv_cache_scheme"] = dict(_FP8_CACHE)
+    elif "kv_cache_scheme" in found and not isinstance(found["kv_cache_scheme"], dict):
+        found["kv_cache"] = found.pop("kv_cache_scheme")
+    return found
