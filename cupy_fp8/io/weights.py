@@ -194,18 +194,20 @@ def _rebased(source: Scaled, stored: StoredWeight) -> tuple[np.ndarray, np.ndarr
 def _compared(source: Array | Scaled, made: Array | Scaled) -> Changes:
     """What rounding changed, computed where the arrays are; NaN and Inf are left out."""
     before, after = (_values(a) for a in (source, made))
+    xp = backend.module_of(before)
     with np.errstate(invalid="ignore", over="ignore"):
         difference = after - before
+        # BLAS would do this with threads of its own, beside the workers.
         signal, noise = (float((a * a).sum()) for a in (before, difference))
         if not np.isfinite(signal + noise):
             finite = (before - before == 0) & (difference - difference == 0)
-            before, difference = (backend.module_of(a).where(finite, a, 0) for a in (before, difference))
+            before, difference = (xp.where(finite, a, 0) for a in (before, difference))
             signal, noise = (float((a * a).sum()) for a in (before, difference))
-    return Changes(prod(source.shape), int((difference != 0).sum()), signal, noise)
+    return Changes(prod(source.shape), int(xp.count_nonzero(difference)), signal, noise)
 
 
 def _values(a: Array | Scaled) -> Array:
-    return (a.dequantize() if isinstance(a, Scaled) else _floats(a)).astype(np.float64)
+    return (a.dequantize() if isinstance(a, Scaled) else _floats(a)).astype(np.float64).reshape(-1)
 
 
 def _floats(a: Array) -> Array:
