@@ -46,6 +46,7 @@ ScaleNames = str | Mapping[str, str | None] | None
 #: What shares a scale, by the caller's word: for all tensors, or by name or pattern.
 Sharing = Share | Mapping[str, Share]
 _MOST_CANDIDATES = 4
+_ACTIVATION_WORDS = frozenset(("input", "output", "act", "activation", "activations"))
 
 
 class Pair(NamedTuple):
@@ -167,11 +168,10 @@ class Pairer:
     def _candidates(self, name: str) -> Iterator[str]:
         """Tensors that may be a tensor's scales: of the same module, of a dtype that scales have, and no
         tensor's known scales."""
-        prefix = name.rpartition(".")[0]
+        module = name.rpartition(".")[0]
         for other, tensor in self.tensors.items():
-            if (other != name and tensor.dtype in SCALES and not _is_activation(other) and (
-                    other.rpartition(".")[0] == prefix if prefix else "." not in other)) or (
-                    other.startswith((f"{name}_", f"{name}.")) and tensor.dtype in SCALES):
+            near = other.rpartition(".")[0] == module or other.startswith((f"{name}_", f"{name}."))
+            if near and other != name and tensor.dtype in SCALES and not _is_activation(other):
                 yield other
 
     def _packed(self) -> Iterator[tuple[str, str]]:
@@ -210,7 +210,8 @@ def is_marker(name: str, tensor: Tensor) -> bool:
 
 
 def _is_activation(name: str) -> bool:
-    return any(part in name.rpartition(".")[2] for part in ("input", "act", "output"))
+    """Whether the last part of a name has a word for activations: their scales are never those of weights."""
+    return not _ACTIVATION_WORDS.isdisjoint(name.rpartition(".")[2].split("_"))
 
 
 def _block_advice(data: Tensor, scale: Tensor) -> str:

@@ -26,7 +26,7 @@ from .written_config import LayerForm, has_group, quantization_config, without_d
 
 __all__ = ["save_safetensors"]
 
-_COLUMNS = (None, 1)
+_COLUMNS, _MX = (None, 1), (1, 32)
 
 
 def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Mapping[str, str] | None = None,
@@ -37,8 +37,9 @@ def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Ma
     path : a name that ends in .safetensors, or else a folder, which is made if it is not there.
     tensors : by name: NumPy or CuPy arrays of the format's dtypes, `Scaled` or `Quantized` (its row-wise
         part). Scales are written beside their data: `<name>_scale_inv` for blocks (compact), `<name>_scale`
-        for one scale ([1]), rows ([M, 1]) and columns ([1, K]). In a folder of several forms all are
-        `<name>_scale`, as compressed-tensors calls them, if it knows these forms.
+        for one scale ([1]), rows ([M, 1]) and columns ([1, K]). In a folder, as other libraries have it,
+        those of MX are U8, and if there are several forms that compressed-tensors knows, all are
+        `<name>_scale`.
     metadata : strings by name, which other libraries show ({"format": "pt"} is what some of them want).
     config : of a folder: what else config.json says (``{"model_type": "llama", …}``). Default: what it says
         already. Its quantization_config is written from the tensors.
@@ -56,9 +57,10 @@ def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Ma
     check_path(path)
     _check_options(tensors, metadata, config, max_shard_size)
     target = Path(path)
-    layers = {name: _layer(name, value) for name, value in tensors.items()}
+    is_file = target.name.endswith(SUFFIX) and not target.is_dir()
+    layers = {name: _layer(name, value, is_file) for name, value in tensors.items()}
     forms = {name: layer.form for name, layer in layers.items() if layer.form}
-    if target.name.endswith(SUFFIX) and not target.is_dir():
+    if is_file:
         arrays = _arrays(layers, forms)
         said = quantization_config({module_of(name): form for name, form in forms.items()}, [])
         about = {**(metadata or {}), **({"quantization_config": json.dumps(said)} if said else {})}
@@ -80,7 +82,8 @@ class _Layer:
         self.data, self.form, self.scales = data, form, scales
 
 
-def _layer(name: Any, value: Any) -> _Layer:
+def _layer(name: Any, value: Any, keeps_exponents: bool) -> _Layer:
+    """keeps_exponents: MX scales keep their dtype; other libraries expect U8."""
     if not isinstance(name, str):
         raise TypeError(f"tensors: expected names as keys, got {name!r}")
     if name == "__metadata__":
@@ -101,6 +104,8 @@ def _layer(name: Any, value: Any) -> _Layer:
         scales = value.scale_inv.reshape(1)
     else:
         scales = (value if value.scale_layout == "compact" else value.to_layout("compact")).scale_inv
+    if block == _MX and not keeps_exponents:
+        scales = scales.view(np.uint8)
     end = "_scale" if block is None or None in block else "_scale_inv"
     dtypes = dtype_name(name, value.dtype), dtype_name(name, scales.dtype)
     return _Layer(value.data, LayerForm(dtypes[0], block, end, dtypes[1]), scales)

@@ -70,7 +70,7 @@ def _line(checkpoint: Checkpoint, pairing: Pairing, name: str) -> Line:
         form += ", unreadable"
     elif name in pairing.bare:
         form += ", codes without scales"
-    elif tensor.dtype not in DTYPES:
+    if tensor.dtype not in DTYPES:
         odd = "a type that NumPy does not have"
     return Line(name, tensor.dtype, tensor.shape, form, scales, nbytes, odd)
 

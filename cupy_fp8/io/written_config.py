@@ -156,7 +156,9 @@ def _packed_groups(source: Described, packed: Iterable[str]) -> list[dict[str, A
     groups = {name: as_dict(group) for name, group in as_dict(source.raw.get("config_groups")).items()}
     for module in packed:
         for name, group in groups.items():
-            if as_dict(group.get("weights")).get("num_bits") != 8 and targets(group, module):
+            weights = as_dict(group.get("weights"))
+            is_fp8 = weights.get("num_bits") == 8 and weights.get("type") == "float"
+            if not is_fp8 and targets(group, module):
                 kept = found.setdefault(name, {"format": source.raw.get("format"), **group, "targets": []})
                 kept["targets"].append(module)
                 break
@@ -164,11 +166,12 @@ def _packed_groups(source: Described, packed: Iterable[str]) -> list[dict[str, A
 
 
 def _merged(plain: Iterable[str], source: Described, quantised: set[str]) -> list[str]:
-    """Modules in 16 bits: those that are there, and names of the source's list that mean no FP8 layer, since
+    """Modules in 16 bits: those that are there, and names of the source's list that mean none of these, since
     they may be of modules whose weights are elsewhere."""
+    here = {*plain, *quantised}
     kept = [name for name in source.excluded if not any(sign in name for sign in "*?[:")
-            and not any(matches(name, module) for module in quantised)]
-    return sorted({*plain, *kept})
+            and not any(matches(name, module) for module in here)]
+    return sorted({*here - quantised, *kept})
 
 
 def _others(layers: Mapping[str, LayerForm]) -> dict[str, Any]:
