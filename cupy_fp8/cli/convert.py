@@ -84,8 +84,8 @@ def _print_losses(reports: list[Report]) -> None:
     total = sum((report.changes for report in converted), Changes())
     worst = min(measured, key=lambda report: report.changes.sqnr_db or 0.0)
     exact = len(converted) - len(measured)
-    print(f"SQNR {total.sqnr_db:.1f} dB over all converted values; least {worst.changes.sqnr_db:.1f} dB: "
-          f"{worst.name}" + (f"; {exact} tensors keep every value" if exact else ""))
+    print(f"SQNR {total.sqnr_db:.1f} dB over the values that were rounded; least {worst.changes.sqnr_db:.1f} "
+          f"dB: {worst.name}" + (f"; {exact} of {len(converted)} tensors keep every value" if exact else ""))
 
 
 def _convert(conversion: convert.Conversion, shard: str, where: str, reported: bool) -> list[Report]:

@@ -1,5 +1,5 @@
-"""Packed layers (FP4, INT4, INT8) are not read: they pass byte for byte, together with what describes them, or
-a recipe is refused by name. FNUZ data are dequantised."""
+"""Packed layers (FP4, INT4, INT8) are not read: they pass byte for byte, together with what describes them,
+or a recipe is refused by name. FNUZ data are dequantised."""
 
 from typing import Any
 
@@ -188,7 +188,8 @@ def test_packed_layers_of_a_file_that_says_nothing(tmp_path):
 
 def test_fnuz_never_is_a_scaled(tmp_path):
     w, s = codes(32, 64, dtype=ml_dtypes.float8_e4m3fnuz), factors(1)
-    write(tmp_path / "model.safetensors", {"w": w, "w_scale": s}, config={"quantization_config": {"quant_method": "fp8"}})
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    write(tmp_path / "model.safetensors", {"w": w, "w_scale": s}, config=config)
     found = io.load_safetensors(tmp_path)["w"]
     assert not isinstance(found, fp8.Scaled)
     np.testing.assert_array_equal(found, w.astype(np.float32) * s)
