@@ -74,8 +74,8 @@ def test_what_is_printed_and_reported(tmp_path, source, capsys):
     both = decibels(*(np.concatenate([x, y]) for x, y in ((A, B), got.values())))
     assert found["sqnr_db"] == pytest.approx(both, abs=1e-6)
     worst = min(each, key=lambda name: each[name])
-    assert (f"SQNR {both:.1f} dB over the values that were rounded; least {each[worst]:.1f} dB: {worst}; 1 of "
-            "3 tensors keep every value\n") in out
+    assert (f"SQNR {both:.1f} dB over the values that were rounded; least {each[worst]:.1f} dB: {worst}; "
+            "1 of 3 tensors keep every value\n") in out
     before_size, after_size = (sum(a.nbytes for a in read(path).values())
                                for path in (source, tmp_path / "out"))
     assert f"{size_text(before_size)} before, {size_text(after_size)} after" in out

@@ -179,72 +179,40 @@ print("parsed")
 """
 
 
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+ROWS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+SAVED = (["128×128"], ["64×64"], ["mx"], ["rows"], ["tensor"], ["rows", "128×128"], ["rows", "mx", "tensor"],
+         ["1×128", "rows"])
+
+
+def written_configs(folder):
+    """What `save_safetensors` and `convert` write, by what was written."""
+    for i, forms in enumerate(SAVED):
+        weights = {f"{j}.weight": FORMS[form] for j, form in enumerate(forms)}
+        io.save_safetensors(folder / f"s{i}", {**weights, **OTHERS})
+        yield f"saved {forms}", config_of(folder / f"s{i}")["quantization_config"]
+    write(
+        folder / "in" / "model.safetensors",
+        {"a.weight": codes(256, 256), "a.weight_scale": factors(256, 1), "b.weight": codes(256, 256),
+         "b.weight_scale": factors(2, 2), "a.k_scale": factors(1), **OTHERS},
+        config={"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": KV,
+                                        "config_groups": {"group_0": ROWS}}},
+    )
+    for recipe in ("block128", "mxfp8", "row", "tensor", "bf16"):
+        for exclude in ([], ["--exclude", "b.*"]):
+            out = folder / f"{recipe}{len(exclude)}"
+            assert convert(folder / "in", out, "--recipe", recipe, *exclude) == 0
+            yield f"{recipe} {exclude}", config_of(out)["quantization_config"]
+
+
 @pytest.mark.full
 def test_other_libraries_parse_what_is_written(tmp_path):
     """transformers' and compressed-tensors' own classes, in a Python that may be another one: they bring
     PyTorch."""
     python = os.environ.get("CUPY_FP8_ECOSYSTEM_PYTHON", sys.executable)
-    if subprocess.run(
-        [python, "-c", "import transformers, compressed_tensors"], capture_output=True
-    ).returncode:
-        pytest.skip("the extra `ecosystem` is not installed")
-    configs = []
-    for i, forms in enumerate(
-        (
-            ["128×128"],
-            ["64×64"],
-            ["mx"],
-            ["rows"],
-            ["tensor"],
-            ["rows", "128×128"],
-            ["rows", "mx", "tensor"],
-            ["1×128", "rows"],
-        )
-    ):
-        io.save_safetensors(
-            tmp_path / f"s{i}", {**{f"{j}.weight": FORMS[form] for j, form in enumerate(forms)}, **OTHERS}
-        )
-        configs.append((f"saved {forms}", config_of(tmp_path / f"s{i}")["quantization_config"]))
-    write(
-        tmp_path / "in" / "model.safetensors",
-        {
-            "a.weight": codes(256, 256),
-            "a.weight_scale": factors(256, 1),
-            "b.weight": codes(256, 256),
-            "b.weight_scale": factors(2, 2),
-            "a.k_scale": factors(1),
-            **{k: np.asarray(v) for k, v in OTHERS.items()},
-        },
-        config={
-            "quantization_config": {
-                "quant_method": "compressed-tensors",
-                "kv_cache_scheme": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "strategy": "tensor",
-                    "dynamic": False,
-                    "symmetric": True,
-                },
-                "config_groups": {
-                    "group_0": {
-                        "targets": ["Linear"],
-                        "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
-                    }
-                },
-            }
-        },
-    )
-    for recipe in ("block128", "mxfp8", "row", "tensor", "bf16"):
-        for exclude in ([], ["--exclude", "b.*"]):
-            out = tmp_path / f"{recipe}{len(exclude)}"
-            assert convert(tmp_path / "in", out, "--recipe", recipe, *exclude) == 0
-            configs.append((f"{recipe} {exclude}", config_of(out)["quantization_config"]))
-    done = subprocess.run(
-        [python, "-c", _PARSE],
-        input="\n".join(map(json.dumps, configs)),
-        text=True,
-        capture_output=True,
-        timeout=300,
-        env=os.environ,
-    )
+    there = subprocess.run([python, "-c", "import transformers, compressed_tensors"], capture_output=True)
+    if there.returncode:
+        pytest.skip("needs transformers and compressed-tensors (CUPY_FP8_ECOSYSTEM_PYTHON)")
+    given = "\n".join(map(json.dumps, written_configs(tmp_path)))
+    done = subprocess.run([python, "-c", _PARSE], input=given, text=True, capture_output=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "parsed\n"), done.stderr[-2000:]
