@@ -14,7 +14,7 @@ import numpy as np
 
 from ..results import Scaled
 from .pairing import Pair, Pairer, Pairing, ScaleNames, Sharing, plain_name
-from .quantization_config import Described, described, module_of, read_json
+from .quantization_config import Described, as_dict, described, module_of, read_json
 from .replace import PathLike
 from .safetensors import Tensor, TensorFile
 from .scale_forms import combine
@@ -83,16 +83,18 @@ class Checkpoint:
         """Whether markers say that a tensor's E8M0 scales are stored in tiles: ComfyUI's, in a tensor or the
         header, and torchao's."""
         module = module_of(plain_name(name))
-        comfy: Any = _json(self.metadata.get("_quantization_metadata"))
-        comfy = comfy.get("layers") if isinstance(comfy, dict) else None
-        said = [comfy.get(module) if isinstance(comfy, dict) else None]
+        said = [self._comfy.get(module)]
         if (marker := self.tensors.get(f"{module}.comfy_quant")) and marker.dtype == "U8":
             said.append(_json(self.read(f"{module}.comfy_quant").tobytes()))
         if any(isinstance(one, dict) and one.get("format") == "mxfp8" for one in said):
             return True
-        torchao = _json(self.metadata.get(plain_name(name)))
-        data = torchao.get("_data") if isinstance(torchao, dict) else None
-        return isinstance(data, dict) and data.get("is_swizzled_scales") is True
+        torchao = as_dict(_json(self.metadata.get(plain_name(name))))
+        return as_dict(torchao.get("_data")).get("is_swizzled_scales") is True
+
+    @cached_property
+    def _comfy(self) -> dict[str, Any]:
+        """What ComfyUI's header says of layers."""
+        return as_dict(as_dict(_json(self.metadata.get("_quantization_metadata"))).get("layers"))
 
     def _elsewhere(self) -> dict[str, str]:
         """The tensors of the folder's other .safetensors files."""

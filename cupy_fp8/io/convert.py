@@ -201,7 +201,7 @@ class Conversion:
     def _metadata(self, shard: str) -> dict[str, str]:
         kept = metadata_without(self.checkpoint.files[shard].metadata, self.plan.converted)
         found = {"format": "pt", **kept, _KEY: self._fingerprint(shard)}
-        if self._single and (config := self.plan.quantization_config()):
+        if self._single and (config := self.plan.quantization_config):
             found["quantization_config"] = json.dumps(config)
         return found
 
@@ -229,7 +229,7 @@ class Conversion:
                         copy.write(data)
             elif content:
                 self._write(path.name, content)
-        config, found = without_description(self.checkpoint.config), self.plan.quantization_config()
+        config, found = without_description(self.checkpoint.config), self.plan.quantization_config
         if found or (self.checkpoint.folder / "config.json").is_file():
             self._write("config.json", config | ({"quantization_config": found} if found else {}))
         return True

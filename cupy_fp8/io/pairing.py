@@ -91,7 +91,7 @@ class Pairer:
     def __init__(self, tensors: Mapping[str, Tensor], described: Described, swizzled: Callable[[str], bool],
                  elsewhere: Callable[[], Mapping[str, str]]) -> None:
         self.tensors, self.described = tensors, described
-        self._swizzled, self._elsewhere = swizzled, elsewhere
+        self._swizzled, self._read_elsewhere = swizzled, elsewhere
 
     def pairing(self, given: ScaleNames = None, sharing: Sharing | bool = False) -> Pairing:
         """given, sharing: the caller's word on names of scales, and on what shares one; False: none.
@@ -157,22 +157,28 @@ class Pairer:
                               for one in near)
             text += f"; they may be {shown}: pass {_advice(name, near[0])}, or"
         else:
-            files = self._elsewhere()
-            there = [f"{one} in {files[one]}" for one in scale_names(name) if one in files]
-            if there:
-                text += (f"; {', '.join(there)}, which is not of this checkpoint (its index or name leaves "
-                         "it out)")
-            text += "; pass"
+            there = [f"{one} is in {file}" for one in scale_names(name) if (file := self._elsewhere.get(one))]
+            text += f"; {there[0]}, which the path or the index leaves out; read both, or" if there else "; pass"
         return f"{text} scales={NONE!r} (convert: --scales {NONE}) if the codes are the values"
 
     def _candidates(self, name: str) -> Iterator[str]:
         """Tensors that may be a tensor's scales: of the same module, of a dtype that scales have, and no
         tensor's known scales."""
-        module = name.rpartition(".")[0]
-        for other, tensor in self.tensors.items():
-            near = other.rpartition(".")[0] == module or other.startswith((f"{name}_", f"{name}."))
-            if near and other != name and tensor.dtype in SCALES and not _is_activation(other):
+        for other in (*self._of_module.get(name.rpartition(".")[0], ()), *self._of_module.get(name, ())):
+            if other != name and self.tensors[other].dtype in SCALES and not _is_activation(other):
                 yield other
+
+    @cached_property
+    def _of_module(self) -> dict[str, list[str]]:
+        """The tensors of each module."""
+        found: dict[str, list[str]] = {}
+        for name in self.tensors:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
+
+    @cached_property
+    def _elsewhere(self) -> Mapping[str, str]:
+        return self._read_elsewhere()
 
     def _packed(self) -> Iterator[tuple[str, str]]:
         """Tensors that belong to packed data, with the name of the data."""

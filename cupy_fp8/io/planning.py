@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -138,7 +139,7 @@ class Plan:
         return "excluded by the source's configuration" if self.source.excludes(module_of(name)) else ""
 
     # ---- what the result says of itself ----
-    @property
+    @cached_property
     def layers(self) -> dict[str, LayerForm]:
         """The form of each FP8 weight of the result, by module."""
         return {one.module: form for one in self.tensors.values() if (form := self._form(one))}
@@ -153,19 +154,19 @@ class Plan:
         return LayerForm(self.checkpoint.tensors[data].dtype, one.pair.form.share, end,
                          self.checkpoint.tensors[scale].dtype)
 
-    @property
+    @cached_property
     def converted(self) -> set[str]:
         """The modules of FP8 weights that get another form."""
         return {one.module for one in self.tensors.values()
                 if one.stored is not None and (one.pair or one.name in self.pairing.bare)}
 
-    @property
+    @cached_property
     def packed(self) -> list[str]:
         """Modules of packed weights, which stay."""
         names = sorted({data for data in self.pairing.packed.values() if data in self.tensors})
         return [module_of(name).removesuffix(".weight_packed").removesuffix("_blocks") for name in names]
 
-    @property
+    @cached_property
     def keeps_description(self) -> bool:
         """Whether the source's own description still holds, but for what is in 16 bits now."""
         kept = self.packed or any(one.pair and not one.stored for one in self.tensors.values())
@@ -176,6 +177,7 @@ class Plan:
         forms = (layer_form(one.stored) for one in self.tensors.values() if one.stored)
         return next(filter(None, forms), None)
 
+    @cached_property
     def quantization_config(self) -> dict[str, Any] | None:
         """What readers find in config.json."""
         if self.keeps_description:

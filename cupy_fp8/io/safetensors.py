@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -76,8 +77,12 @@ class TensorFile:
             raise ValueError(f"{self.path}: {name} is of type {tensor.dtype}, which NumPy arrays do not have")
         if not tensor.nbytes:
             return np.empty(tensor.shape, dtype)
-        mapped = np.memmap(self.path, np.uint8, "r", tensor.start, (tensor.nbytes,))
-        return np.asarray(mapped).view(dtype).reshape(tensor.shape)
+        return self._mapped[tensor.start:tensor.stop].view(dtype).reshape(tensor.shape)
+
+    @cached_property
+    def _mapped(self) -> np.ndarray:
+        """The whole file: a mapping for each tensor would need as many file descriptors."""
+        return np.asarray(np.memmap(self.path, np.uint8, "r"))
 
     def read_bytes(self, name: str, start: int, count: int) -> np.ndarray:
         """Some bytes of a tensor, read and not mapped: memory that is the caller's own."""

@@ -170,7 +170,7 @@ def _merged(plain: Iterable[str], source: Described, quantised: set[str]) -> lis
     they may be of modules whose weights are elsewhere."""
     here = {*plain, *quantised}
     kept = [name for name in source.excluded if not any(sign in name for sign in "*?[:")
-            and not any(matches(name, module) for module in here)]
+            and name not in here and not any(matches(name, module) for module in here)]
     return sorted({*here - quantised, *kept})
 
 

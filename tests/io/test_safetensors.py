@@ -2,6 +2,7 @@
 hostile."""
 
 import json
+import os
 import random
 from typing import Any
 
@@ -64,6 +65,16 @@ def test_tensors_are_mapped(tmp_path):
     while not isinstance(a, np.memmap):
         assert a.base is not None, "a copy"
         a = a.base
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files as Linux shows them")
+def test_tensors_share_a_mapping(tmp_path):
+    """A mapping holds a file open, and checkpoints have more tensors than processes may have files."""
+    many = {f"{i}": np.full(2, i, np.float32) for i in range(100)}
+    before = len(os.listdir("/proc/self/fd"))
+    found = io.load_safetensors(write(tmp_path / "a.safetensors", many))
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+    assert all(found[name].tobytes() == a.tobytes() for name, a in many.items())
 
 
 def raw(path, header, data=b"", length=None):
