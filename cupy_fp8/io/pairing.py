@@ -158,7 +158,8 @@ class Pairer:
             text += f"; they may be {shown}: pass {_advice(name, near[0])}, or"
         else:
             there = [f"{one} is in {file}" for one in scale_names(name) if (file := self._elsewhere.get(one))]
-            text += f"; {there[0]}, which the path or the index leaves out; read both, or" if there else "; pass"
+            text += (f"; {there[0]}, which the path or the index leaves out: read both, or pass" if there
+                     else "; pass")
         return f"{text} scales={NONE!r} (convert: --scales {NONE}) if the codes are the values"
 
     def _candidates(self, name: str) -> Iterator[str]:

@@ -159,7 +159,7 @@ def test_an_index_or_a_name_that_leaves_scales_out(tmp_path):
     """Scales that are in another file of the folder are named, not passed over."""
     write(tmp_path / "model-1.safetensors", {"m.weight": codes(4, 8)})
     write(tmp_path / "model-2.safetensors", {"m.weight_scale": factors(4, 1)})
-    where = r"m\.weight_scale is in model-2\.safetensors, which the path or the index leaves out; read both, or"
+    where = r"m\.weight_scale is in model-2\.safetensors, which the path or the index leaves out: read both"
     with pytest.raises(ValueError, match=where):
         io.load_safetensors(tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
