@@ -12,6 +12,7 @@ from checkpoints import BF16, E8M0, bf16, codes, convert, factors, read, values,
 
 import cupy_fp8 as fp8
 from cupy_fp8 import io
+from cupy_fp8.__main__ import main
 from cupy_fp8.io import weights
 
 E5M2 = np.dtype(ml_dtypes.float8_e5m2)
@@ -323,3 +324,34 @@ def test_a_marker_that_is_none(tmp_path):
             {"_quantization_metadata": json.dumps({"layers": [1]}), "m.weight": "{"},
         )
         assert io.load_safetensors(path)["m.weight"].block == (1, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_on_the_gpu(tmp_path, form):
+    """Every form loads onto the GPU with its values, and kernels convert it to the bytes of the references."""
+    shape, scale_shape, share = FORMS[form]
+    w, scale = codes(*shape), factors(*scale_shape)
+    path = write(tmp_path / "a.safetensors", {"w": w, "w_scale": scale})
+    wanted = w.astype(np.float32) * scale.reshape(()) if share == "whole" else values(w, scale, *share)
+    found = io.load_safetensors(path, like="cupy")["w"]
+    np.testing.assert_array_equal(found.dequantize().get(), wanted)
+    for recipe in weights.RECIPES:
+        made = []
+        for array in ("numpy", "cupy"):
+            out = tmp_path / array / f"{recipe}.safetensors"
+            assert main(["convert", str(path), str(out), "--recipe", recipe, "--array", array, "--verify"]) == 0
+            made.append(out.read_bytes())
+        assert made[0] == made[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fnuz, E5M2], ids=str)
+@pytest.mark.parametrize("block", [(96, 96), (100, 100), (None, 48)], ids=str)
+def test_other_blocks_and_types_on_the_gpu(tmp_path, dtype, block):
+    w = codes(300, 200, dtype=dtype)
+    scale = factors(*(-(-n // (b or n)) for n, b in zip((300, 200), block, strict=True)))
+    path = write(tmp_path / "a.safetensors", {"w": w, "w_scale": scale})
+    found = io.load_safetensors(path, like="cupy", block=block)["w"]
+    got = found.dequantize() if isinstance(found, fp8.Scaled) else found
+    np.testing.assert_array_equal(got.get(), values(w, scale, *block))
