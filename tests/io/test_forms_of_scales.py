@@ -329,7 +329,7 @@ def test_a_marker_that_is_none(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_on_the_gpu(tmp_path, form):
-    """Every form loads onto the GPU with its values, and kernels convert it to the bytes of the references."""
+    """Every form loads onto the GPU with its values, and kernels make the bytes of the references of it."""
     shape, scale_shape, share = FORMS[form]
     w, scale = codes(*shape), factors(*scale_shape)
     path = write(tmp_path / "a.safetensors", {"w": w, "w_scale": scale})
@@ -340,7 +340,8 @@ def test_on_the_gpu(tmp_path, form):
         made = []
         for array in ("numpy", "cupy"):
             out = tmp_path / array / f"{recipe}.safetensors"
-            assert main(["convert", str(path), str(out), "--recipe", recipe, "--array", array, "--verify"]) == 0
+            assert main(["convert", str(path), str(out), "--recipe", recipe, "--array", array,
+                         "--verify"]) == 0
             made.append(out.read_bytes())
         assert made[0] == made[1]
 
