@@ -224,6 +224,7 @@ def written_tensors(tensors: Iterator[Planned] | list[Planned], checkpoint: Chec
                     ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The tensors of a shard of the result, by name: dtype and shape. ValueError for names that collide."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shared: set[str] = set()                # scales of several tensors, by the caller's word
     for one in tensors:
         made: Mapping[str, tuple[str, tuple[int, ...]]]
         if one.stored is not None:
@@ -231,7 +232,8 @@ def written_tensors(tensors: Iterator[Planned] | list[Planned], checkpoint: Chec
             made = {name: (dtype_name(name, dtype), extents)
                     for name, (dtype, extents) in one.stored.tensors(one.target, shape).items()}
         else:
-            made = {name: checkpoint.tensors[name][:2] for name in one.sources}
+            made = {name: checkpoint.tensors[name][:2] for name in one.sources if name not in shared}
+            shared.update(one.sources[1:])
         if taken := made.keys() & found.keys():
             raise ValueError(f"{one.name}: {min(taken)} is taken by another tensor")
         found.update(made)

@@ -139,6 +139,20 @@ def test_patterns_that_are_none(tmp_path, scales, error, message):
         io.load_safetensors(path, scales=scales)
 
 
+def test_scales_that_tensors_share(tmp_path):
+    path = write(
+        tmp_path / "a.safetensors", {"a.w": codes(8, 32), "b.w": codes(8, 32, seed=2), "s": factors(1)}
+    )
+    given = ["--recipe", "bf16", "--scale-name", "*.w=s"]
+    assert convert(path, tmp_path / "b.safetensors", *given, "--exclude", "b.*") == 0
+    assert convert(path, tmp_path / "c.safetensors", *given, "--exclude", "*") == 0
+    after = read(tmp_path / "b.safetensors")
+    assert after["a.w"].tobytes() == bf16(codes(8, 32).astype(np.float32) * factors(1)).tobytes()
+    assert {name: a.tobytes() for name, a in read(tmp_path / "c.safetensors").items()} == {
+        name: a.tobytes() for name, a in read(path).items()
+    }
+
+
 def test_two_tensors_of_scales(tmp_path):
     """The one that fits counts; if both do, the message asks, and its advice works."""
     w = codes(64, 96)
