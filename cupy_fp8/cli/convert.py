@@ -19,7 +19,7 @@ from ..io.loading import shortened
 from ..io.replace import check_replaceable, replacing
 from ..io.summary import size_text
 from ..io.weights import Changes
-from . import checkpoint_options
+from . import checkpoint_options, terminal
 from .arguments import file_name, positive
 from .progress import Progress
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         with conversion:
             _run(conversion, options)
     except (OSError, ValueError, backend.DeviceError) as error:
-        print(f"convert: {error}", file=sys.stderr)
+        print(f"convert: {terminal.printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 
@@ -85,7 +85,8 @@ def _print_losses(reports: list[Report]) -> None:
     worst = min(measured, key=lambda report: report.changes.sqnr_db or 0.0)
     exact = len(converted) - len(measured)
     print(f"SQNR {total.sqnr_db:.1f} dB over the values that were rounded; least {worst.changes.sqnr_db:.1f} "
-          f"dB: {worst.name}" + (f"; {exact} of {len(converted)} tensors keep every value" if exact else ""))
+          f"dB: {terminal.printable(worst.name)}"
+          + (f"; {exact} of {len(converted)} tensors keep every value" if exact else ""))
 
 
 def _convert(conversion: convert.Conversion, shard: str, where: str, reported: bool) -> list[Report]:
@@ -121,14 +122,16 @@ def _print_plan(conversion: convert.Conversion) -> None:
         if one.stored is None:
             reasons.setdefault(one.why, []).append(one.name)
     for why, names in reasons.items():
-        print(f"  {len(names)} stay ({why}), such as {names[0]}")
+        print(f"  {len(names)} stay ({why}), such as {terminal.printable(names[0])}")
     gone: dict[str, list[str]] = {}
     for name, what in conversion.plan.removed.items():
         gone.setdefault(what, []).append(name)
     for what, names in gone.items():
-        print(f"  {len(names)} go ({what}): {shortened(names)}")
+        print(f"  {len(names)} go ({what}): {terminal.printable(shortened(names))}")
     for name, what in conversion.rewritten.items():
         print(f"  {name} is {what}: it describes the old form")
+    for pattern in conversion.plan.idle_patterns:
+        print(f"  no tensor is called {pattern!r}")
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         lines = [line for line in summarise(checkpoint, pairing) if not options.patterns or any(
             fnmatch.fnmatchcase(line.name, pattern) for pattern in options.patterns)]
     except (OSError, ValueError) as error:
-        print(f"inspect: {error}", file=sys.stderr)
+        print(f"inspect: {terminal.printable(str(error))}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(_as_json(checkpoint, lines), indent=1))
@@ -64,12 +64,14 @@ def _print(checkpoint: Checkpoint, lines: list[Line]) -> None:
     odd = [line for line in lines if line.odd]
     print(f"\n{len(odd)} odd" if odd else "\nNothing is odd.")
     for line in odd:
-        terminal.say(f"  {line.odd if line.name in line.odd else f'{line.name}: {line.odd}'}", 4)
+        text = line.odd if line.name in line.odd else f"{line.name}: {line.odd}"
+        terminal.say(f"  {terminal.printable(text)}", 4)
 
 
 def _cells(line: Line) -> list[str]:
     scales = "" if line.scales is None else f"{line.scales[0]:.3g} … {line.scales[1]:.3g}"
-    return [line.name, "×".join(map(str, line.shape)) or "number", line.form, scales, size_text(line.nbytes)]
+    shape = "×".join(map(str, line.shape)) or "number"
+    return [terminal.printable(line.name), shape, line.form, scales, size_text(line.nbytes)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -33,6 +33,11 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
     return "".join(_PLAIN.get(character, "?") for character in error.object[error.start:error.end]), error.end
 
 
+def printable(text: str) -> str:
+    """Text from a file without characters that would move the cursor or change colours."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def width() -> int:
     """Columns to write in: those of the terminal or of COLUMNS, but at most 100."""
     return max(20, min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns))

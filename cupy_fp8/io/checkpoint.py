@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from .replace import PathLike
 from .safetensors import Tensor, TensorFile
 from .scale_forms import combine
 
-__all__ = ["INDEX", "SUFFIX", "Checkpoint", "is_index", "near"]
+__all__ = ["INDEX", "SUFFIX", "Checkpoint", "is_index"]
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
@@ -76,7 +75,7 @@ class Checkpoint:
 
     def pairing(self, scales: ScaleNames = None, sharing: Sharing | bool = False) -> Pairing:
         """FP8 tensors and their scales (see `Pairer`)."""
-        pairer = Pairer(self.tensors, self.described, self._swizzled, self._elsewhere)
+        pairer = Pairer(str(self.path), self.tensors, self.described, self._swizzled, self._elsewhere)
         return pairer.pairing(scales, sharing)
 
     def _swizzled(self, name: str) -> bool:
@@ -110,12 +109,6 @@ class Checkpoint:
 
 def is_index(name: str) -> bool:
     return name.endswith(_INDEX_END) or name == _INDEX_END[1:]
-
-
-def near(name: Any, known: Iterable[str]) -> str:
-    """The end of a message that suggests a name that is there."""
-    found = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def _json(text: str | bytes | None) -> Any:

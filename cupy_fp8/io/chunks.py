@@ -69,6 +69,10 @@ class Source:
         block = self._whole.block if self._whole else None
         return (block[0] or 1) if block else 1
 
+    def keeps_scale(self, dtype: np.dtype[Any]) -> bool:
+        """Whether data of this dtype with one scale are these data as they are."""
+        return self._whole is not None and self._whole.block is None and self.dtype == dtype
+
     def rows(self, rows: Rows) -> Any:
         """A chunk's values, or data with their scales, where they are worked on."""
         height, width = self.shape[-2:]

@@ -22,7 +22,7 @@ from . import weights
 from .checkpoint import INDEX, SUFFIX, Checkpoint, is_index
 from .chunks import COPY_BYTES, Chunk, Compared, Copy, Out, Queue, Report, Source, Work, reserve
 from .claim import claimed
-from .leftovers import metadata_without, small_file
+from .leftovers import check_no_strangers, metadata_without, small_file
 from .planning import Plan, Planned, Settings, written_tensors
 from .quantization_config import read_json
 from .replace import resuming
@@ -66,15 +66,12 @@ class Conversion:
         self.names = {shard: destination.name if single else shard for shard in self.checkpoint.files}
         self._claim = ExitStack()
         self._check_claim: Callable[[], None] = lambda: None
-        for shard in self.checkpoint.files:             # names that collide, before anything is written
-            self.written(shard)
+        written_tensors(self.plan.tensors.values(), self.checkpoint)    # names that collide, also of shards
 
     def __enter__(self) -> Conversion:
         self.folder.mkdir(parents=True, exist_ok=True)
-        there = () if self._single else self.folder.glob(f"*{SUFFIX}")
-        if others := sorted({path.name for path in there} - set(self.names.values())):
-            raise ValueError(f"{self.folder}: has {others[0]}, which is not of this conversion; delete it, "
-                             "or choose another place")
+        if not self._single:
+            check_no_strangers(self.folder, {*self.names.values(), *self._written_beside()})
         place = self.folder / next(iter(self.names.values())) if self._single else self.folder
         whole = hashlib.sha256("".join(map(self._fingerprint, self.names)).encode()).hexdigest()
         self._check_claim = self._claim.enter_context(claimed(place, whole))
@@ -168,7 +165,7 @@ class Conversion:
         chunks = list(weights.row_chunks(source.shape, source.unit))
         scale = None
         if one.stored.scale is not None and one.stored.block is None and (
-                not one.pair or one.pair.form.share is not None):
+                not source.keeps_scale(one.stored.dtype)):
             amaxes = pool.map(lambda rows: weights.amax_of(source.rows(rows)), chunks)
             scale = weights.tensor_scale(list(amaxes))
         for rows in chunks:
@@ -216,10 +213,10 @@ class Conversion:
         if self._single:
             return True
         files = {name: TensorFile(self.folder / name) for name in self.names.values()}
-        if len(files) > 1 or self.checkpoint.index:
+        if self._index:
             weight_map = {tensor: name for name, file in files.items() for tensor in file.tensors}
             total = sum(t.nbytes for file in files.values() for t in file.tensors.values())
-            self._write(self.checkpoint.index or INDEX,
+            self._write(self._index,
                         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
         for path in self._small_files():
             content = self._after(path)
@@ -229,10 +226,27 @@ class Conversion:
                         copy.write(data)
             elif content:
                 self._write(path.name, content)
-        config, found = without_description(self.checkpoint.config), self.plan.quantization_config
-        if found or (self.checkpoint.folder / "config.json").is_file():
-            self._write("config.json", config | ({"quantization_config": found} if found else {}))
+        if (config := self._config()) is not None:
+            self._write("config.json", config)
         return True
+
+    def _config(self) -> dict[str, Any] | None:
+        """The result's config.json; None without one."""
+        config, found = without_description(self.checkpoint.config), self.plan.quantization_config
+        key = self.plan.source.key if self.plan.keeps_description else "quantization_config"
+        if found and key:
+            return {**config, key: found}
+        return config if (self.checkpoint.folder / "config.json").is_file() else None
+
+    def _written_beside(self) -> set[str]:
+        """The names of the files that go with the shards."""
+        small = {path.name for path in self._small_files() if self._after(path) != {}}
+        return small | {self._index} | ({"config.json"} if self._config() is not None else set())
+
+    @property
+    def _index(self) -> str:
+        """The name of the index that the result has; '' for a file without one."""
+        return self.checkpoint.index or (INDEX if len(self.names) > 1 else "")
 
     def _small_files(self) -> list[Path]:
         """The files of the source's folder that go with its weights."""

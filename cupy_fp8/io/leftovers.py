@@ -4,24 +4,31 @@ and small files say."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
 from typing import Any
 
+from .checkpoint import SUFFIX, is_index
 from .pairing import Pairing, is_marker, plain_name, scale_names
-from .quantization_config import as_dict, module_of
+from .quantization_config import as_dict, module_of, read_json
 from .safetensors import Tensor
 from .staying import FLOATS
-from .written_config import adapted
+from .written_config import adapted, without_description
 
-__all__ = ["left_over_tensors", "metadata_without", "small_file"]
+__all__ = ["check_no_strangers", "left_over_tensors", "metadata_without", "small_file"]
 
 #: How names of scales of activations end, after a module or after the name of its weight.
 _ACTIVATIONS = ("input_scale", "activation_scale", "act_scale", "scale_input", "scale_act", "qscale_act",
-                "input_scale_ub", "activation_scaling_factor", "input_scale_inv")
+                "input_scale_ub", "activation_scaling_factor", "input_scale_inv", "in_scale", "input_amax",
+                "input_offset", "input_zero_point", "input_global_scale", "input_quantizer._amax",
+                "output_quantizer._amax")
+#: What else modules of FP8 weights have.
+_OF_WEIGHTS = ("weight_quantizer._amax", "weight_amax", "weight_shape", "weight_offset", "weight_zero_point",
+               "weight_scale_2", "deq_scale")
 _OF_QUANTO = ("input_scale", "output_scale")
 #: Files that only describe quantisation.
 _DESCRIPTIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json",
-                 "quantization_config.json")
+                "quantization_config.json", "quanto_qmap.json", "quant_model_description.json")
 
 
 def left_over_tensors(tensors: Mapping[str, Tensor], pairing: Pairing, is_converted: Callable[[str], bool]
@@ -40,6 +47,8 @@ def left_over_tensors(tensors: Mapping[str, Tensor], pairing: Pairing, is_conver
         found |= dict.fromkeys(around, "scales of activations")
         if converted:
             found[f"{module}.comfy_quant"] = "markers"
+            others = [scale for scale in scale_names(name) if not scale.endswith(".scale")]
+            found |= dict.fromkeys((*others, *(f"{module}.{end}" for end in _OF_WEIGHTS)), "of the old form")
         else:
             found |= dict.fromkeys((scale for scale in scale_names(name) if not scale.endswith(".scale")),
                                    "scales of weights in 16 or 32 bits")
@@ -89,3 +98,22 @@ def small_file(name: str, content: Mapping[str, Any], converted: set[str] | None
         key = "quantization" if inner else ""
         return {**content, key: adapted(inner, converted)} if key else adapted(content, converted)
     return None if describes else {key: value for key, value in content.items() if key != "quantization"}
+
+
+def check_no_strangers(folder: Path, written: Container[str]) -> None:
+    """ValueError if a folder has weights, an index or descriptions that are not among the files to be
+    written: readers would take them for parts of the result."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        name = path.name
+        if name not in written and not name.startswith(".") and (
+                name.endswith(SUFFIX) or is_index(name) or name in _DESCRIPTIONS or _describes(path)):
+            raise ValueError(f"{folder}: has {name}, which is not of this checkpoint; delete it, or choose "
+                             "another place")
+
+
+def _describes(path: Path) -> bool:
+    """Whether a config.json or params.json tells of quantisation."""
+    if path.name not in ("config.json", "params.json"):
+        return False
+    found = read_json(path)
+    return without_description(found) != found or (path.name == "params.json" and "quantization" in found)

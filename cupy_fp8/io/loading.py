@@ -17,13 +17,14 @@ from ..formats import flag
 from ..layouts import as_block, check_block
 from ..options import check_path
 from ..results import Scaled
-from .checkpoint import Checkpoint, near
-from .pairing import FP8_NAMES, NONE, Pairing, ScaleNames, Sharing
+from .checkpoint import Checkpoint
+from .pairing import NONE, Pairing, ScaleNames, Sharing, near
 from .replace import PathLike
 from .summary import Loaded
 
 __all__ = ["check_no_odd", "load_safetensors", "placed", "scale_names_of", "sharing_of", "shortened"]
 
+_LARGEST = 2**31                # of a block's extents: more than any tensor has
 _MOST_NAMES = 8                 # in a message before names are shortened
 
 
@@ -46,7 +47,8 @@ def load_safetensors(path: PathLike, *, names: str | Iterable[str] | None = None
     F32, F64, integers, bool. value = data * scale, whatever the scales are called, and a Scaled has the name
     of its data. Scales are one for the tensor, each matrix, row or column, or for blocks of any size, where
     the configuration or `block` tells it; f32, bf16, f16, E8M0, or E8M0 stored as U8. FNUZ data, and blocks
-    that no Scaled can have, come as their float32 values; packed data (FP4, INT4) as they are stored.
+    that no Scaled can have, come as their float32 values; packed data (FP4, INT4) as they are stored, F4
+    and F6 as uint8 rows.
 
     Raises OSError, ValueError (damaged files, names that are not there, and FP8 tensors among those wanted
     whose scales are missing or fit no reading or several: one error names all), TypeError, DeviceError.
@@ -65,9 +67,10 @@ def load_safetensors(path: PathLike, *, names: str | Iterable[str] | None = None
     backend.like_module(like)
     given, sharing = scale_names_of(scales), sharing_of(block)
     checkpoint = Checkpoint(path)
-    _check_blocks_of(checkpoint, sharing)
-    pairing = Pairing() if raw else checkpoint.pairing(given, sharing)
-    wanted = _wanted(checkpoint, names)
+    pairing = checkpoint.pairing(given, sharing)
+    if raw:
+        pairing = Pairing()
+    wanted = _wanted(checkpoint, names, pairing)
     check_no_odd(checkpoint, pairing, wanted,
                  "read the others with names=[…], or all as stored with raw=True")
     found = Loaded()
@@ -92,7 +95,7 @@ def check_no_odd(checkpoint: Checkpoint, pairing: Pairing, wanted: Iterable[str]
     kinds: dict[str, list[str]] = {}
     for name in wanted:
         if reason := pairing.odd.get(name):
-            kinds.setdefault(re.sub(r"\d+", "0", reason.replace(name, "")), []).append(name)
+            kinds.setdefault(reason.replace(name, ""), []).append(name)
     if not kinds:
         return
     lines = [pairing.odd[names[0]] + (f" (and so are {shortened(names[1:])})" if names[1:] else "")
@@ -139,11 +142,12 @@ def _share(block: Any, name: str) -> tuple[int | None, int | None]:
     found = as_block(block)
     if isinstance(found, tuple) and len(found) == 2 and all(
             n is None or (type(n) is int and n > 0) for n in found):
-        return found[0], found[1]
+        down, across = (n and min(n, _LARGEST) for n in found)
+        return down, across
     return check_block(block, name)
 
 
-def _wanted(checkpoint: Checkpoint, names: Any) -> list[str]:
+def _wanted(checkpoint: Checkpoint, names: Any, pairing: Pairing) -> list[str]:
     """The tensors that the caller asks for, in the order of the checkpoint."""
     if names is None:
         return list(checkpoint.tensors)
@@ -159,13 +163,8 @@ def _wanted(checkpoint: Checkpoint, names: Any) -> list[str]:
         if not found:
             raise ValueError(f"names: {checkpoint.path} has no tensor {name!r}"
                              f"{near(name, checkpoint.tensors)}")
+        if scales := next((one for one in found if all(other in pairing.scales for other in found)), ""):
+            raise ValueError(f"names: {name!r} means scales alone, which come with {pairing.scales[scales]}; "
+                             "pass raw=True for tensors as they are stored")
         chosen.update(found)
     return [name for name in checkpoint.tensors if name in chosen]
-
-
-def _check_blocks_of(checkpoint: Checkpoint, sharing: Sharing | bool) -> None:
-    """ValueError unless blocks that are given by name are those of FP8 tensors."""
-    known = [name for name, tensor in checkpoint.tensors.items() if tensor.dtype in FP8_NAMES]
-    for name in sharing if isinstance(sharing, Mapping) else ():
-        if not isinstance(name, str) or (name not in known and not fnmatch.filter(known, name)):
-            raise ValueError(f"block: {checkpoint.path} has no FP8 tensor {shown(name)}{near(name, known)}")

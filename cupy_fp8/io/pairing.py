@@ -3,19 +3,21 @@ there; an FP8 tensor whose scales are not found is odd, and never taken as it is
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..advice import shown
 from .quantization_config import Described, module_of
 from .safetensors import Tensor
 from .scale_forms import SCALES, Form, Share, form_of, share_text, shares_that_fit
 
 __all__ = ["FP8_NAMES", "NONE", "Pair", "Pairer", "Pairing", "ScaleNames", "Sharing", "is_marker",
-           "plain_name", "scale_names"]
+           "near", "packed_module", "plain_name", "scale_names"]
 
 #: Only data of these dtypes can have scales. FNUZ types have other values and no NaN pattern.
 FP8_NAMES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -23,6 +25,7 @@ FP8_NAMES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 FORMS = (
     ("", "_scale_inv"),                             # DeepSeek-V3
     ("", "_scale"),                                 # compressed-tensors, ModelOpt, FBGEMM, Quark
+    ("", "_weight_scale"),                          # ModelOpt's stacked experts
     (".weight", ".scale"),                          # DeepSeek-V4
     (".weight", ".scale_weight"),                   # ComfyUI's scaled FP8
     (".weight", ".qscale_weight"),                  # Mistral
@@ -34,11 +37,8 @@ FORMS = (
 _PACKED = (*FORMS, ("_packed", "_scale"), ("_blocks", "_scales"), (".weight", ".scales"),
            (".qweight", ".scales"), (".weight", ".weight_scale_2"), (".weight", ".weight.absmax"))
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32", "F4", "F6_E2M3", "F6_E3M2")
-#: What else a module of packed weights has, and what lies below their name.
-_OF_MODULE = ("weight_scale", "weight_scale_2", "weight_global_scale", "weight_shape", "weight_zero_point",
-              "weight_g_idx", "input_global_scale", "input_scale", "qzeros", "g_idx", "scales", "biases",
-              "comfy_quant")
-_OF_DATA = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+#: What packed weights are called in a module of their own.
+_PACKED_LAST = ("weight", "weight_packed", "qweight", "W_q", "codes", "B", "Wq_packed")
 #: The user's word for data whose codes are the values.
 NONE = "none"
 #: Where scales are, by the caller's word: 'none', or patterns of names (None: these have no scales).
@@ -46,7 +46,13 @@ ScaleNames = str | Mapping[str, str | None] | None
 #: What shares a scale, by the caller's word: for all tensors, or by name or pattern.
 Sharing = Share | Mapping[str, Share]
 _MOST_CANDIDATES = 4
-_ACTIVATION_WORDS = frozenset(("input", "output", "act", "activation", "activations"))
+#: What tensors beside data with scales are called that change the values too, if they are not 0 or 1.
+_ZERO_POINT = "_zero_point"
+_UNREAD = (_ZERO_POINT, "_offset", "_scale_2")
+#: Words of which names of scales have one, and of which those of weights have none.
+_WORDS_OF_SCALES = re.compile(r"scal|scl|factor|inv(_|$)|(^|_)s$")
+_OTHER_WORDS = frozenset(("input", "output", "act", "activation", "activations", "zero", "bias", "norm", "k",
+                          "v"))
 
 
 class Pair(NamedTuple):
@@ -66,12 +72,14 @@ class Pairing:
     odd      why the others cannot be read, by name
     packed   tensors of forms that are not read (FP4, INT4, …) and of what belongs to them: the name of the
              data
+    beside   tensors that may be the scales of odd ones
     """
 
     pairs: dict[str, Pair] = field(default_factory=dict)
     bare: set[str] = field(default_factory=set)
     odd: dict[str, str] = field(default_factory=dict)
     packed: dict[str, str] = field(default_factory=dict)
+    beside: set[str] = field(default_factory=set)
 
     @cached_property
     def scales(self) -> dict[str, str]:
@@ -82,15 +90,16 @@ class Pairing:
 class Pairer:
     """Finds the scales of a checkpoint's FP8 tensors.
 
+    path       of the checkpoint, for messages
     tensors    what headers say
     described  what the checkpoint's configuration says
     swizzled   whether a tensor's scales are stored in tiles, by markers of the checkpoint
     elsewhere  tensors of files that the checkpoint leaves out: name, and file
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], described: Described, swizzled: Callable[[str], bool],
-                 elsewhere: Callable[[], Mapping[str, str]]) -> None:
-        self.tensors, self.described = tensors, described
+    def __init__(self, path: str, tensors: Mapping[str, Tensor], described: Described,
+                 swizzled: Callable[[str], bool], elsewhere: Callable[[], Mapping[str, str]]) -> None:
+        self.path, self.tensors, self.described = path, tensors, described
         self._swizzled, self._read_elsewhere = swizzled, elsewhere
 
     def pairing(self, given: ScaleNames = None, sharing: Sharing | bool = False) -> Pairing:
@@ -98,38 +107,63 @@ class Pairer:
         ValueError where a pattern of either means no tensor."""
         found = Pairing(packed=dict(self._packed()))
         fp8 = [name for name, tensor in self.tensors.items() if tensor.dtype in FP8_NAMES
-               and name not in found.packed]
+               and name not in found.packed and not name.endswith(_ZERO_POINT)]
         mapped = _mapped(given, fp8, self.tensors)
-        shares = _shares(sharing, fp8)
+        shares = self._shares(sharing, fp8)
         for name in fp8:
             if is_marker(name, self.tensors[name]) or mapped.get(name, name) is None:
                 found.bare.add(name)
                 continue
             try:
                 pair = self._pair(name, mapped.get(name), shares.get(name, False))
+                if pair is not None:
+                    found.pairs[name] = pair
+                elif given == NONE:
+                    found.bare.add(name)
+                else:
+                    found.odd[name] = self._lost(name)
             except ValueError as error:
                 found.odd[name] = str(error)
-                continue
-            if pair is not None:
-                found.pairs[name] = pair
-            elif given == NONE:
-                found.bare.add(name)
-            else:
-                found.odd[name] = self._lost(name)
+        for name in found.odd:
+            found.beside.update(self._known(name), self._candidates(name))
+        return found
+
+    def _shares(self, sharing: Sharing | bool, fp8: list[str]) -> dict[str, Share]:
+        """What shares a scale, by the caller's word, for the tensors that it speaks of."""
+        if isinstance(sharing, bool):
+            return {}
+        if not isinstance(sharing, Mapping):
+            return dict.fromkeys(fp8, sharing)
+        found: dict[str, Share] = {}
+        for pattern, share in sharing.items():
+            is_name = not isinstance(pattern, str) or pattern in fp8
+            met = [name for name in (pattern,) if name in fp8] if is_name else fnmatch.filter(fp8, pattern)
+            if not met:
+                raise ValueError(f"block: {self.path} has no FP8 tensor {shown(pattern)}{near(pattern, fp8)}")
+            for name in met:
+                found.setdefault(name, share)
         return found
 
     def _pair(self, name: str, given: str | None, share: Share | bool) -> Pair | None:
         """A tensor's scales. ValueError for several, and for those that cannot be read."""
-        around = [given] if given is not None else [one for one in scale_names(name) if one in self.tensors]
+        around = [given] if given is not None else self._known(name)
         if len(around) > 1:
             fitting = [one for one in around if self._fits(name, one)]
             if len(fitting) != 1:
                 raise ValueError(f"{name}: expected one tensor of scales, got {' and '.join(around)}; pass "
-                                 f"{_advice(name, around[0])}")
+                                 f"the one that is meant, such as {_advice(name, around[0])}")
             around = fitting
-        if f"{name}_zero_point" in self.tensors:
-            raise ValueError(f"{name}: has zero points ({name}_zero_point), which are not read")
+        for end in _UNREAD if given is None else ():
+            if (other := f"{name}{end}") in self.tensors and around:
+                raise ValueError(f"{name}: has {other} too, which is not read; if it changes nothing, pass "
+                                 f"{_advice(name, around[0])}")
         return Pair(name, around[0], self._form(name, around[0], share)) if around else None
+
+    def _known(self, name: str) -> list[str]:
+        """The tensors that a tensor's scales are by their names, or by the configuration's word."""
+        found = [one for one in scale_names(name) if one in self.tensors]
+        said = self.described.scales(module_of(plain_name(name)))
+        return found or ([said] if said is not None and said in self.tensors else [])
 
     def _form(self, name: str, scale: str, share: Share | bool = False) -> Form:
         data, of = self.tensors[name], self.tensors[scale]
@@ -139,7 +173,7 @@ class Pairer:
             return form_of(data, of, said, sure, self._swizzled(name))
         except ValueError as error:
             raise ValueError(f"{scale} {of.dtype} {list(of.shape)} beside {name} {list(data.shape)}: {error};"
-                             f" {_block_advice(data, of)}") from None
+                             f" {_block_advice(name, data, of)}") from None
 
     def _fits(self, name: str, scale: str) -> bool:
         try:
@@ -166,7 +200,7 @@ class Pairer:
         """Tensors that may be a tensor's scales: of the same module, of a dtype that scales have, and no
         tensor's known scales."""
         for other in (*self._of_module.get(name.rpartition(".")[0], ()), *self._of_module.get(name, ())):
-            if other != name and self.tensors[other].dtype in SCALES and not _is_activation(other):
+            if other != name and self.tensors[other].dtype in SCALES and _may_be_scales(other):
                 yield other
 
     @cached_property
@@ -188,10 +222,24 @@ class Pairer:
                 continue
             beside = [scale for data, end in _PACKED if name.endswith(data)
                       and (scale := name[:len(name) - len(data)] + end) in self.tensors]
-            if beside or tensor.dtype.startswith(("F4", "F6")):
-                module = re.sub(r"\.q?weight(_packed)?$", "", name)
-                around = [*(f"{module}.{end}" for end in _OF_MODULE), *(f"{name}.{end}" for end in _OF_DATA)]
-                yield from ((one, name) for one in (name, *beside, *around) if one in self.tensors)
+            if beside or self.described.packs_integers or tensor.dtype.startswith(("F4", "F6")):
+                yield from ((one, name) for one in (name, *beside, *self._of_packed(name)))
+
+    def _of_packed(self, name: str) -> Iterator[str]:
+        """What else belongs to packed data: all of its module but the bias, or what has its name and more."""
+        module, _, last = name.rpartition(".")
+        if module and last in _PACKED_LAST:
+            yield from (one for one in self._of_module[module] if not one.endswith("bias"))
+        yield from self._of_module.get(name, ())
+        stem = re.sub(r"_(packed|blocks)$", "", name)
+        yield from (one for one in self._of_module[module]
+                    if one.startswith(f"{stem}_") and _WORDS_OF_SCALES.search(one[len(stem):]))
+
+
+def near(name: Any, known: Iterable[str]) -> str:
+    """The end of a message that suggests a name that is there."""
+    found = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def plain_name(name: str) -> str:
@@ -211,24 +259,32 @@ def scale_names(name: str) -> list[str]:
     return [name[:len(name) - len(data)] + scale for data, scale in FORMS if name.endswith(data)]
 
 
+def packed_module(name: str) -> str:
+    """The module of packed data."""
+    module, _, last = name.rpartition(".")
+    return module if last in _PACKED_LAST else re.sub(r"_(packed|blocks)$", "", name)
+
+
 def is_marker(name: str, tensor: Tensor) -> bool:
     """Whether a tensor has a meaning by its name alone: ComfyUI marks files of scaled FP8 with one."""
     return name.rpartition(".")[2] == "scaled_fp8" and len(tensor.shape) < 2
 
 
-def _is_activation(name: str) -> bool:
-    """Whether the last part of a name has a word for activations: their scales are never those of weights."""
-    return not _ACTIVATION_WORDS.isdisjoint(name.rpartition(".")[2].split("_"))
+def _may_be_scales(name: str) -> bool:
+    """Whether a name has a word for scales, and none for something else, such as activations."""
+    last = name.rpartition(".")[2]
+    return _WORDS_OF_SCALES.search(last) is not None and _OTHER_WORDS.isdisjoint(last.split("_"))
 
 
-def _block_advice(data: Tensor, scale: Tensor) -> str:
+def _block_advice(name: str, data: Tensor, scale: Tensor) -> str:
     """What to do about scales that fit nothing, or several readings."""
     blocks = shares_that_fit(data, scale) if scale.dtype in SCALES else []
     if not blocks:
         return "read the others with names=[…] (convert: --exclude), or this one with raw=True"
     others = f"; {', '.join(map(share_text, blocks[1:]))} would fit too" if blocks[1:] else ""
     down, across = blocks[0]
-    return f"pass block=(rows, columns), such as {blocks[0]} (convert: --block {down},{across}){others}"
+    return (f"pass block=(rows, columns), such as block={{{name!r}: {blocks[0]}}} (convert: --block "
+            f"{name}={down},{across}){others}")
 
 
 def _advice(name: str, scale: str) -> str:
@@ -256,16 +312,3 @@ def _mapped(given: ScaleNames, fp8: list[str], tensors: Container[str]) -> dict[
 def _filled(scale: str, texts: Sequence[str]) -> str:
     parts = scale.split("*")
     return "".join(part + text for part, text in zip(parts, [*texts[:len(parts) - 1], ""], strict=True))
-
-
-def _shares(sharing: Sharing | bool, fp8: list[str]) -> dict[str, Share]:
-    """What shares a scale, by the caller's word, for the tensors that it speaks of."""
-    if isinstance(sharing, bool):
-        return {}
-    if not isinstance(sharing, Mapping):
-        return dict.fromkeys(fp8, sharing)
-    found: dict[str, Share] = {}
-    for pattern, share in sharing.items():
-        for name in [pattern] if pattern in fp8 else fnmatch.filter(fp8, pattern):
-            found.setdefault(name, share)
-    return found

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from ..advice import listed
 from . import weights
 from .checkpoint import Checkpoint
 from .leftovers import left_over_tensors
 from .loading import check_no_odd, shortened
-from .pairing import Pair, ScaleNames, Sharing, is_marker, plain_name
-from .quantization_config import module_of
+from .pairing import FP8_NAMES, Pair, ScaleNames, Sharing, is_marker, packed_module, plain_name, scale_names
+from .quantization_config import Described, as_dict, module_of
 from .safetensors import dtype_name
+from .scale_forms import form_of
 from .staying import FLOATS, why_it_stays
 from .weights import StoredWeight
-from .written_config import LayerForm, adapted, can_describe, quantization_config
+from .written_config import LayerForm, adapted, can_describe, layer_entry, quantization_config
 
 __all__ = ["Plan", "Planned", "Settings"]
 
+#: How names of scales of key-value caches end.
+_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".kv_cache_scaling_factor", "k_cache_scale",
+                 "v_cache_scale", "k_proj.output_scale", "v_proj.output_scale", "k_fake_quantizer.qscale_act")
 _FP4_EXPERTS = "expert_dtype"           # how DeepSeek-V4's configuration tells that experts are packed
 
 
@@ -101,6 +106,12 @@ class Plan:
         self.tensors = {name: one for name, one in planned.items() if name not in self.removed}
         self._check_packed()
 
+    @property
+    def idle_patterns(self) -> list[str]:
+        """Patterns of the settings that mean no tensor."""
+        patterns = (*self.settings.include, *self.settings.exclude)
+        return [pattern for pattern in patterns if not fnmatch.filter(self.checkpoint.tensors, pattern)]
+
     def _is_excluded(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.settings.exclude)
 
@@ -125,6 +136,8 @@ class Plan:
             return "excluded"
         if name in self.pairing.packed:
             return "packed, of a form that is not read"
+        if name in self.pairing.beside:
+            return "scales of a tensor that stays"
         return "a marker" if is_marker(name, self.checkpoint.tensors[name]) else ""
 
     def _why_it_stays(self, name: str, is_bare: bool) -> str:
@@ -145,14 +158,17 @@ class Plan:
         return {one.module: form for one in self.tensors.values() if (form := self._form(one))}
 
     def _form(self, one: Planned) -> LayerForm | None:
+        tensor = self.checkpoint.tensors[one.name]
         if one.stored is not None:
             return layer_form(one.stored)
         if one.pair is None:
-            return None
-        data, scale = one.pair.data, one.pair.scale
-        end = scale[len(data):] if scale.startswith(data) else scale[len(module_of(data)):]
-        return LayerForm(self.checkpoint.tensors[data].dtype, one.pair.form.share, end,
-                         self.checkpoint.tensors[scale].dtype)
+            is_left = tensor.dtype in FP8_NAMES and len(tensor.shape) > 1 and one.why == "excluded"
+            return LayerForm(tensor.dtype, None, "", "") if is_left else None
+        end, module = one.pair.scale, module_of(one.name)
+        if end in scale_names(one.name):
+            end = end.removeprefix(one.name if end.startswith(one.name) else module)
+        dtype = self.checkpoint.tensors[one.pair.scale].dtype
+        return LayerForm(tensor.dtype, one.pair.form.share, end, dtype, one.pair.form.swizzled)
 
     @cached_property
     def converted(self) -> set[str]:
@@ -163,8 +179,7 @@ class Plan:
     @cached_property
     def packed(self) -> list[str]:
         """Modules of packed weights, which stay."""
-        names = sorted({data for data in self.pairing.packed.values() if data in self.tensors})
-        return [module_of(name).removesuffix(".weight_packed").removesuffix("_blocks") for name in names]
+        return sorted({packed_module(data) for data in self.pairing.packed.values() if data in self.tensors})
 
     @cached_property
     def keeps_description(self) -> bool:
@@ -179,9 +194,18 @@ class Plan:
 
     @cached_property
     def quantization_config(self) -> dict[str, Any] | None:
-        """What readers find in config.json."""
-        if self.keeps_description:
-            return adapted(self.source.raw, self.converted)
+        """What the result says of quantisation."""
+        found = (adapted(self.source.raw, self.converted) if self.keeps_description
+                 else self._new_description())
+        told = Described(found or {})
+        kept = [one for one in self.tensors.values() if one.pair and not one.stored]
+        untold = {one.module: layer_entry(self.layers[one.module]) for one in kept
+                  if not self._is_told(one, told)}
+        if untold and found is not None:
+            found["quantized_layers"] = as_dict(found.get("quantized_layers")) | untold
+        return found
+
+    def _new_description(self) -> dict[str, Any] | None:
         plain = [one.module for one in self.tensors.values() if self._is_plain(one)]
         if not self.source.raw:             # nothing tells of packed data, but that they are of no form here
             plain += self.packed
@@ -190,25 +214,40 @@ class Plan:
             found[_FP4_EXPERTS] = self.source.raw[_FP4_EXPERTS]
         return found
 
-    def _said(self) -> Any:
+    def _is_told(self, one: Planned, told: Described) -> bool:
+        """Whether a description and the shapes tell what shares a scale of a tensor that stays, and where its
+        scales are."""
+        assert one.pair
+        data, scale = (self.checkpoint.tensors[name] for name in one.sources)
+        try:
+            form = form_of(data, scale, told.share(one.module), swizzled=one.pair.form.swizzled)
+        except ValueError:
+            return False
+        return form == one.pair.form and (one.pair.scale in scale_names(one.name)
+                                          or told.scales(one.module) == one.pair.scale)
+
+    def _said(self) -> Described:
         """The source's description; without key-value caches where nothing is quantised but their scales are
         not there either."""
-        names = (".k_scale", ".v_scale", ".kv_scale", ".kv_cache_scaling_factor")
-        has_scales = any(name.endswith(names) for name in self.tensors)
-        return self.source if self.layers or has_scales else self.source._replace(kv_cache={})
+        has_scales = any(name.endswith(_CACHE_SCALES) for name in self.tensors)
+        return self.source if self.layers or has_scales else replace(self.source, kv_cache={})
 
     def _is_plain(self, one: Planned) -> bool:
+        """Whether readers look for a module here that has weights in 16 bits."""
         tensor = self.checkpoint.tensors[one.name]
-        wide = len(tensor.shape) > 1 and (tensor.dtype in FLOATS or one.stored is not None)
-        return wide and one.module not in self.layers
+        is_weight = one.name.endswith("weight") if len(tensor.shape) == 2 else len(tensor.shape) > 2
+        is_float = tensor.dtype in FLOATS or one.stored is not None
+        return is_weight and is_float and one.module not in self.layers
 
     def _check_packed(self) -> None:
         main = self._main()
         if main and self.packed and self.source.raw and not can_describe(self.source, main):
+            possible = [recipe for recipe in weights.RECIPES if not (form := layer_form(weights.stored_weight(
+                recipe, "", (1, 1)))) or can_describe(self.source, form)]
             raise ValueError(
                 f"{self.checkpoint.path}: {shortened(self.packed)}: packed weights (FP4, INT4, …) stay as "
                 f"they are, and no configuration tells of these and of {self.settings.recipe}; take --recipe "
-                "bf16")
+                f"{listed(possible)}")
 
 
 def layer_form(stored: StoredWeight) -> LayerForm | None:
@@ -220,7 +259,7 @@ def layer_form(stored: StoredWeight) -> LayerForm | None:
     return LayerForm(dtype_name("", stored.dtype), share, end, dtype_name("", dtype))
 
 
-def written_tensors(tensors: Iterator[Planned] | list[Planned], checkpoint: Checkpoint
+def written_tensors(tensors: Iterable[Planned], checkpoint: Checkpoint
                     ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The tensors of a shard of the result, by name: dtype and shape. ValueError for names that collide."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -1,113 +1,169 @@
 """What a checkpoint's own configuration says of its quantisation: which layers have blocks of which size, and
 which stay in 16 bits.
 
-It stands in config.json (`quantization_config`, `compression_config`, also inside `text_config` and others),
-in ModelOpt's hf_quant_config.json, in Mistral's params.json, or in the header of a single file. Modules are
-named as tensors are, without `.weight`.
+It stands in config.json (`quantization_config`, `compression_config`, `quantization`, also in `text_config`
+and other parts), in ModelOpt's hf_quant_config.json, in Mistral's params.json, or in the header of a single
+file. Modules are named as tensors are, without `.weight`.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from .layer_patterns import LayerPatterns, check_regex
 from .scale_forms import Share
 
-__all__ = ["EXCLUSIONS", "Described", "as_dict", "described", "matches", "module_of", "read_json", "targets"]
+__all__ = ["EXCLUSIONS", "Described", "as_dict", "described", "is_description", "module_of", "read_json"]
 
 #: What other libraries call the list of modules that stay in 16 bits.
-EXCLUSIONS = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude")
+EXCLUSIONS = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude",
+              "skip_modules", "llm_int8_skip_modules")
 #: Where config.json has a description, itself or in the parts of a model of several.
-_KEYS = ("quantization_config", "compression_config")
-_MOST_REPEATS = 4           # of .* in one regular expression, so that none takes long
-_DEEPEST = 8                # of nested parts
+_KEYS = ("quantization_config", "compression_config", "quantization")
+#: Methods whose integers are no weights of their own; all others pack weights into them.
+_FP8_METHODS = ("", "fp8", "mxfp8", "compressed-tensors", "modelopt", "fbgemm_fp8", "quark", "torchao",
+                "quanto", "cupy_fp8")
+_DEEPEST = 64               # of objects in objects
+_LARGEST = 2**31            # of a block's extents
 
 
-class Described(NamedTuple):
-    """What a configuration says. method, raw: '' and {} where there is none.
+@dataclass(frozen=True)
+class Described:
+    """What a configuration says. raw: {} where there is none.
 
     raw       the description as it stands in its file
-    origin    the file, for messages
+    origin    the file, or the header, for messages
+    key       what config.json calls it; '' where it stands elsewhere
     excluded  patterns of modules that stay in 16 bits
     kv_cache  what it says of key-value caches, by its own keys
     """
 
-    raw: Mapping[str, Any] = {}
+    raw: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
+    key: str = ""
     excluded: tuple[str, ...] = ()
-    kv_cache: Mapping[str, Any] = {}
+    kv_cache: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
         return str(self.raw.get("quant_method", ""))
 
+    @property
+    def packs_integers(self) -> bool:
+        """Whether integers of two dimensions are packed weights, whatever they are called."""
+        return self.method not in _FP8_METHODS
+
     def excludes(self, module: str) -> str:
-        """The pattern by which a module stays in 16 bits, or ''."""
-        return next((pattern for pattern in self.excluded if matches(pattern, module)), "")
+        """Why a module stays in 16 bits: the pattern that means it, or what does not; '' if it does not."""
+        if pattern := self._exclusions.match(module):
+            return pattern
+        if self.groups and not self._group_of(module):
+            return "in no group"
+        if self.raw.get("quant_algo") == "MIXED_PRECISION" and self._layers and module not in self._layers:
+            return "in no list"
+        bits = as_dict(as_dict(self.raw.get("extra_config")).get(module)).get("bits")    # auto-round's
+        return "16 bits" if bits == 16 else ""
 
     def share(self, module: str) -> Share | bool:
         """What shares a scale in a module's weight; False where nothing says."""
-        own = as_dict(self.raw.get("quantized_layers")).get(module)
-        if isinstance(own, dict) and (size := _block(own.get("weight_block_size"))):
-            return size
-        group = next((group for group in self.groups() if targets(group, module)), {})
-        weights = as_dict(group.get("weights"))
+        own = as_dict(self._layers.get(module)).get("weight_block_size")
+        if isinstance(own, list) and len(own) == 2 and all(n is None or _size(n) for n in own):
+            return own[0], own[1]
+        weights = as_dict(self._group_of(module).get("weights"))
         if weights.get("strategy") == "block":
             return _block(weights.get("block_structure")) or False
         if weights.get("strategy") == "group" and _size(weights.get("group_size")):
             return 1, weights["group_size"]
         return _block(self.raw.get("weight_block_size")) or False
 
+    def scales(self, module: str) -> str | None:
+        """The name of the scales of a module's weight, where it is none of those that are known."""
+        found = as_dict(self._layers.get(module)).get("scales")
+        return found if isinstance(found, str) else None
+
+    @cached_property
     def groups(self) -> list[Mapping[str, Any]]:
-        """compressed-tensors' groups of layers, those that name layers first."""
-        groups = [as_dict(group) for group in as_dict(self.raw.get("config_groups")).values()]
-        return sorted(groups, key=lambda group: any(map(_is_class, _targets(group))))
+        """compressed-tensors' groups of layers."""
+        return [as_dict(group) for group in as_dict(self.raw.get("config_groups")).values()]
+
+    def targets(self, group: Mapping[str, Any]) -> list[str]:
+        """The layers that a group means; their type where it does not say."""
+        found = group.get("targets")
+        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else ["Linear"]
+
+    def _group_of(self, module: str) -> Mapping[str, Any]:
+        """The group that names a layer, or else one that means a type of layers; {} without any."""
+        for patterns, group in self._named_groups:
+            if patterns.match(module):
+                return group
+        return next((group for group in self.groups if any(map(_is_class, self.targets(group)))), {})
+
+    @cached_property
+    def _named_groups(self) -> list[tuple[LayerPatterns, Mapping[str, Any]]]:
+        return [(LayerPatterns(one for one in self.targets(group) if not _is_class(one)), group)
+                for group in self.groups]
+
+    @cached_property
+    def _exclusions(self) -> LayerPatterns:
+        return LayerPatterns(self.excluded)
+
+    @cached_property
+    def _layers(self) -> dict[str, Any]:
+        return as_dict(self.raw.get("quantized_layers"))
 
 
 def described(folder: Path, config: Mapping[str, Any], metadata: Mapping[str, str]) -> Described:
     """What the files of a folder and a file's header say. ValueError that names the file where it cannot be
     understood."""
-    found = [(where, raw) for where, raw in _places(folder, config, metadata) if raw]
+    found = [(where, key, raw) for where, key, raw in _places(folder, config, metadata) if raw]
     if not found:
         return Described()
     excluded: list[str] = []
     kv_cache: dict[str, Any] = {}
-    for where, raw in found:
-        for key in EXCLUSIONS:
-            excluded += _names(raw.get(key), f"{where}: {key}")
-        said = {key: value for key, value in raw.items() if key.startswith("kv_cache") and value}
+    for where, _, raw in found:
+        for name in EXCLUSIONS:
+            excluded += _names(raw.get(name), f"{where}: {name}")
+        said = {name: value for name, value in raw.items() if name.startswith("kv_cache") and value}
         kv_cache = said | kv_cache
-    for pattern in excluded:
-        _check_regex(pattern, found[0][0])
-    where, raw = found[0]
-    for target in (target for group in Described(raw).groups() for target in _targets(group)):
-        _check_regex(target, where)
-    return Described(raw, where, tuple(dict.fromkeys(excluded)), kv_cache)
+    where, key, raw = found[0]
+    made = Described(raw, where, key, tuple(dict.fromkeys(excluded)), kv_cache)
+    for pattern in (*excluded, *(target for group in made.groups for target in made.targets(group))):
+        check_regex(pattern, where)
+    return made
 
 
 def _places(folder: Path, config: Mapping[str, Any], metadata: Mapping[str, str]
-            ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for raw in _inside(config, _DEEPEST):
-        yield str(folder / "config.json"), raw
+            ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    for key, raw in _inside(config):
+        yield str(folder / "config.json"), key, raw
     for name in ("hf_quant_config.json", "params.json"):
-        yield str(folder / name), as_dict(read_json(folder / name).get("quantization"))
+        yield str(folder / name), "", as_dict(read_json(folder / name).get("quantization"))
     if text := metadata.get("quantization_config"):
         try:
-            yield "the header's quantization_config", as_dict(json.loads(text))
+            yield "the header's quantization_config", "", as_dict(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the header's quantization_config: not JSON ({error})") from None
 
 
-def _inside(config: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
-    """Descriptions in a config, its own before those of its parts."""
-    yield from (as_dict(config.get(key)) for key in _KEYS)
+def _inside(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Descriptions in a config with their keys, its own before those of its parts."""
+    yield from ((key, as_dict(config[key])) for key in _KEYS if is_description(key, config.get(key)))
     for key, part in config.items():
-        if isinstance(part, dict) and key not in _KEYS and depth:
-            yield from _inside(part, depth - 1)
+        if isinstance(part, dict) and key not in _KEYS:
+            yield from _inside(part)
+
+
+def is_description(key: str, value: Any) -> bool:
+    """Whether an entry of a config describes quantisation. TensorRT-LLM and MLX call it `quantization`, which
+    may be anything elsewhere."""
+    return key in _KEYS and isinstance(value, dict) and (
+        key != "quantization" or not {"quant_algo", "bits", "mode", "group_size"}.isdisjoint(value))
 
 
 def module_of(name: str) -> str:
@@ -115,55 +171,17 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def matches(pattern: str, module: str) -> bool:
-    """Whether an entry of a configuration's list means a module: 're:' begins a regular expression, * is any
-    text, and anything else is a run of whole parts of the module's name."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    if any(sign in pattern for sign in "*?["):
-        return fnmatch.fnmatchcase(module, pattern)
-    return bool(pattern) and f".{pattern}." in f".{module}."
-
-
-def targets(group: Mapping[str, Any], module: str) -> bool:
-    """Whether a group of compressed-tensors means a module."""
-    return any(_is_class(target) or matches(target, module) for target in _targets(group))
-
-
-def _targets(group: Mapping[str, Any]) -> list[str]:
-    found = group.get("targets")
-    return list(filter(_is_name, found)) if isinstance(found, list) else ["Linear"]
-
-
 def _is_class(target: str) -> bool:
     """Whether a target is a type of layers: these files tell nothing of types."""
     return target[:1].isupper() and "." not in target
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _names(value: Any, where: str) -> list[str]:
     if value is None:
         return []
-    if not isinstance(value, list) or not all(map(_is_name, value)):
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ValueError(f"{where}: expected a list of names")
     return value
-
-
-def _check_regex(pattern: str, where: str) -> None:
-    """ValueError unless a regular expression is valid and takes no long time."""
-    text = pattern[3:]
-    if not pattern.startswith("re:"):
-        return
-    if re.search(r"[*+}][^()]*\)\s*[*+{]", text) or len(re.findall(r"[*+{]", text)) > _MOST_REPEATS:
-        raise ValueError(f"{where}: {pattern!r} has repeats of repeats, or too many; write names or simpler "
-                         "patterns")
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{where}: {pattern!r} is no regular expression ({error})") from None
 
 
 def _block(size: Any) -> tuple[int, int] | None:
@@ -176,7 +194,7 @@ def _block(size: Any) -> tuple[int, int] | None:
 
 
 def _size(n: Any) -> bool:
-    return type(n) is int and n > 0
+    return type(n) is int and 0 < n < _LARGEST
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -193,4 +211,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    inner: list[Any] = [found]
+    for _ in range(_DEEPEST):
+        inner = [value for one in inner for value in (one.values() if isinstance(one, dict) else one)
+                 if isinstance(value, (dict, list))]
+    if inner:
+        raise ValueError(f"{path}: objects in objects, more than {_DEEPEST} deep")
     return found

@@ -37,6 +37,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}}
 _LONGEST_HEADER = 100_000_000                   # bytes; the `safetensors` package has the same bound
 _ALIGNMENT = 8
+_MOST_DIMENSIONS = 64                           # of NumPy's arrays
 
 
 class Tensor(NamedTuple):
@@ -70,14 +71,16 @@ class TensorFile:
                     f"{self.path}: not a .safetensors file, or a damaged one ({error})") from None
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, mapped and read-only; not aligned to its elements where the file does not align it."""
+        """A tensor, mapped and read-only; not aligned to its elements where the file does not align it. F4
+        and F6 come as the bytes of their rows."""
         tensor = self.tensors[name]
-        dtype = DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise ValueError(f"{self.path}: {name} is of type {tensor.dtype}, which NumPy arrays do not have")
+        shape, dtype = tensor.shape, DTYPES.get(tensor.dtype, np.dtype(np.uint8))
+        if tensor.dtype not in DTYPES:
+            *outer, row = shape or (1,)
+            shape = (*outer, row * _BITS[tensor.dtype] // 8) if row * _BITS[tensor.dtype] % 8 == 0 else (-1,)
         if not tensor.nbytes:
-            return np.empty(tensor.shape, dtype)
-        return self._mapped[tensor.start:tensor.stop].view(dtype).reshape(tensor.shape)
+            return np.empty([max(n, 0) for n in shape], dtype)
+        return self._mapped[tensor.start:tensor.stop].view(dtype).reshape(shape)
 
     @cached_property
     def _mapped(self) -> np.ndarray:
@@ -153,6 +156,10 @@ def _tensor(name: str, about: Any, start: int) -> Tensor:
     if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name!r}: no name of a tensor") from None
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise ValueError(f"{name}: unknown dtype {dtype!r}")
     for numbers, what in ((shape, "shape"), (offsets, "data_offsets")):
@@ -160,6 +167,8 @@ def _tensor(name: str, about: Any, start: int) -> Tensor:
             raise ValueError(f"{name}: {what} is no list of numbers from 0 on")
     if len(offsets) != 2 or math.prod(shape) * _BITS[dtype] != 8 * (offsets[1] - offsets[0]):
         raise ValueError(f"{name}: bytes {offsets} are not those of {dtype} {shape}")
+    if len(shape) > _MOST_DIMENSIONS or any(n >= 2**63 for n in shape):
+        raise ValueError(f"{name}: shape {shape} is none that arrays have")
     return Tensor(dtype, tuple(shape), start + offsets[0], start + offsets[1])
 
 

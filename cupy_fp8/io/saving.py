@@ -16,7 +16,8 @@ from ..advice import shown, type_name
 from ..arrays import Array, asnumpy, bits
 from ..options import check_path
 from ..results import Quantized, Scaled
-from .checkpoint import INDEX, SUFFIX, is_index
+from .checkpoint import INDEX, SUFFIX
+from .leftovers import check_no_strangers
 from .pairing import scale_names
 from .quantization_config import module_of, read_json
 from .replace import PathLike, replacing
@@ -67,8 +68,8 @@ def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Ma
         with replacing(target) as file:
             _write_file(file, arrays, about)
         return
-    if config is not None and (clash := config.keys() & {"quantization_config", "compression_config"}):
-        raise ValueError(f"config: {min(clash)} is written from the tensors; leave it out")
+    if config is not None and without_description(config) != config:
+        raise ValueError("config: quantization_config is written from the tensors; leave it out")
     grouped = {name: form._replace(end="_scale") for name, form in forms.items()}
     if len(set(forms.values())) > 1 and all(map(has_group, grouped.values())):
         forms = grouped
@@ -137,11 +138,7 @@ def _save_folder(folder: Path, layers: Mapping[str, _Layer], arrays: Mapping[str
     said = quantization_config({module_of(name): form for name, form in forms.items()}, plain)
     kept = dict(config) if config is not None else without_description(read_json(folder / "config.json"))
     shards = _shards(layers, arrays, forms, most)
-    strangers = sorted(path.name for path in folder.glob("*") if path.name not in (INDEX, *shards)
-                       and (path.name.endswith(SUFFIX) or is_index(path.name)))
-    if strangers:
-        raise ValueError(f"{folder}: has {strangers[0]}, which is not of this checkpoint; delete it, or "
-                         "choose another folder")
+    check_no_strangers(folder, {INDEX, "config.json", *shards})
     folder.mkdir(parents=True, exist_ok=True)
     total = sum(nbytes(dtype_name(name, a.dtype), a.shape) for name, a in arrays.items())
     weight_map = {name: shard for shard, names in shards.items() for name in names}

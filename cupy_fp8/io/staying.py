@@ -10,13 +10,17 @@ from .quantization_config import module_of
 __all__ = ["FLOATS", "why_it_stays"]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-_WIDEST_CONVOLUTION = 31        # the last extent of [out, in, width]: stacks of experts have longer rows
+_WIDEST_CONVOLUTION = 64        # the last extent of [out, in, width]: stacks of experts have longer rows
 _PATTERNS = (
     "*norm*", "ln_f.*", "*.ln_*",
     "*embed*", "*embd*", "*wte.*", "*wpe.*", "emb.*", "*.emb.*", "shared.weight", "*_token", "*_tokens",
     "*codebook*", "*relative_attention_bias*", "*scale_shift_table*", "*.modulation",
+    "*.pos_emb*", "*rel_pos*", "*.latents", "*.query", "*.queries",
     "*router*", "*.gate.*", "gate.*", "*shared_expert_gate*", "*shared_experts_gate*", "*.gating.*",
-    "*.gate_weight", "*weights_proj*", "*.in_proj_ba.*", "*.in_proj_a.*", "*.in_proj_b.*",
+    "*.gate_weight", "*moe_gate*", "*.gate_inp.*", "*gate_layer.*", "*.wgate.*",
+    "*weights_proj*", "*.in_proj_ba.*", "*.in_proj_a.*", "*.in_proj_b.*",
+    "*lm_head*", "*codec_head*", "*medusa*", "*to_logits*", "*output_projection*",
+    "*.eh_proj.*", "*.hc_*", "*.compressor.*",                      # DeepSeek's
     "*.bias", "*_bias", "*_bias_*",
     "*conv1d*", "*conv2d*", "*conv3d*", "*conv.*", "*conv[0-9].*", "*conv_in.*", "*conv_out.*",
     "*.A_log", "*.dt_bias", "*.D", "*.time_*",                      # states of linear attention
@@ -24,7 +28,7 @@ _PATTERNS = (
     "*scaling_factor",
 )
 #: Names of the last part of an output head: everywhere, and outside of layers (which have numbers).
-_HEADS = ("lm_head", "head", "output_layer", "embed_out", "unembed")
+_HEADS = ("head", "output_layer", "embed_out", "unembed")
 _HEADS_OUTSIDE = ("output", "score", "classifier", "proj_out", "out_head", "logits", "vocab_head")
 
 

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .quantization_config import EXCLUSIONS, Described, as_dict, matches, targets
+from .layer_patterns import LayerPatterns, matches
+from .quantization_config import EXCLUSIONS, Described, as_dict, is_description
 from .scale_forms import EXPONENTS, Share, share_text
 
-__all__ = ["LayerForm", "adapted", "can_describe", "has_group", "quantization_config", "without_description"]
+__all__ = ["LayerForm", "adapted", "can_describe", "has_group", "layer_entry", "quantization_config",
+           "without_description"]
 
 _ROWS, _MX = (1, None), (1, 32)
 _FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -20,13 +22,21 @@ _OWN_METHOD = "cupy_fp8"
 
 
 class LayerForm(NamedTuple):
-    """How a file holds an FP8 weight: its dtype, what shares a scale, how the scales' name ends after the
-    data's, and their dtype."""
+    """How a file holds an FP8 weight.
+
+    dtype        of the data
+    share        what shares a scale
+    end          how the scales' name ends after the data's, their whole name where that is another one, or
+                 '' where no scales are known
+    scale_dtype  of the scales
+    swizzled     whether these are stored in tiles
+    """
 
     dtype: str
     share: Share
     end: str
     scale_dtype: str
+    swizzled: bool = False
 
 
 _NOTHING = Described()
@@ -65,7 +75,7 @@ def quantization_config(layers: Mapping[str, LayerForm], plain: Iterable[str], s
 
 def has_group(form: LayerForm) -> bool:
     """Whether compressed-tensors has a group for such layers."""
-    if form.end != "_scale" or form.dtype != "F8_E4M3":
+    if form.end != "_scale" or form.dtype != "F8_E4M3" or form.swizzled:
         return False
     if form.share is None or form.share == _ROWS:
         return True
@@ -97,12 +107,12 @@ def adapted(raw: Mapping[str, Any], converted: Iterable[str]) -> dict[str, Any]:
 def without_description(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json without what it says of quantisation, also in the parts of a model."""
     return {key: without_description(value) if isinstance(value, dict) else value
-            for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+            for key, value in config.items() if not is_description(key, value)}
 
 
 def _method(form: LayerForm) -> str:
     whole = isinstance(form.share, tuple) and None not in form.share
-    if not whole or form.end not in ("_scale_inv", ".scale"):
+    if not whole or form.end not in ("_scale_inv", ".scale") or form.swizzled:
         return _OWN_METHOD
     return "mxfp8" if form.share == _MX and form.scale_dtype in EXPONENTS else "fp8"
 
@@ -154,11 +164,13 @@ def _packed_groups(source: Described, packed: Iterable[str]) -> list[dict[str, A
     """The source's groups that describe packed modules, for these alone."""
     found: dict[str, dict[str, Any]] = {}
     groups = {name: as_dict(group) for name, group in as_dict(source.raw.get("config_groups")).items()}
+    patterns = {name: LayerPatterns(one for one in source.targets(group) if one != "Linear")
+                for name, group in groups.items()}
     for module in packed:
         for name, group in groups.items():
             weights = as_dict(group.get("weights"))
             is_fp8 = weights.get("num_bits") == 8 and weights.get("type") == "float"
-            if not is_fp8 and targets(group, module):
+            if not is_fp8 and ("Linear" in source.targets(group) or patterns[name].match(module)):
                 kept = found.setdefault(name, {"format": source.raw.get("format"), **group, "targets": []})
                 kept["targets"].append(module)
                 break
@@ -176,13 +188,18 @@ def _merged(plain: Iterable[str], source: Described, quantised: set[str]) -> lis
 
 def _others(layers: Mapping[str, LayerForm]) -> dict[str, Any]:
     """Layers of other forms, which no list of the formats has."""
-    if not layers:
-        return {}
-    return {"quantized_layers": {
-        module: {"dtype": form.dtype, "scales": form.end, "scale_dtype": form.scale_dtype,
-                 "one_scale_for": share_text(form.share),
-                 "weight_block_size": list(form.share) if form.share and None not in form.share else None}
-        for module, form in sorted(layers.items())}}
+    return {"quantized_layers": {module: layer_entry(form) for module, form in sorted(layers.items())}
+            } if layers else {}
+
+
+def layer_entry(form: LayerForm) -> dict[str, Any]:
+    """What `quantized_layers` says of a layer."""
+    if not form.end:
+        return {"dtype": form.dtype, "scales": None}
+    return {"dtype": form.dtype, "scales": form.end, "scale_dtype": form.scale_dtype,
+            "one_scale_for": share_text(form.share),
+            "weight_block_size": list(form.share) if form.share else None,
+            **({"scale_layout": "swizzled"} if form.swizzled else {})}
 
 
 def _cache(source: Described) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def test_a_folder_with_other_weights_is_refused(tmp_path, capsys):
     source(tmp_path / "in")
     write(tmp_path / "out" / "stranger.safetensors", {"w": np.ones(3, np.float32)})
     assert convert(tmp_path / "in", tmp_path / "out", "--recipe", "row") == 1
-    assert "has stranger.safetensors, which is not of this conversion" in capsys.readouterr().err
+    assert "has stranger.safetensors, which is not of this checkpoint" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["stranger.safetensors"]
 
 

@@ -20,7 +20,7 @@ from checkpoints import (
 )
 
 from cupy_fp8 import io
-from cupy_fp8.io.quantization_config import matches
+from cupy_fp8.io.layer_patterns import matches
 
 UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -183,8 +183,8 @@ def test_matches(pattern, module, is_meant):
         ({"ignore": "lm_head"}, "ignore: expected a list of names"),
         ({"ignore": [3]}, "ignore: expected a list"),
         ({"ignore": ["re:("]}, "no regular expression"),
-        ({"ignore": ["re:(a+)+$"]}, "repeats of repeats"),
-        ({"ignore": ["re:" + ".*" * 9]}, "repeats of repeats, or too many"),
+        ({"ignore": ["re:(a+)+$"]}, "repeats a group"),
+        ({"ignore": ["re:" + ".*" * 9]}, "repeats a group, or has too many"),
     ],
     ids=str,
 )

@@ -223,13 +223,16 @@ def test_unknown_blocks_are_refused_with_advice_that_works(tmp_path):
     path = write(tmp_path / "a.safetensors", {"w": w, "w_scale_inv": scale})
     with pytest.raises(ValueError, match="these scales fit no block that is known") as caught:
         io.load_safetensors(path)
-    block = re.search(r"such as \((\d+), (\d+)\) \(convert: --block (\d+),(\d+)\)", str(caught.value))
+    block = re.search(
+        r"such as block=\{'w': \((\d+), (\d+)\)\} \(convert: --block w=(\d+),(\d+)\)", str(caught.value)
+    )
     assert block
     down, across, *again = map(int, block.groups())
     assert again == [down, across]
     wanted = values(w, scale, down, across)
-    np.testing.assert_array_equal(io.load_safetensors(path, block=(down, across))["w"].dequantize(), wanted)
-    assert convert(path, tmp_path / "b.safetensors", "--recipe", "bf16", "--block", f"{down},{across}") == 0
+    found = io.load_safetensors(path, block={"w": (down, across)})["w"]
+    np.testing.assert_array_equal(found.dequantize(), wanted)
+    assert convert(path, tmp_path / "b.safetensors", "--recipe", "bf16", "--block", f"w={down},{across}") == 0
     assert read(tmp_path / "b.safetensors")["w"].tobytes() == bf16(wanted).tobytes()
 
 

@@ -163,7 +163,7 @@ def test_two_tensors_of_scales(tmp_path):
     both = write(
         tmp_path / "b.safetensors", {"m.weight": w, "m.weight_scale": factors(1), "m.scale": factors(64)}
     )
-    with pytest.raises(ValueError, match=r"pass scales=\{'m\.weight': 'm\.weight_scale'\}"):
+    with pytest.raises(ValueError, match=r"such as scales=\{'m\.weight': 'm\.weight_scale'\}"):
         io.load_safetensors(both)
     found = io.load_safetensors(both, scales={"m.weight": "m.weight_scale"})
     assert found["m.weight"].block is None

@@ -90,7 +90,7 @@ def test_what_the_message_advises_works(tmp_path, capsys):
         ),
         ({"w": codes(4, 8), "w_scale": codes(4, 1)}, "w_scale F8_E4M3"),
         ({"w": codes(4, 8), "w_scale": factors(0)}, r"w_scale F32 \[0\]"),
-        ({"w": codes(4, 8), "w_scale": factors(1), "w_zero_point": codes(1)}, "has zero points"),
+        ({"w": codes(4, 8), "w_scale": factors(1), "w_zero_point": codes(1)}, "has w_zero_point too"),
         ({"w": codes(4, 200), "w_scale": np.ones(4, np.uint8)}, "w_scale U8 .*fit no block"),
         ({"w": codes(4, 8), "w_scale": np.ones((), np.uint8)}, "w_scale U8 .*fit no block"),
     ],
