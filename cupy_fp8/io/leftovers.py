@@ -69,12 +69,12 @@ def metadata_without(metadata: Mapping[str, str], modules: set[str]) -> dict[str
         if not comfy["layers"]:
             del found["_quantization_metadata"]
     about = {key: as_dict(_json(text)).get("_type") for key, text in found.items()}     # torchao's
-    left = [key for key, kind in about.items() if kind and module_of(key) not in modules]
+    left = {key: None for key, kind in about.items() if kind and module_of(key) not in modules}
     if all(about[key] == "Tensor" for key in left):
-        left = []
+        left = {}
     found = {key: text for key, text in found.items() if not about[key] or key in left}
     if "tensor_names" in found:
-        found["tensor_names"] = json.dumps(left)
+        found["tensor_names"] = json.dumps(list(left))
         if not left:
             del found["tensor_names"]
     return found
