@@ -90,7 +90,7 @@ def test_an_empty_name_is_no_path(function):
 def test_names_and_raw_of_load_safetensors(tmp_path):
     path = tmp_path / "a.safetensors"
     fp8.io.save_safetensors(path, {"x": X})
-    for wrong in (5, object(), np.ones(2, np.float16), [None], [[1]], b"x", "x"):
+    for wrong in (5, object(), np.ones(2, np.float16), [None], [[1]], b"x"):
         with pytest.raises(TypeError, match=r"^names: expected "):
             fp8.io.load_safetensors(path, names=wrong)  # type: ignore[arg-type]
     for wrong in ([1], X, "yes"):
