@@ -74,7 +74,11 @@ class Conversion:
             check_no_strangers(self.folder, {*self.names.values(), *self._written_beside()})
         place = self.folder / next(iter(self.names.values())) if self._single else self.folder
         whole = hashlib.sha256("".join(map(self._fingerprint, self.names)).encode()).hexdigest()
-        self._check_claim = self._claim.enter_context(claimed(place, whole))
+        with ExitStack() as stack:
+            self._check_claim = stack.enter_context(claimed(place, whole))
+            for shard, name in self.names.items():              # those of other parts too
+                self._check_ours(shard, self.folder / name)
+            self._claim = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:

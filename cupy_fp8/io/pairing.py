@@ -277,7 +277,7 @@ def _may_be_scales(name: str) -> bool:
 
 
 def _block_advice(name: str, data: Tensor, scale: Tensor) -> str:
-    """What to do about scales that fit nothing, or several readings."""
+    """What to do about scales that fit nothing."""
     blocks = shares_that_fit(data, scale) if scale.dtype in SCALES else []
     if not blocks:
         return "read the others with names=[…] (convert: --exclude), or this one with raw=True"

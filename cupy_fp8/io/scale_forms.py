@@ -46,8 +46,7 @@ def form_of(data: Tensor, scale: Tensor, said: Share | bool = False, sure: bool 
     said : what shares a scale by the checkpoint's configuration; False: it says nothing.
     sure : `said` is the caller's own word, and no other reading counts.
     swizzled : the checkpoint says that E8M0 scales are stored in tiles.
-    Raises ValueError, whose text follows the names and shapes of both, where nothing or several readings
-    fit.
+    Raises ValueError, whose text follows the names and shapes of both, where no reading fits.
     """
     if scale.dtype not in SCALES:
         raise ValueError(f"expected scales of type {', '.join(SCALES)}")
@@ -64,9 +63,7 @@ def form_of(data: Tensor, scale: Tensor, said: Share | bool = False, sure: bool 
         if sure and not isinstance(said, bool):
             raise ValueError(f"these are not the scales of {share_text(said)}")
         raise ValueError("these scales fit no block that is known")
-    if len({_extent(data.shape, share) for share in fits}) > 1:
-        raise ValueError(f"may be one scale for {' or for '.join(map(share_text, fits))}")
-    return Form(fits[0])
+    return Form(fits[0])                # The others are alike: blocks that reach past the tensor's ends.
 
 
 def _fitting(data: Tensor, scale: Tensor, shares: Sequence[Share]) -> list[Share]:
@@ -109,13 +106,6 @@ def _swizzled_shapes(shape: tuple[int, ...], only_padded: bool = False) -> list[
 def _grid(shape: tuple[int, ...], share: tuple[int | None, int | None]) -> tuple[int, ...]:
     *batch, rows, columns = shape
     return (*batch, *(cdiv(n, b or max(n, 1)) for n, b in zip((rows, columns), share, strict=True)))
-
-
-def _extent(shape: tuple[int, ...], share: Share) -> tuple[int, ...]:
-    """How many elements of the tensor really share a scale: blocks that reach past its ends are alike."""
-    if share is None:
-        return shape
-    return (*(1,) * (len(shape) - 2), *(min(b or n, n) for n, b in zip(shape[-2:], share, strict=True)))
 
 
 def shares_that_fit(data: Tensor, scale: Tensor) -> list[tuple[int, int]]:

@@ -208,6 +208,15 @@ def test_the_same_settings_share_the_work(tmp_path):
     }
 
 
+def test_a_shard_of_another_part_and_other_settings(tmp_path, capsys):
+    """Refused at once, and not when the last part ends."""
+    source(tmp_path / "in")
+    assert convert(tmp_path / "in", tmp_path / "out", "--recipe", "row", "--part", "2/3") == 0
+    assert convert(tmp_path / "in", tmp_path / "out", "--recipe", "mxfp8", "--part", "1/3") == 1
+    assert "is there already, and not of this conversion" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model-1.safetensors"]
+
+
 def test_a_folder_with_other_weights_is_refused(tmp_path, capsys):
     source(tmp_path / "in")
     write(tmp_path / "out" / "stranger.safetensors", {"w": np.ones(3, np.float32)})

@@ -1,6 +1,7 @@
 """What shares a scale: told by shapes, by the checkpoint's configuration, or by the caller; every form is
 read as its values and converted as these."""
 
+import itertools
 import json
 import re
 from typing import Any
@@ -13,7 +14,7 @@ from checkpoints import BF16, E8M0, bf16, codes, convert, factors, read, values,
 import cupy_fp8 as fp8
 from cupy_fp8 import io
 from cupy_fp8.__main__ import main
-from cupy_fp8.io import weights
+from cupy_fp8.io import scale_forms, weights
 
 E5M2 = np.dtype(ml_dtypes.float8_e5m2)
 POWERS = np.random.default_rng(3).integers(115, 125, 1000).astype(np.uint8)
@@ -152,6 +153,23 @@ def test_more_than_one_chunk(tmp_path, block, monkeypatch):
     scale = factors(2, *(-(-n // (b or n)) for n, b in zip((1100, 96), block, strict=True)))
     path = write(tmp_path / "a.safetensors", {"w": w, "w_scale_inv": scale})
     check(path, w, values(w, scale, *block), ("bf16", "block128", "mxfp8"), block={"w": block})
+
+
+EXTENTS = (1, 2, 3, 4, 31, 32, 33, 64, 127, 128, 129, 256, 300)
+
+
+@pytest.mark.parametrize("dimensions", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_shapes_that_fit_several_readings_mean_the_same(dimensions):
+    """Then one is that of blocks that reach past the tensor's ends."""
+    for shape in itertools.product(EXTENTS, repeat=dimensions):
+        meanings: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+        for share in scale_forms._usual(shape):
+            extent = shape if share is None else (1,) * (dimensions - 2) + tuple(
+                min(b or n, n) for n, b in zip(shape[-2:], share, strict=True)
+            )
+            for scales in scale_forms._shapes(shape, share):
+                meanings.setdefault(scales, set()).add(extent)
+        assert all(len(one) == 1 for one in meanings.values()), shape
 
 
 CONFIGS: dict[str, Any] = {

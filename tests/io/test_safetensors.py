@@ -115,6 +115,23 @@ def test_headers_that_claim_more_than_there_is(tmp_path, length):
         TensorFile(raw(tmp_path / "a.safetensors", b"{}", length=length))
 
 
+def test_headers_longer_than_any(tmp_path):
+    """Not even read: the file is sparse."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes((100_000_001).to_bytes(8, "little"))
+    os.truncate(path, 100_000_100)
+    with pytest.raises(ValueError, match="a header of 100000001 bytes is claimed"):
+        TensorFile(path)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
+    path = write(tmp_path / "a.safetensors", {"a": np.ones(1000)})
+    file = TensorFile(path)
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(ValueError, match="a ends early; the file was cut off while it was read"):
+        file.read_bytes("a", 0, 8000)
+
+
 def refused_by_name(path):
     """Whether a file is refused, by an error that names it; else all its tensors can be read."""
     try:
