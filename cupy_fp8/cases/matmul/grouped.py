@@ -113,8 +113,9 @@ def _inputs(case: Case) -> Arguments:
         b = _flat((total, n), count, of_b, layout, kind, 2, True)
     else:
         b = operand((n, total), of_b, second, layout, scale, kind, 2)
-    if isinstance(a, Scaled):
-        a = Scaled._of(a.data, laid_out(a.scale_inv, scales_at), a.shape, False, a.block, a.scale_layout)
+    if scales_at != "contiguous":
+        a, b = (Scaled._of(s.data, laid_out(s.scale_inv, scales_at), s.shape, False, s.block, s.scale_layout)
+                for s in (a, b))
     if options.pop("accumulate", False):
         shape = (total, n) if of_rows else (count, other, n)
         options["accumulate"] = values("normal", shape, float32, 4)
@@ -222,7 +223,8 @@ def _cases_past_constants() -> Iterator[Case]:
                                ("Grouped", "block"), ("Grouped", "tensor")):
             yield _case((190, 24, k), (scaling, "block"), given=given, groups=70, spare=1)
         yield _case((190, 24, k), ("row", "row"), groups=70, spare=1)
-        yield _case((70, 24, k), pair, groups=2, scales_at="offset")
+        for second in ("block", "vector"):
+            yield _case((70, 24, k), ("vector", second), groups=2, scales_at="offset")
     yield _case((2120, 264, 16), pair, groups=1)
     yield _case((2100, 132, 20), pair, groups=1)
     for given in ("flat", "Grouped"):
