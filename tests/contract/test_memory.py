@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from arena import ROOM, Arena, apart
-from declared import Example
+from declared import Example, every_example
 from perturbed import bytes_of, compare, given, on_host, outcome, refused, with_array
-from places import every_example
 from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
