@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from product_operands import integers, scaled
+from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, Grouped, MXScaling, Quantized, Scaled, reference, testing
@@ -91,6 +92,19 @@ def test_small_integers_are_exact(group, dtypes, run):
     added = run.array(np.full(shape, 3, np.float32))
     assert fp8.grouped_matmul_nt(a, b, splits, group=group, accumulate=added) is added
     testing.assert_bytes_equal(fp8.asnumpy(added), want + np.float32(3))
+
+
+@where_kernels_run
+@pytest.mark.parametrize("m", [13, 16])
+def test_an_empty_group_may_begin_anywhere(m, run):
+    """Scales of whole blocks of all columns need groups that begin at multiples of 128, but for empty ones.
+    """
+    sizes = np.array([128, 100, 0])
+    a, b = (run.array(scaled((rows, 240), "vector", rows)) for rows in (m, N))
+    fp8.device_errors(clear=True)
+    got = fp8.grouped_matmul_nt(a, b, run.array(sizes), group="k", dtype=float32)
+    assert fp8.device_errors() == ()
+    assert not bits(fp8.asnumpy(got))[2].any()
 
 
 @pytest.mark.full
