@@ -30,3 +30,30 @@ def test_a_result_inside_an_argument_that_others_lie_in():
                                       (16, 128)))
     with testing.executor("host"), pytest.raises(ValueError, match=r"^out\.rowwise\.data: overlaps x in mem"):
         fp8.quantize_tensor(x, scale, out=result)
+
+
+def test_sizes_on_the_host_are_examined_in_every_call():
+    x, splits = np.ones((48, 64), np.float32), np.array([16, 32])
+    with testing.executor("host"):
+        for _ in range(2):
+            fp8.group_quantize(x, splits, fp8.MXScaling())
+        splits[0] = 17
+        with pytest.raises(ValueError, match=r"^splits: expected sizes that add up to at most the 48 rows"):
+            fp8.group_quantize(x, splits, fp8.MXScaling())
+
+
+@pytest.mark.parametrize("zero", [0.0, np.float32(0)], ids=["Python", "NumPy"])
+def test_zeros_of_both_signs(zero):
+    x = np.ones((4, 16), np.float32)
+    with testing.executor("host"):
+        for scale in (zero, -zero, zero):
+            testing.assert_bytes_equal(fp8.quantize_tensor(x, scale), reference.quantize_tensor(x, scale))
+
+
+def test_an_amax_made_read_only():
+    x, amax = np.ones((4, 16), np.float32), np.zeros(1, np.float32)
+    with testing.executor("host"):
+        fp8.quantize_tensor(x, 2.0, amax=amax)
+        amax.flags.writeable = False
+        with pytest.raises(ValueError, match=r"^amax: the array is read-only$"):
+            fp8.quantize_tensor(x, 2.0, amax=amax)

@@ -185,6 +185,9 @@ def _column_cases() -> Iterator[Case]:
                                      product((float8_e4m3fn, float8_e5m2), repeat=2)):
         yield _case((288, 208, 144), pair, "normal", of, other=other, groups=3, division="even",
                     given="Grouped" if pair[0] == "vector" else "Scaled", **of_k)
+    for given in ("flat", "Grouped"):               # Lines of scales do not begin at multiples of 16 bytes.
+        yield _case((288, 22, 26), ("vector", "vector"), given=given, groups=3, division="even",
+                    scale_layout="compact", **of_k)
     for shape in ((288, 24, 208), (288, 264, 272)):                # M exceeds a tile, then N does too.
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", **of_k)
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", accumulate=True,
