@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from declared import DTYPES_OF_CASES, Example
+from declared import DTYPES_OF_CASES, Example, every_example, every_example_that
 from other_results import other_parts, results_of
 from perturbed import (
     DTYPES,
@@ -25,7 +25,7 @@ from perturbed import (
     shapes,
     with_array,
 )
-from places import Place, every_example, every_example_that
+from places import Place
 from trees import map_arrays
 
 from cupy_fp8 import Quantized, Scaled

@@ -11,9 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from declared import EXAMPLES, Example
+from declared import EXAMPLES, Example, every_example
 from perturbed import given, outcome, with_array
-from places import Place, every_example
+from places import Place
 
 import cupy_fp8 as fp8
 from cupy_fp8 import advice, recipes, testing

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declared import Example
+from declared import Example, every_example, every_example_that, every_noop, every_result
 from perturbed import (
     anew,
     change_contents,
@@ -22,7 +22,7 @@ from perturbed import (
     parameters,
     with_array,
 )
-from places import Place, every_example, every_example_that, every_noop, every_result
+from places import Place
 from trees import leaves, snapshot
 
 import cupy_fp8 as fp8

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from declared import Example
+from declared import Example, every_example, every_result
 from perturbed import (
     DTYPES,
     anew,
@@ -28,7 +28,6 @@ from perturbed import (
     turned,
     with_array,
 )
-from places import every_example, every_result
 from tiers import needs_host, where_kernels_run
 from trees import leaves, map_arrays
 

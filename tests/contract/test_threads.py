@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declared import Example
+from declared import Example, every_example
 from perturbed import change_contents, compare, on_host
-from places import Place, every_example
+from places import Place
 
 import cupy_fp8 as fp8
 from cupy_fp8.kernels import Launch

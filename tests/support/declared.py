@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
+from tiers import quick_if
 from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
@@ -247,3 +249,13 @@ _CHOSEN = [chosen for op in map(in_contract, cases.OPS.values()) if takes_the_on
 EXAMPLES = [example for kind, example in _CHOSEN if kind != "aligned"]
 ALIGNED = [example for kind, example in _CHOSEN if kind == "aligned"]
 DTYPES_OF_CASES["multi_cast_transpose", "xs"].update(INPUT_DTYPES)       # No case has float16.
+
+
+def every_example_that(wanted: Callable[[Example], bool]) -> pytest.MarkDecorator:
+    chosen = quick_if(lambda example: example.quick, filter(wanted, EXAMPLES))
+    return pytest.mark.parametrize("example", chosen, ids=str)
+
+
+every_example = every_example_that(lambda example: True)
+every_result = every_example_that(lambda example: not example.updates)
+every_noop = every_example_that(lambda example: "noop" in example.kwargs)

@@ -15,7 +15,7 @@ from ...ops.matmul import grouped, tiles
 from ...ops.scales import convert
 from ...reference.matmul import grouped as reference
 from ...results import Quantized, Scaled
-from ..base import Case, values
+from ..base import Case, laid_out, values
 from ..groups import sizes
 from ..registry import Arguments, Registration, register
 from .dense import BLOCKS, operand
@@ -93,6 +93,7 @@ def _inputs(case: Case) -> Arguments:
     count, division = options.pop("groups", 4), options.pop("division", "uneven")
     spare, wide = options.pop("spare", 0), options.pop("wide", True)
     of_b, scale = options.pop("other", float8_e4m3fn), options.pop("scale", float32)
+    scales_at = options.pop("scales_at", "contiguous")
     splits = _splits(total, count, division, spare).astype(np.int64 if wide else np.int32)
     of_rows, kind = options.get("group", "m") == "m", case.values
     a_shape, b_shape = (total, other), (count, n, other) if of_rows else (total, n)
@@ -112,6 +113,9 @@ def _inputs(case: Case) -> Arguments:
         b = _flat((total, n), count, of_b, layout, kind, 2, True)
     else:
         b = operand((n, total), of_b, second, layout, scale, kind, 2)
+    if scales_at != "contiguous":
+        a, b = (Scaled._of(s.data, laid_out(s.scale_inv, scales_at), s.shape, False, s.block, s.scale_layout)
+                for s in (a, b))
     if options.pop("accumulate", False):
         shape = (total, n) if of_rows else (count, other, n)
         options["accumulate"] = values("normal", shape, float32, 4)
@@ -129,6 +133,7 @@ def _cases() -> Iterator[Case]:
         yield _case((421, 4, 13), pair, groups=3, given=given, group="k")
     yield from _row_cases()
     yield from _column_cases()
+    yield from _cases_past_constants()
 
 
 def _case(shape: tuple[int, ...], pair: tuple[str, str], kind: str = "normal",
@@ -180,6 +185,9 @@ def _column_cases() -> Iterator[Case]:
                                      product((float8_e4m3fn, float8_e5m2), repeat=2)):
         yield _case((288, 208, 144), pair, "normal", of, other=other, groups=3, division="even",
                     given="Grouped" if pair[0] == "vector" else "Scaled", **of_k)
+    for given in ("flat", "Grouped"):               # Lines of scales do not begin at multiples of 16 bytes.
+        yield _case((288, 22, 26), ("vector", "vector"), given=given, groups=3, division="even",
+                    scale_layout="compact", **of_k)
     for shape in ((288, 24, 208), (288, 264, 272)):                # M exceeds a tile, then N does too.
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", **of_k)
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", accumulate=True,
@@ -205,6 +213,29 @@ def _column_cases() -> Iterator[Case]:
             yield _case((total, 40, 24), pair, groups=groups, given=given, wide=groups < 40, **of_k)
         for shape in ((20, 0, 16), (20, 8, 0)):
             yield _case(shape, pair, given=given, **of_k)
+
+
+def _cases_past_constants() -> Iterator[Case]:
+    """One past what a kernel has at once: a round of 32 groups, a band of row tiles, a scale's alignment. The
+    kernels for rows at multiples of 16 bytes and for all others."""
+    pair = "vector", "block"
+    for k in (144, 100):
+        for groups, total in ((1, 2), (31, 40), (32, 40), (33, 40), (64, 70), (70, 90)):
+            yield _case((total, 24, k), pair, groups=groups, spare=1)
+        for given, scaling in (("flat", "vector"), ("Grouped", "vector"), ("Grouped", "row"),
+                               ("Grouped", "block"), ("Grouped", "tensor")):
+            yield _case((190, 24, k), (scaling, "block"), given=given, groups=70, spare=1)
+        yield _case((190, 24, k), ("row", "row"), groups=70, spare=1)
+        for second in ("block", "vector"):
+            yield _case((70, 24, k), ("vector", second), groups=2, scales_at="offset")
+    yield _case((2120, 264, 16), pair, groups=1)
+    yield _case((2100, 132, 20), pair, groups=1)
+    for given in ("flat", "Grouped"):
+        for layout in ("gemm_ready", "compact"):
+            yield _case((1180, 24, 22), ("vector", "vector"), given=given, groups=70, spare=4,
+                        scale_layout=layout, group="k")
+    yield _case((40, 132, 2100), ("row", "row"), groups=2, group="k")
+    yield _case((64, 264, 2120), ("row", "row"), groups=2, division="even", group="k")
 
 
 def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Arguments) -> None:

@@ -109,6 +109,9 @@ def _cases_of(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | Non
     for i, routed in enumerate((*_ROUTED, *_OTHERS)):
         for by in probs:
             yield Case(op, turn(dtypes, i), (50, 40), turn(kinds, i), options={**routed, "probs": by})
+    for topk in (256, 257, 1000):                   # more routes than a block has threads
+        yield Case(op, dtypes[0], (2, 24), turn(kinds, 0),
+                   options={"topk": topk, "experts": 1000, "probs": "slot"})
     for dtype in dtypes:
         yield Case(op, dtype, (24, 48), turn(kinds, 0), "offset", {**_ROUTED[0], "probs": probs[-1]})
     yield Case(op, dtypes[0], (24, 48), turn(kinds, 0), "strided", {**_ROUTED[2], "probs": probs[-1]})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from product_operands import integers, scaled
+from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, Grouped, MXScaling, Quantized, Scaled, reference, testing
@@ -91,6 +92,19 @@ def test_small_integers_are_exact(group, dtypes, run):
     added = run.array(np.full(shape, 3, np.float32))
     assert fp8.grouped_matmul_nt(a, b, splits, group=group, accumulate=added) is added
     testing.assert_bytes_equal(fp8.asnumpy(added), want + np.float32(3))
+
+
+@where_kernels_run
+@pytest.mark.parametrize("m", [13, 16])
+def test_an_empty_group_may_begin_anywhere(m, run):
+    """Scales of whole blocks of all columns need groups that begin at multiples of 128, but for empty ones.
+    """
+    sizes = np.array([128, 100, 0])
+    a, b = (run.array(scaled((rows, 240), "vector", rows)) for rows in (m, N))
+    fp8.device_errors(clear=True)
+    got = fp8.grouped_matmul_nt(a, b, run.array(sizes), group="k", dtype=float32)
+    assert fp8.device_errors() == ()
+    assert not bits(fp8.asnumpy(got))[2].any()
 
 
 @pytest.mark.full
@@ -197,9 +211,10 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
     return run
 
 
-def test_groups_that_begin_within_a_block_of_scales(unchecked):
+@pytest.mark.parametrize("pair", [("vector", "row"), ("row", "vector")], ids="-".join)
+def test_groups_that_begin_within_a_block_of_scales(pair, unchecked):
     run, sizes = unchecked, np.array([128, 100, 0, 52, 0])
-    a, b = scaled((N, 280), "vector", 1), scaled((13, 280), "row", 2)
+    a, b = scaled((N, 280), pair[0], 1), scaled((13, 280), pair[1], 2)
     got = fp8.asnumpy(fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(sizes), group="k"))
     want = reference.grouped_matmul_nt(a, b, sizes, group="k")
     magnitudes = grouped_magnitudes(a, b, sizes, group="k")
@@ -215,6 +230,8 @@ X, W = scaled((TOTAL, K), "vector", 1), scaled((6, N, K), "block", 2)
 XT, GT = scaled((13, TOTAL), "vector", 1), scaled((N, TOTAL), "vector", 2)
 G = fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, BlockScaling())
 GC = fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, BlockScaling(), rowwise=False,
+                        columnwise=True)
+GO = fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS[::-1].copy(), BlockScaling(), rowwise=False,
                         columnwise=True)
 GX, GR = (fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, recipe, columnwise=True)
           for recipe in (MXScaling(), BlockScaling((128, 1))))
@@ -257,6 +274,7 @@ GX, GR = (fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, recipe, co
      "gemm_ready scales, got block (128, 1) with ", (GC, GR), {"group": "k"}),
     (ValueError, "a: expected column-wise data stored transposed, got data stored as is; group_quantize(",
      (dataclasses.replace(GC, transposed=False), GC), {"group": "k"}),
+    (ValueError, "b.splits: expected the sizes of a's groups, got others", (GC, GO), {"group": "k"}),
     (ValueError, "out: expected None beside accumulate", (X, W, SPLITS),
      {"accumulate": np.zeros((TOTAL, N), np.float32), "out": np.zeros((TOTAL, N), np.float32)}),
 ])

@@ -152,15 +152,16 @@ def routed_by_hand(row: int, options: dict[str, Any]) -> Routing:
 
 
 @pytest.mark.parametrize("options", [{}, {"form": "mask"}, {"align": 16}], ids=str)
-@pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 100])
+@pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 100, "rows"])
 def test_a_row_outside_of_the_routing_is_none(row, options, run):
     """A map that leads out of bounds is read as one that leads nowhere, by all four ops, by the reference as
-    by the kernels."""
-    host, nowhere = routed_by_hand(row, options), routed_by_hand(-1, options)
+    by the kernels. "rows": one past the last."""
+    nowhere = routed_by_hand(-1, options)
+    host = routed_by_hand(nowhere.rows if row == "rows" else row, options)
     x, y, probs, by_row = normal((20, 24)), normal((host.rows, 24),
                                                    seed=1), normal((20, 2)), normal((host.rows,), seed=2)
     r, given_x, given_y, given_probs = map(run.array, (host, x, y, probs))
-    assert_equal(fp8.permute(given_x, r, probs=given_probs), moved(x, nowhere, probs))
+    expect(run, moved(x, nowhere, probs), fp8.permute, given_x, r, probs=given_probs)
     assert_equal(fp8.unpermute(given_y, r, probs=given_probs), summed(y, nowhere, probs))
     assert_equal(fp8.permute_backward(given_y, r, probs_grad=run.array(by_row)),
                  (summed(y, nowhere), gathered(by_row, nowhere)))

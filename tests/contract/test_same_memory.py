@@ -1,0 +1,59 @@
+"""Calls that come again with the same memory on the CPU executor: what else a key must tell apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiers import needs_host
+
+import cupy_fp8 as fp8
+from cupy_fp8 import reference, testing
+
+pytestmark = needs_host
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+def test_a_square_and_its_transpose(with_out):
+    """They have the same memory, shape and dtype: only the strides differ."""
+    x = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    with testing.executor("host"):
+        out = fp8.quantize_mx(x) if with_out else None
+        for view in (x, x.T, x, x.T):
+            testing.assert_bytes_equal(fp8.quantize_mx(view, out=out), reference.quantize_mx(view))
+
+
+def test_a_result_inside_an_argument_that_others_lie_in():
+    """A read range within another does not hide the rest of that one."""
+    memory = np.ones(4096, np.float32)
+    x, scale, out = memory[:2048].reshape(16, 128), memory[4:5], memory[1024:1536]
+    result = fp8.Quantized(fp8.Scaled(out.view(fp8.float8_e4m3fn).reshape(16, 128), np.ones(1, np.float32),
+                                      (16, 128)))
+    with testing.executor("host"), pytest.raises(ValueError, match=r"^out\.rowwise\.data: overlaps x in mem"):
+        fp8.quantize_tensor(x, scale, out=result)
+
+
+def test_sizes_on_the_host_are_examined_in_every_call():
+    x, splits = np.ones((48, 64), np.float32), np.array([16, 32])
+    with testing.executor("host"):
+        for _ in range(2):
+            fp8.group_quantize(x, splits, fp8.MXScaling())
+        splits[0] = 17
+        with pytest.raises(ValueError, match=r"^splits: expected sizes that add up to at most the 48 rows"):
+            fp8.group_quantize(x, splits, fp8.MXScaling())
+
+
+@pytest.mark.parametrize("zero", [0.0, np.float32(0)], ids=["Python", "NumPy"])
+def test_zeros_of_both_signs(zero):
+    x = np.ones((4, 16), np.float32)
+    with testing.executor("host"):
+        for scale in (zero, -zero, zero):
+            testing.assert_bytes_equal(fp8.quantize_tensor(x, scale), reference.quantize_tensor(x, scale))
+
+
+def test_an_amax_made_read_only():
+    x, amax = np.ones((4, 16), np.float32), np.zeros(1, np.float32)
+    with testing.executor("host"):
+        fp8.quantize_tensor(x, 2.0, amax=amax)
+        amax.flags.writeable = False
+        with pytest.raises(ValueError, match=r"^amax: the array is read-only$"):
+            fp8.quantize_tensor(x, 2.0, amax=amax)
