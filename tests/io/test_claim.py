@@ -235,3 +235,13 @@ def test_every_setting_counts(tmp_path, options, capsys):
     assert convert(tmp_path / "in", tmp_path / "out", "--recipe", "row") == 0
     assert convert(tmp_path / "in", tmp_path / "out", "--recipe", "row", *options) == 1
     assert "is there already, and not of this conversion" in capsys.readouterr().err
+
+
+def test_a_claim_that_is_taken_away(tmp_path):
+    """Somebody deleted the file, and another conversion made it anew."""
+    with claimed(tmp_path, "one") as check:
+        (tmp_path / ".convert.partial").unlink()
+        with claimed(tmp_path, "two") as other:
+            other()
+            with pytest.raises(ValueError, match="has taken this place"):
+                check()

@@ -245,3 +245,14 @@ def test_scales_of_key_value_caches_stay(tmp_path, recipe, scheme):
     assert {f"{attention}k_scale", f"{attention}v_scale"} < after.keys()
     assert f"{Q}.input_scale" not in after
     assert said(tmp_path / "out")["kv_cache_scheme"] == KV
+
+
+def test_a_block_that_is_no_square_is_told(tmp_path):
+    """Rows before columns, in `quantized_layers` too."""
+    w, s = codes(192, 192), factors(3, 6)
+    write(tmp_path / "model.safetensors", {f"{m}.weight{end}": a for m in (UP, "mtp.up_proj")
+                                           for end, a in (("", w), ("_scale_inv", s))},
+          config={"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}})
+    assert convert(tmp_path, tmp_path / "out", "--recipe", "mxfp8", "--exclude", "mtp.*") == 0
+    found = io.load_safetensors(tmp_path / "out")["mtp.up_proj.weight"]
+    np.testing.assert_array_equal(found.dequantize(), values(w, s, 64, 32))

@@ -11,6 +11,7 @@ from checkpoints import E8M0, Packed, bf16, codes, config_of, convert, factors, 
 
 import cupy_fp8 as fp8
 from cupy_fp8 import io
+from cupy_fp8.io.found import tensors
 
 UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 
@@ -240,3 +241,12 @@ def test_fnuz_never_is_a_scaled(tmp_path):
     assert convert(tmp_path, tmp_path / "out", "--recipe", "bf16") == 0
     assert read(tmp_path / "out")["w"].tobytes() == bf16(w.astype(np.float32) * s).tobytes()
     assert said(tmp_path / "out") == {}
+
+
+def test_packed_layers_are_not_drawn(tmp_path):
+    """They, and their scales, are no matrices, and have a reason."""
+    path = write(tmp_path / "model.safetensors", {**nvfp4(UP), "w": codes(4, 8), "w_scale": factors(1)})
+    assert [name for name, _ in io.read_matrices(path)] == ["w"]
+    found = {one.name: one.what for one in tensors(path) if one.values is None}
+    assert found.keys() == set(nvfp4(UP))
+    assert "packed data of a form that is not read" in found[f"{UP}.weight_packed"]
