@@ -148,7 +148,7 @@ def test_any_block(tmp_path, shape, block):
 )
 def test_more_than_one_chunk(tmp_path, block, monkeypatch):
     """Chunks of rows never divide a block of the source, and each has its own scales."""
-    monkeypatch.setattr(weights, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(weights, "_CHUNK", 384 * 96)        # rows that no block of 256 rows divides
     w = codes(2, 1100, 96)
     scale = factors(2, *(-(-n // (b or n)) for n, b in zip((1100, 96), block, strict=True)))
     path = write(tmp_path / "a.safetensors", {"w": w, "w_scale_inv": scale})
