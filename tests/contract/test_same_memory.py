@@ -15,11 +15,23 @@ pytestmark = needs_host
 @pytest.mark.parametrize("with_out", [False, True])
 def test_a_square_and_its_transpose(with_out):
     """They have the same memory, shape and dtype: only the strides differ."""
-    x = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 64), np.float32)
     with testing.executor("host"):
         out = fp8.quantize_mx(x) if with_out else None
         for view in (x, x.T, x, x.T):
+            x[...] = rng.standard_normal(x.shape)
             testing.assert_bytes_equal(fp8.quantize_mx(view, out=out), reference.quantize_mx(view))
+
+
+def test_an_argument_that_is_copied_is_copied_in_every_call():
+    rng, wide = np.random.default_rng(0), np.empty((64, 128), np.float32)
+    with testing.executor("host"):
+        out = fp8.quantize_tensor(wide[:, ::2], 2.0)
+        for _ in range(4):
+            wide[...] = rng.standard_normal(wide.shape)
+            want = reference.quantize_tensor(wide[:, ::2], 2.0)
+            testing.assert_bytes_equal(fp8.quantize_tensor(wide[:, ::2], 2.0, out=out), want)
 
 
 def test_a_result_inside_an_argument_that_others_lie_in():

@@ -91,7 +91,8 @@ def planted_kernels(fault: Fault, folder: Path) -> Iterator[None]:
 # ---- what finds the fault ----
 def chosen(fault: Fault) -> Iterator[Recorded]:
     """The cases that cover what the op launches of the source, with few elements before many. Behind them all
-    other cases that need no other program. Before them those that a faulty module refuses. LookupError if no case launches a program with the fault."""
+    other cases that need no other program, and before them those that a faulty module refuses. LookupError if
+    no case launches a program with the fault."""
     from cupy_fp8.cases import OPS
     from cupy_fp8.cases.covering import covering_of, record, served_by
 

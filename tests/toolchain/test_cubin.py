@@ -1,4 +1,5 @@
-"""Programs for one architecture alone: compiled once, kept in CuPy's cache under everything they depend on."""
+"""Programs for one architecture alone are compiled once, and kept in CuPy's cache under all that they depend
+on."""
 
 from __future__ import annotations
 
