@@ -2,7 +2,6 @@
 
 from faults import Fault
 
-_ADDRESSES = "tests/contract/test_memory.py::test_any_address_beside_others"
 _CUBIN = "tests/toolchain/test_cubin.py"
 _CUBLASLT = "tests/ops/matmul/test_cublaslt.py"
 _GROUPED = "tests/ops/matmul/test_grouped_matmul_nt.py"
@@ -12,7 +11,7 @@ _PLANS = "tests/ops/matmul/test_plans.py"
 _RANGES = "tests/contract/test_ranges.py"
 _SAME_MEMORY = "tests/contract/test_same_memory.py"
 _STRUCTS = "tests/toolchain/test_structs.py"
-_THREADS = "tests/contract/test_threads.py"
+_WORKSPACES = "tests/contract/test_workspaces.py"
 
 MODULE_FAULTS = (
     # ---- calls ----
@@ -84,7 +83,7 @@ MODULE_FAULTS = (
     Fault("kernels/device.py", "if blocks > 0x7FFFFFFF:", "if blocks > 0x80000000:",
           test="tests/contract/test_large.py::test_the_largest_grid_that_there_is"),
     Fault("kernels/driver.py", "cuda.runtime.free(0) ", "None ",
-          test=f"{_THREADS}::test_a_thread_has_a_context_before_it_launches"),
+          test=f"{_WORKSPACES}::test_a_thread_has_a_context_before_it_launches"),
     Fault("kernels/errors.py", "if clear:\n", "if not clear:\n",
           test="tests/toolchain/test_device_errors.py"),
     Fault("kernels/errors.py", "SPLIT_START = 1 << 7", "SPLIT_START = 1 << 8",
@@ -92,7 +91,7 @@ MODULE_FAULTS = (
     Fault("kernels/kernel.py", "found = self._variants.get(choice)",
           "found = next(iter(self._variants.values()), None)", test=_STRUCTS, case="same_choice"),
     Fault("kernels/owned.py", "a if isinstance(a, np.ndarray) or a.base is None else a.base", "a",
-          test=f"{_THREADS}::test_a_workspace_lives_with_the_memory_it_serves"),
+          test=f"{_WORKSPACES}::test_a_workspace_lives_with_the_memory_it_serves"),
     Fault("kernels/shapes.py", "-(-shape[-2] // rows) *", "(shape[-2] // rows) *", "transpose"),
     Fault("kernels/shapes.py", "from_at % (chunk * in_bytes) == 0 and to_at", "to_at", "astype",
           case="offset",
@@ -109,7 +108,7 @@ MODULE_FAULTS = (
           "at, columns + 1, rows, pitch, box_rows, max(",
           "grouped_matmul_nt", "matmul/wgmma"),
     Fault("kernels/workspace.py", "threading.get_ident(), use", "0, use",
-          test=f"{_THREADS}::test_threads_that_share_a_stream_do_not_share_a_workspace"),
+          test=f"{_WORKSPACES}::test_threads_that_share_a_stream_do_not_share_a_workspace"),
     # ---- the host side of products ----
     Fault("ops/matmul/align_rows.py", "view.data % _UNIT == 0 and view.pitch % _UNIT == 0",
           "view.data % _UNIT == 0", "matmul_nt"),
@@ -153,15 +152,16 @@ MODULE_FAULTS = (
     Fault("ops/matmul/wgmma.py", 'boxes(p.a, p.k, p.total, p.a.pitch, _ROWS // _CLUSTER)',
           'boxes(p.a, p.k, p.total - 1, p.a.pitch, _ROWS // _CLUSTER)', "grouped_matmul_nt", "matmul/wgmma",
           case="192x128x48", name="the last row of a whole tile"),
-    Fault("ops/matmul/wgmma.py", "if p.out % 16 or pitch % 16:", "if pitch % 16:", test=_ADDRESSES,
-          case="result-grouped_matmul_nt", name="address of D"),
+    Fault("ops/matmul/wgmma.py", "if p.out % 16 or pitch % 16:", "if pitch % 16:",
+          test="tests/ops/matmul/test_grouped_out.py::test_nothing_else_is_written_by_copies_of_boxes",
+          case="65-m", name="address of D"),
     # ---- addresses that allow no wide accesses ----
     Fault("ops/convert/rebase.py", "data.at % 16 == 0 and written[0] % 16 == 0", "data.at % 16 == 0",
-          test=_ADDRESSES, case="result-rebase_scales"),
+          test="tests/ops/convert/test_rebase.py::test_a_result_at_any_address"),
     Fault("ops/convert/rebase.py", "data.at % 16 == 0 and written[0] % 16 == 0", "written[0] % 16 == 0",
-          test=_ADDRESSES, case="arguments-rebase_scales", name="loads"),
-    Fault("ops/moe/permute_launches.py", "given.at | to | row_bytes", "given.at | row_bytes", test=_ADDRESSES,
-          case="result-permute-"),
-    Fault("ops/moe/permute_launches.py", "given.at | to | row_bytes", "to | row_bytes", test=_ADDRESSES,
-          case="arguments-permute-", name="loads"),
+          "rebase_scales", case="offset", name="loads"),
+    Fault("ops/moe/permute_launches.py", "given.at | to | row_bytes", "given.at | row_bytes",
+          test="tests/ops/moe/test_permute.py::test_rows_of_any_length"),
+    Fault("ops/moe/permute_launches.py", "given.at | to | row_bytes", "to | row_bytes", "permute",
+          case="offset", name="loads"),
 )

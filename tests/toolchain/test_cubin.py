@@ -3,6 +3,7 @@ on."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_what_cannot_be_written_leaves_nothing(nvrtc, tmp_path, monkeypatch):
     def refuses(*_: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(cubin.os, "replace", refuses)
+    monkeypatch.setattr(os, "replace", refuses)
     with pytest.raises(OSError, match="no space"):
         cubin.path("text", "sm_90a", ())
     assert list((tmp_path / "cache").iterdir()) == []
