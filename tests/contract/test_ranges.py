@@ -10,6 +10,7 @@ import pytest
 
 from cupy_fp8.calls.descriptions import Written, divide
 from cupy_fp8.calls.memory import ALLOCATION_ALIGNMENT, Range, check_separate
+from cupy_fp8.calls.relocation import CallMemory
 from cupy_fp8.calls.validate import byte_range, matrix_strides
 
 
@@ -81,3 +82,10 @@ def test_arrays_of_one_allocation():
                 ends = start + size
         assert ends <= allocations[which]
     assert [own for own, _ in places] == [0] * 6 + [1] * 2
+
+
+def test_a_pointer_that_leads_elsewhere():
+    memory = CallMemory([(8192, 1), (4096, 16)], {64}, at_fixed_addresses=False)
+    assert memory.relocations([(0, 4100), (1, 0), (2, 64), (5, 8192)]) == [(0, 1, 4), (5, 0, 0)]
+    for pointer in (4095, 4112, 8193, 63):
+        assert memory.relocations([(0, 4096), (1, pointer)]) is None

@@ -1,4 +1,4 @@
-"""Calls that come again with the same memory on the CPU executor: what else a key must tell apart."""
+"""Calls that come again with the same memory: what else a key must tell apart, and what is looked at anew."""
 
 from __future__ import annotations
 
@@ -13,13 +13,25 @@ pytestmark = needs_host
 
 
 @pytest.mark.parametrize("with_out", [False, True])
-def test_a_square_and_its_transpose(with_out):
+def test_a_square_and_its_transpose_in_numpy(with_out):
     """They have the same memory, shape and dtype: only the strides differ."""
-    x = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 64), np.float32)
     with testing.executor("host"):
         out = fp8.quantize_mx(x) if with_out else None
         for view in (x, x.T, x, x.T):
+            x[...] = rng.standard_normal(x.shape)
             testing.assert_bytes_equal(fp8.quantize_mx(view, out=out), reference.quantize_mx(view))
+
+
+def test_an_argument_that_is_copied_is_copied_in_every_call():
+    rng, wide = np.random.default_rng(0), np.empty((64, 128), np.float32)
+    with testing.executor("host"):
+        out = fp8.quantize_tensor(wide[:, ::2], 2.0)
+        for _ in range(4):
+            wide[...] = rng.standard_normal(wide.shape)
+            want = reference.quantize_tensor(wide[:, ::2], 2.0)
+            testing.assert_bytes_equal(fp8.quantize_tensor(wide[:, ::2], 2.0, out=out), want)
 
 
 def test_a_result_inside_an_argument_that_others_lie_in():
@@ -57,3 +69,23 @@ def test_an_amax_made_read_only():
         amax.flags.writeable = False
         with pytest.raises(ValueError, match=r"^amax: the array is read-only$"):
             fp8.quantize_tensor(x, 2.0, amax=amax)
+
+
+# ---- on a device ----
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), fp8.MXScaling()], ids=str)
+def test_a_square_and_its_transpose(recipe, device):
+    """They have the same memory, shape and dtype."""
+    host = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    x = device.array(host)
+    for _ in range(2):
+        for view, of_host in ((x, host), (x.T, host.T)):
+            testing.assert_bytes_equal(device.run.numpy(recipe.quantize(view)), recipe.quantize(of_host))
+
+
+def test_an_argument_that_is_updated_and_now_overlaps_another(device):
+    """Calls that allocate look at new addresses too, where something else than the result is written."""
+    x, amax = device.array(np.ones((16, 32), np.float32)), device.array(np.zeros(1, np.float32))
+    for _ in range(2):
+        fp8.cast_transpose(x, 1.0, amax=amax)
+    with pytest.raises(ValueError, match="amax: overlaps x"):
+        fp8.cast_transpose(x, 1.0, amax=x.reshape(-1)[:1])

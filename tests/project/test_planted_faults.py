@@ -1,7 +1,7 @@
 """Every fault of tests/support/faults_in_*.py has its place, and every module that needs one has a fault.
 
-The tests that plant faults are full ones. These quick ones show that a fault must follow an edit of what it is
-in, and of the test that finds it.
+The tests that plant faults are full ones. These quick ones show that a fault must follow an edit of what it
+is in, and of the test that finds it.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What a planted fault is. This module imports nothing of the package, whose modules may be about to get one."""
+"""What a planted fault is. This module imports nothing of the package, in which faults are planted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Fault(NamedTuple):
 
     file: of kernels_cu, or a Python module of cupy_fp8
     op: one whose cases find the fault. kernel: the source that they must launch, for a fault in a header or
-    in a module. define: a choice of the program that they must launch, as "NAME=value". case: what their names
-    have. mode: the build that shows the fault.
+    in a module. define: a choice of the program that they must launch, as "NAME=value". mode: the build that
+    shows the fault.
     test: what finds the fault instead of an op's cases, as pytest's node ids, with spaces between them
+    case: what the names of the cases or tests have: others are not tried
     name: tells apart the faults of a file, of which one has none"""
 
     file: str

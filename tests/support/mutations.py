@@ -36,7 +36,7 @@ EQUIVALENT = {
     "equivalent kernel": Fault("scales/amax.cu", "blockIdx.x * kBlock;", "kBlock * blockIdx.x;",
                                "compute_amax"),
     "equivalent module": Fault("calls/memory.py", "max(read_end, end)", "max(end, read_end)",
-                               test=" ".join(sorted({fault.test for fault in FAULTS.values()} - {""}))),
+                               test="tests/contract/test_ranges.py tests/contract/test_same_memory.py"),
 }
 
 
@@ -91,7 +91,8 @@ def planted_kernels(fault: Fault, folder: Path) -> Iterator[None]:
 # ---- what finds the fault ----
 def chosen(fault: Fault) -> Iterator[Recorded]:
     """The cases that cover what the op launches of the source, with few elements before many. Behind them all
-    other cases that need no other program. Before them those that a faulty module refuses. LookupError if no case launches a program with the fault."""
+    other cases that need no other program, and before them those that a faulty module refuses. LookupError if
+    no case launches a program with the fault."""
     from cupy_fp8.cases import OPS
     from cupy_fp8.cases.covering import covering_of, record, served_by
 
@@ -101,8 +102,9 @@ def chosen(fault: Fault) -> Iterator[Recorded]:
         yield from (one for one in recorded if one.raised)
     recorded = [one for one in recorded if not one.raised and any(map(fault.in_program, one.variants))]
     if not recorded:
-        raise LookupError(f"{fault.file}: no case of {fault.op} {fault.case} launches a program of "
-                          f"{fault.source or 'any kernel'} {fault.define}: name another op, kernel or define")
+        raise LookupError(f"{fault.file}: no case of {fault.op} launches a program of "
+                          f"{fault.source or 'any kernel'} {fault.define}: name another op, kernel or define"
+                          f"{fault.case and f', or cases without {fault.case}'}")
     covers = sorted(covering_of(recorded), key=lambda one: (len(one.variants), one.size))
     yield from covers
     yield from (one for one in served_by(covers, recorded) if one not in covers)

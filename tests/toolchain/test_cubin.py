@@ -1,7 +1,9 @@
-"""Programs for one architecture alone: compiled once, kept in CuPy's cache under everything they depend on."""
+"""Programs for one architecture alone are compiled once, and kept in CuPy's cache under all that they depend
+on."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,7 +83,7 @@ def test_what_cannot_be_written_leaves_nothing(nvrtc, tmp_path, monkeypatch):
     def refuses(*_: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(cubin.os, "replace", refuses)
+    monkeypatch.setattr(os, "replace", refuses)
     with pytest.raises(OSError, match="no space"):
         cubin.path("text", "sm_90a", ())
     assert list((tmp_path / "cache").iterdir()) == []

@@ -68,6 +68,11 @@ def _flat(shape: tuple[int, int], groups: int, dtype: np.dtype[Any], layout: str
     return Quantized(Scaled._of(data, scales, shape, False, (1, 128), "gemm_ready"))
 
 
+def _placed(scales: np.ndarray, where: str) -> np.ndarray:
+    """The same scales at an address that is an odd multiple of 4 bytes, or with their columns adjacent."""
+    return laid_out(scales, "offset" if where == "offset" else "strided")
+
+
 def _splits(total: int, groups: int, division: str, spare: int) -> np.ndarray:
     """Sizes of groups, `spare` less than there is room for."""
     used = max(total - spare, 0)
@@ -93,7 +98,7 @@ def _inputs(case: Case) -> Arguments:
     count, division = options.pop("groups", 4), options.pop("division", "uneven")
     spare, wide = options.pop("spare", 0), options.pop("wide", True)
     of_b, scale = options.pop("other", float8_e4m3fn), options.pop("scale", float32)
-    scales_at = options.pop("scales_at", "contiguous")
+    scales_at = options.pop("scales_at", None)
     splits = _splits(total, count, division, spare).astype(np.int64 if wide else np.int32)
     of_rows, kind = options.get("group", "m") == "m", case.values
     a_shape, b_shape = (total, other), (count, n, other) if of_rows else (total, n)
@@ -113,8 +118,8 @@ def _inputs(case: Case) -> Arguments:
         b = _flat((total, n), count, of_b, layout, kind, 2, True)
     else:
         b = operand((n, total), of_b, second, layout, scale, kind, 2)
-    if scales_at != "contiguous":
-        a, b = (Scaled._of(s.data, laid_out(s.scale_inv, scales_at), s.shape, False, s.block, s.scale_layout)
+    if scales_at is not None:
+        a, b = (Scaled._of(s.data, _placed(s.scale_inv, scales_at), s.shape, False, s.block, s.scale_layout)
                 for s in (a, b))
     if options.pop("accumulate", False):
         shape = (total, n) if of_rows else (count, other, n)
@@ -228,6 +233,10 @@ def _cases_past_constants() -> Iterator[Case]:
         yield _case((190, 24, k), ("row", "row"), groups=70, spare=1)
         for second in ("block", "vector"):
             yield _case((70, 24, k), ("vector", second), groups=2, scales_at="offset")
+            yield _case((70, 22, k), ("vector", second), groups=2, scales_at="by columns",
+                        scale_layout="compact")
+    for rows in (64, 192):                          # exactly a tile, and a part of one
+        yield _case((rows, 128, 48), pair, groups=1)
     yield _case((2120, 264, 16), pair, groups=1)
     yield _case((2100, 132, 20), pair, groups=1)
     for given in ("flat", "Grouped"):

@@ -139,6 +139,8 @@ def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (200, 16), groups=number, spare=3, **both)
         yield case(bfloat16, (200, 16), groups=number, spare=3, current=(0.0, True),
                    with_amax=number % 2 == 0)
+    for number in (256, 257):                                        # more scales than a block has threads
+        yield case(float32, (200, 16), groups=number, spare=3, current=(0.0, True))
     yield case(bfloat16, (30, 40), groups=3, spare=30, **both)
     for layout in ("offset", "strided"):
         for rule in ({}, {"current": ()}):

@@ -105,6 +105,8 @@ def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator
                 yield case(bfloat16, (133, 2 * half), "normal", **_RECIPES[(i + j) % 4], **weighted,
                            **directions, bias="normal", interleaved=interleaved, experts=experts,
                            narrow=bool(i % 2))
+    # Several blocks of threads find whose each row is.
+    yield case(bfloat16, (1100, 2 * 24), "normal", **_RECIPES[0], **_BOTH, bias="normal", experts=5)
     for recipe in _RECIPES:
         yield case(bfloat16, (700, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=40)
         yield case(bfloat16, (0, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=3)

@@ -107,6 +107,20 @@ def test_an_empty_group_may_begin_anywhere(m, run):
     assert not bits(fp8.asnumpy(got))[2].any()
 
 
+@where_kernels_run
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_few_blocks_take_the_tiles_of_all_groups_at_odd_addresses(blocks, run, monkeypatch):
+    """Beside a launch that takes the other groups, one of few blocks computes the tiles that are left."""
+    monkeypatch.setattr(tiles, "_BLOCKS_FOR_OTHERS", blocks)
+    remembered.forget()
+    sizes = np.array([3, 16, 0, 5, 1, 7, 16, 0, 2, 9, 4])
+    a, b = (integers((rows, 64), float8_e4m3fn, rows) for rows in (130, N))
+    want = reference.grouped_matmul_nt(a, b, sizes, group="k", dtype=float32)
+    out = run.array(np.full(want.shape, np.nan, np.float32))
+    fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(sizes), group="k", out=out, dtype=float32)
+    testing.assert_bytes_equal(fp8.asnumpy(out) + np.float32(0), want + np.float32(0))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_512_groups(group, run):

@@ -211,6 +211,8 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (ValueError, "bias: expected shape (8,), a value for each row of b, got (12,)", (A, B),
      {"bias": np.ones(12, np.float32)}),
     (ValueError, "fast_accum: expected False for operands in blocks", (A, B), {"fast_accum": True}),
+    (ValueError, "fast_accum: expected False for operands in blocks", pair(("tensor", "vector")),
+     {"fast_accum": True}),
     (ValueError, "out: expected None beside accumulate, which is the result", (A, B),
      {"accumulate": np.ones((12, 8), np.float32), "out": np.ones((12, 8), np.float32)}),
 ]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_arrays import array, assert_equal, expect, normal
 from moe_loops import gathered, moved, moved_probs, routings, summed
-from scale_arrays import guarded, raw
+from scale_arrays import guarded, guarded_like, raw
 from tiers import needs_host
 
 import cupy_fp8 as fp8
@@ -161,7 +161,10 @@ def test_a_row_outside_of_the_routing_is_none(row, options, run):
     x, y, probs, by_row = normal((20, 24)), normal((host.rows, 24),
                                                    seed=1), normal((20, 2)), normal((host.rows,), seed=2)
     r, given_x, given_y, given_probs = map(run.array, (host, x, y, probs))
-    expect(run, moved(x, nowhere, probs), fp8.permute, given_x, r, probs=given_probs)
+    wanted = moved(x, nowhere, probs)
+    out, intact = guarded_like(run, wanted)
+    assert_equal(fp8.permute(given_x, r, probs=given_probs, out=out), wanted)
+    assert intact()
     assert_equal(fp8.unpermute(given_y, r, probs=given_probs), summed(y, nowhere, probs))
     assert_equal(fp8.permute_backward(given_y, r, probs_grad=run.array(by_row)),
                  (summed(y, nowhere), gathered(by_row, nowhere)))
