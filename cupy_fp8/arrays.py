@@ -308,6 +308,16 @@ def bits(a: Array) -> Array:
     return a.view(f"u{a.dtype.itemsize}")
 
 
+def once(change: Callable[[Array], Array], done: dict[int, Any]) -> Callable[[Array], Array]:
+    """`change` for each array once. done: what became of arrays, by their identity."""
+    def changed(a: Array) -> Array:
+        if id(a) not in done:
+            done[id(a)] = change(a)
+        return done[id(a)]
+
+    return changed
+
+
 def raw_bytes(a: Array) -> Array:
     """`bits`, or of elements of other sizes their bytes, along a further axis."""
     return bits(a) if a.dtype.itemsize in (1, 2, 4, 8) else a[..., None].view(np.uint8)

@@ -74,6 +74,7 @@ FORMATS: dict[np.dtype[Any], Format] = {
 INPUT_DTYPES = (bfloat16, float16, float32)
 FP8_DTYPES = (float8_e4m3fn, float8_e5m2)
 BYTE_DTYPES = (*FP8_DTYPES, float8_e8m0fnu)
+SIZE_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 

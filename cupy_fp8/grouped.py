@@ -38,7 +38,8 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 class Grouped(Result):
     """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
-    splits      int32 or int64 [N]: the rows of each group
+    splits      int32 or int64 [N]: the rows of each group. `group_quantize` makes copies of its sizes and
+                offsets, so that data stay what these say
     offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays
     shape       (M, K) of the flat arrays. Rows after the last group belong to none
     rowwise     flat [M * K] with each group's [m, K]; or None

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import backend, kernels
 from .advice import public_only
-from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, pairs, raw_bytes
+from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, once, pairs, raw_bytes
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, as_dtype, choice, float8_e8m0fnu
 from .grouped import Grouped
 from .layouts import scale_shape, swap_last
@@ -136,18 +136,15 @@ def executor_problem(name: str) -> str | None:
 
 def _map_arrays(a: Any, move: Any) -> Any:
     if isinstance(a, Scaled):
-        return Scaled._of(move(a.data), move(a.scale_inv), a.shape, a.transposed, a.block, a.scale_layout)
+        return a._with_arrays(move)
     if isinstance(a, Quantized):
-        moved = {id(v): move(v) for part in a.parts.values() for v in part}
-        def again(s: Scaled | None) -> Scaled | None:
-            return s and Scaled._of(moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block,
-                                    s.scale_layout)
-
-        return Quantized(again(a._row), again(a._column), None if a.dbias is None else move(a.dbias))
+        move_once = once(move, {})                             # Both directions may share an array.
+        row, column = (s and s._with_arrays(move_once) for s in (a._row, a._column))
+        return Quantized(row, column, None if a.dbias is None else move(a.dbias))
     if isinstance(a, Grouped):
+        move_once = once(move, {})
         fields = {f.name: v for f in dataclasses.fields(a) if hasattr(v := getattr(a, f.name), "dtype")}
-        moved = {id(v): move(v) for v in fields.values()}     # Both directions may share an array.
-        return dataclasses.replace(a, **{name: moved[id(v)] for name, v in fields.items()})
+        return dataclasses.replace(a, **{name: move_once(v) for name, v in fields.items()})
     if isinstance(a, Routing):
         return dataclasses.replace(a, **{name: move(v) for name, v in a._arrays().items()})
     return move(a) if hasattr(a, "dtype") and hasattr(a, "ndim") and not np.isscalar(a) else a

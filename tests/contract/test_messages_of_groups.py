@@ -162,7 +162,6 @@ OF_BLOCKS, OF_DELAYED = made(BLOCKS), made(DELAYED, scales=SCALES)
 OF_TILES = made(MXScaling(block=(32, 32)))
 APART = Grouped._of_fields(**{**OF_TILES.__getstate__(), "columnwise": OF_TILES._any.copy()})
 PER_TENSOR = "scales, amaxes: belong to per-tensor recipes"
-THAT_VERY = ", that very memory"
 
 GROUPS: list[Line] = [
     # ---- group_quantize ----
@@ -179,9 +178,11 @@ GROUPS: list[Line] = [
     group(V, "offsets: expected none with align=8, got ndarray", align=8, offsets=np.array([0, 128, 256])),
     group(V, "offsets: expected 64 at 1 (rows before it, times 16 columns), got 65",
           offsets=np.array([0, 65, 144])),
-    group(V, "out: expected offsets to be out.offsets" + THAT_VERY, columnwise=True, out=OF_DELAYED,
-          offsets=np.array([0, 64, 144])),
-    group(V, "out: expected splits to be out.splits" + THAT_VERY, columnwise=True, splits=SPLITS.copy(),
+    group(V, "out.offsets: overlaps offsets in memory; results need memory of their own", columnwise=True,
+          out=OF_DELAYED, offsets=OF_DELAYED.offsets),
+    group(V, "out.splits: overlaps splits in memory; results need memory of their own", columnwise=True,
+          out=OF_DELAYED, splits=OF_DELAYED.splits),
+    group(T, "out.splits: expected dtype int64, got int32", columnwise=True, splits=SPLITS.astype(np.int64),
           out=OF_DELAYED),
     group(T, "out: expected a Grouped (an earlier result), got ndarray", out=X.copy()),
     group(V, "out: expected shape (10, 16), got (9, 16)", x=ones(10, 16), columnwise=True, out=OF_DELAYED),

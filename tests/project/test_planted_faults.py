@@ -14,7 +14,7 @@ from programs import WITHOUT_OP
 from cupy_fp8.kernels import sources
 
 #: Every module of these folders has a fault.
-PACKAGES = "calls", "kernels", "ops/matmul"
+PACKAGES = "calls", "kernels", "ops/matmul", "io"
 
 
 @pytest.mark.parametrize("fault", [*FAULTS.values(), *EQUIVALENT.values()], ids=lambda fault: fault.key)

@@ -230,8 +230,8 @@ def _group_quantize(*args: Any, amax: Any = None, **options: Any) -> Any:
 
 
 def in_contract(op: Registration) -> Registration:
-    """The op as users call it. Registered functions of ops whose results hold arguments copy these into a
-    given result."""
+    """The op as users call it. The registered function of an op whose results hold arguments copies these
+    into a given result."""
     direct = {"group_quantize": _group_quantize, "scaling_aware_transpose": fp8.scaling_aware_transpose}
     return replace(op, function=direct.get(op.name, op.function))
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from faults import REPOSITORY, Fault
+from faults_in_files import FILE_FAULTS
 from faults_in_kernels import KERNEL_FAULTS
 from faults_in_modules import MODULE_FAULTS
 
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 SURVIVED = "survived"        # how an outcome begins if nothing has found the fault
 FOUND_BY_SANITIZER = 66
 
-FAULTS = {fault.key: fault for fault in (*KERNEL_FAULTS, *MODULE_FAULTS)}
-assert len(FAULTS) == len(KERNEL_FAULTS) + len(MODULE_FAULTS), "two faults have the same file and name"
+_ALL = (*KERNEL_FAULTS, *MODULE_FAULTS, *FILE_FAULTS)
+FAULTS = {fault.key: fault for fault in _ALL}
+assert len(FAULTS) == len(_ALL), "two faults have the same file and name"
 #: The order of these operands changes no byte, and nothing else.
 EQUIVALENT = {
     "equivalent kernel": Fault("scales/amax.cu", "blockIdx.x * kBlock;", "kBlock * blockIdx.x;",

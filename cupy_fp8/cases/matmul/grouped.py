@@ -41,6 +41,7 @@ def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], sca
            kind: str, seed: int, columnwise: bool) -> Grouped:
     """A Grouped with data in one direction."""
     rng, block, n = np.random.default_rng(seed + 55), BLOCKS[scaling], len(splits)
+    splits = splits.copy()                              # Every result has its own.
     data = values(kind, (shape[0] * shape[1],), dtype, seed)
     offsets = np.concatenate([[0], np.cumsum(splits.astype(np.int64))]) * shape[1]
     row = None if columnwise else data
@@ -53,19 +54,20 @@ def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], sca
     return Grouped(splits, offsets, shape, row, column, row_scales, column_scales, block, layout)
 
 
-def _flat(shape: tuple[int, int], groups: int, dtype: np.dtype[Any], layout: str, kind: str, seed: int,
+def _flat(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], layout: str, kind: str, seed: int,
           columnwise: bool) -> Quantized:
     """What scaling_aware_transpose returns for groups of rows of a matrix [rows, columns]."""
-    rng, (rows, columns) = np.random.default_rng(seed + 66), shape
+    rng, (rows, columns), groups = np.random.default_rng(seed + 66), shape, len(splits)
+    splits = splits.copy()
     if columnwise:
         pitch = round_up(columns, 4) if layout == "gemm_ready" else columns
         scales = _scales((target_rows(rows, groups, 128), pitch), rng)
         data = values(kind, (rows * columns,), dtype, seed)
-        column = Scaled._of(data, scales, shape, True, (128, 1), layout)
+        column = Scaled._of(data, scales, shape, True, (128, 1), layout, splits)
         return Quantized(operand(shape, dtype, "vector", "compact", float32, kind, seed), column)
     scales = _scales((cdiv(columns, 128) * row_scale_rows(rows, groups),), rng)
     data = values(kind, shape, dtype, seed)
-    return Quantized(Scaled._of(data, scales, shape, False, (1, 128), "gemm_ready"))
+    return Quantized(Scaled._of(data, scales, shape, False, (1, 128), "gemm_ready", splits))
 
 
 def _placed(scales: np.ndarray, where: str) -> np.ndarray:
@@ -107,7 +109,7 @@ def _inputs(case: Case) -> Arguments:
     if given == "Grouped":
         a = _group(a_shape, splits, case.dtype, first, layout, kind, 1, not of_rows)
     elif given == "flat":
-        a = _flat(a_shape, count, case.dtype, layout, kind, 1, not of_rows)
+        a = _flat(a_shape, splits, case.dtype, layout, kind, 1, not of_rows)
     else:
         a = operand(a_shape if of_rows else a_shape[::-1], case.dtype, first, layout, scale, kind, 1)
     if of_rows:
@@ -115,7 +117,7 @@ def _inputs(case: Case) -> Arguments:
     elif given == "Grouped":
         b = _group((total, n), splits, of_b, second, layout, kind, 2, True)
     elif given == "flat":
-        b = _flat((total, n), count, of_b, layout, kind, 2, True)
+        b = _flat((total, n), splits, of_b, layout, kind, 2, True)
     else:
         b = operand((n, total), of_b, second, layout, scale, kind, 2)
     if scales_at is not None:
