@@ -208,8 +208,9 @@ def _described(op: Registration) -> Iterator[_Described]:
 
 
 def _is_special(options: dict[str, Any]) -> bool:
-    """Rows of `out` that are an option (of unpad_groups), and scales that the case's function turns round."""
-    return options.get("exact") is False or options.get("stored") == "columns"
+    """Rows of `out` that are an option (of unpad_groups), and scales that the case's function turns round or
+    that lie elsewhere in memory."""
+    return options.get("exact") is False or options.get("stored") == "columns" or "scales_at" in options
 
 
 def example_of(op: Registration, case: Case, quick: bool) -> Example:

@@ -57,7 +57,7 @@ MODULE_FAULTS = (
           "scaling_aware_transpose", "groups/row_segments"),
     Fault("calls/row_segments.py", "cdiv(count, _THREADS // 32 * _ROWS", "cdiv(count, _THREADS * _ROWS",
           "swiglu_quantize", "groups/row_segments", case="1100x48", name="blocks that find rows"),
-    Fault("calls/tables.py", "and known not in in_use]", "]", test=_LISTS_AGAIN, case="no_room"),
+    Fault("calls/tables.py", "and known not in in_use]", "]", test=_LISTS_AGAIN, case="host-MX"),
     Fault("calls/tables.py", "not known.captured and ", "", test=_LISTS_AGAIN, case="captured",
           name="captured tables"),
     Fault("calls/tensor_lists.py", "blocks[0] if len(set(blocks)) == 1 else 0", "blocks[0]",
