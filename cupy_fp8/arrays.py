@@ -213,10 +213,10 @@ def bytes_equal(a: Any, b: Any) -> bool:
 
 
 class Result:
-    """Base class of results: `==` compares bytes and metadata, `hash` is the identity's.
+    """Base class of results: `==` compares bytes and metadata.
 
-    Two results with equal bytes are two places in memory, which ops write to; as keys of a dict they must not
-    be taken for one another.
+    They cannot be hashed, as arrays and lists cannot: ops write to them, which changes what they equal. Keys
+    of a dict of results are `id(q)`, or names.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -226,8 +226,7 @@ class Result:
             return NotImplemented
         return all(_same(x, y) for _, x, y in pairs(self, other))
 
-    def __hash__(self) -> int:
-        return object.__hash__(self)
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def _of_fields(cls: type[_Made], **fields: Any) -> _Made:

@@ -45,9 +45,10 @@ def checked_eps(eps: Any) -> float:
     """eps rounded to f32. TypeError or ValueError unless it is a finite number of 0 or more."""
     if not isinstance(eps, (int, float, np.floating, np.integer)) or isinstance(eps, bool):
         raise TypeError(f"eps: expected a number, got {shown(eps)}")
-    if not 0 <= eps <= FORMATS[float32].max:
+    value = float(eps) if isinstance(eps, np.floating) else eps     # NumPy rounds the limit to eps's type
+    if not 0 <= value <= FORMATS[float32].max:
         raise ValueError(f"eps: expected a finite float32 of 0 or more, got {shown(eps)}")
-    return float(_F32.unpack(_F32.pack(eps))[0])
+    return float(_F32.unpack(_F32.pack(value))[0])
 
 
 def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layout: str) -> None:

@@ -43,6 +43,7 @@ def assert_bytes_equal(actual: Any, desired: Any) -> None:
         ...
     AssertionError: rowwise.data: 1 of 2 elements of float8_e4m3fn[2] differ; first at (1,): ...
     """
+    __tracebackhide__ = True                            # pytest shows the caller's line instead
     check_comparable(actual, "actual")
     check_comparable(desired, "desired")
     for path, a, b in pairs(actual, desired):
@@ -56,6 +57,7 @@ def assert_bytes_equal(actual: Any, desired: Any) -> None:
 
 
 def _assert_same_bytes(a: np.ndarray, b: np.ndarray, where: str) -> None:
+    __tracebackhide__ = True
     if a.dtype != b.dtype:
         raise AssertionError(f"{where}dtype: actual {a.dtype}, desired {b.dtype}")
     if a.shape != b.shape:
@@ -169,7 +171,11 @@ def arrays(dtype: Any = None, *, max_side: int = 40, max_dims: int = 3) -> Any:
 
     dtypes = st.sampled_from(INPUT_DTYPES) if dtype is None else st.just(as_dtype(dtype))
     shapes = st.lists(st.integers(0, max_side), min_size=0, max_size=max_dims).map(tuple)
-    return st.builds(_random_bits, dtypes, shapes, st.integers(0, 2**32 - 1))
+
+    def array(draw: Any) -> np.ndarray:             # Failures show what a composite strategy returns.
+        return _random_bits(draw(dtypes), draw(shapes), draw(st.integers(0, 2**32 - 1)))
+
+    return st.composite(array)()
 
 
 def scales() -> Any:
@@ -186,17 +192,22 @@ def mx_results(*, max_side: int = 140) -> Any:
     anything in the padding)."""
     st = _strategies()
 
-    def build(dtype: np.dtype[Any], batch: list[int], side: tuple[int, int], block: tuple[int, int],
-              layout: str, transposed: bool, seed: int) -> Scaled:
-        shape = (*batch, *side)
+    side = st.integers(0, max_side)
+
+    def result(draw: Any) -> Scaled:
+        dtype, transposed = draw(st.sampled_from(FP8_DTYPES)), draw(st.booleans())
+        shape = (*draw(st.lists(st.integers(0, 3), max_size=1)), draw(side), draw(side))
+        block = draw(st.sampled_from([(1, 32), (32, 1)]))
+        layout = draw(st.sampled_from(["compact", "swizzled"]))
+        seed = draw(st.integers(0, 2**32 - 1))
         data = _random_bits(dtype, swap_last(shape) if transposed else shape, seed)
         scale_inv = _random_bits(float8_e8m0fnu, scale_shape(shape, block, layout, transposed), seed + 1)
-        return Scaled._of(data, scale_inv, shape, transposed, block, layout)
+        # Failures show the call that `builds` makes, with its arrays; the repr of a result has none.
+        made: Scaled = draw(st.builds(Scaled, st.just(data), st.just(scale_inv), st.just(shape),
+                                      st.just(transposed), st.just(block), st.just(layout)))
+        return made
 
-    side = st.integers(0, max_side)
-    return st.builds(build, st.sampled_from(FP8_DTYPES), st.lists(st.integers(0, 3), max_size=1),
-                     st.tuples(side, side), st.sampled_from([(1, 32), (32, 1)]),
-                     st.sampled_from(["compact", "swizzled"]), st.booleans(), st.integers(0, 2**32 - 1))
+    return st.composite(result)()
 
 
 def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -49,7 +49,7 @@ MESSAGES = {
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU
 _words: dict[int, tuple[Any, int]] = {}      # the word (u32 [1]) of each device and its address
-_lock = threading.Lock()
+_lock = backend.free_in_children(threading.Lock())
 
 
 def error_word(x: Any) -> int:

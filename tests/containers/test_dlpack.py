@@ -54,6 +54,22 @@ class Producer:
         return capsule
 
 
+@pytest.mark.parametrize("values", [
+    np.array(["one", "two"]), np.array([b"x"]), np.array([None]), np.array(["2026-01-01"], "M8[s]"),
+    np.ones(2, "m8[s]"), np.ones(2, np.longdouble), np.ones(2, ">f4"), np.ones(2, ml_dtypes.int4),
+    np.zeros(2, [("a", "f4")])], ids=lambda a: str(a.dtype))
+def test_what_dlpack_lacks(values):
+    for call, name in ((fp8.from_dlpack, "x"), (fp8.to_dlpack, "a")):
+        with pytest.raises(TypeError, match=f"^{name}: expected an array of numbers that DLPack has, "):
+            call(values)
+
+
+def test_strings_are_no_arrays():
+    for text in ("x", b"x", ["x"], np.str_("x")):
+        with pytest.raises(TypeError, match=r"^x: expected an object with __dlpack__ and "):
+            fp8.from_dlpack(text)
+
+
 @pytest.mark.parametrize("dtype", TYPED, ids=str)
 @pytest.mark.parametrize("max_version", [None, (1, 0), (1, 1)])
 def test_exported_type(dtype, max_version):

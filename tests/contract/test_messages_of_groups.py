@@ -74,6 +74,10 @@ MOVES: list[Line] = [
     line(V, "x: expected 9 rows, the tokens of the routing, got shape (8, 16)", PERMUTE, X[:8], R),
     *[line(V, f"{name}: expected 18 rows, the rows of the routing, got shape (9, 16)", call, X, R)
       for call, name in ((UNPERMUTE, "y"), (BACK, "grad"))],
+    line(T, 'grad: expected dtype bfloat16, as y has, got float32; grad.astype("bfloat16") converts it',
+         UNBACK, X, Y.astype(bfloat16), R, probs=ones(9, 2)),
+    line(T, "y: expected dtype bfloat16, float16, float32, got float64", UNBACK, X, Y.astype(np.float64), R,
+         probs=ones(9, 2)),
     line(T, "routing: expected a Routing (cupy_fp8.route makes one), got ndarray", PERMUTE, X, X),
     line(V, "probs: expected shape (9, 2), one for each slot; got (9, 3)", PERMUTE, X, R, probs=ones(9, 3)),
     line(V, "probs: expected shape (9, 3), one for each slot, or (9, 4), one for each expert; got (9, 2)",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, reference
+from ...advice import dtype_instead
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Pair, one_array, pair
@@ -126,8 +127,8 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
 
     Parameters
     ----------
-    grad : bfloat16, float16 or float32 array [T, …]
-    y : array [rows, …] of grad's dtype, as `unpermute` had it. Without probs it is not read
+    grad : array [T, …] of y's dtype
+    y : bfloat16, float16 or float32 array [rows, …], as `unpermute` had it. Without probs it is not read
     routing, probs : as `unpermute` had them. Without probs grad_y is `permute` of grad, byte for byte
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
 
@@ -310,8 +311,11 @@ class _UnpermuteBackwardOp(Op[_UnpermuteBackwardInputs]):
         _read_routing(call, routing)
         _check_length(g.array, routing.tokens, "grad", "tokens")
         backend.require_module(y, call.xp, "y")
-        rows = call.read("y", y, (g.dtype,), (routing.rows, *g.shape[1:]),
+        rows = call.read("y", y, INPUT_DTYPES, (routing.rows, *g.shape[1:]),
                          "the routing's rows, and the columns of grad")
+        if g.dtype != rows.dtype:               # y is as the forward pass had it
+            raise TypeError(f"grad: expected dtype {rows.dtype}, as y has, got {g.dtype}"
+                            f"{dtype_instead(g.dtype, (rows.dtype,), 'grad')}")
         return _UnpermuteBackwardInputs(g, rows, routing, _probs(call, probs, routing))
 
     def result(self, inputs: _UnpermuteBackwardInputs) -> Description:

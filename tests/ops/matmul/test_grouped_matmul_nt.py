@@ -331,3 +331,13 @@ def test_scales_of_another_number_of_groups():
     q = fp8.scaling_aware_transpose(x, splits=SPLITS)
     with pytest.raises(ValueError, match=r"^splits: expected 6 groups, as a has, got 2$"):
         fp8.grouped_matmul_nt(Quantized(None, q.columnwise), q, [100, 80], group="k")
+
+
+def test_columns_of_weights_that_were_not_made_are_what_it_asks_for():
+    """The gradient of an expert layer's input is a product with w.T."""
+    w, g, sizes = np.ones((2, 256, 128), np.float32), np.ones((256, 256), np.float32), [128, 128]
+    gq, wq = fp8.quantize_block(g), fp8.quantize_block(w, block=(128, 128), columnwise=True)
+    assert fp8.grouped_matmul_nt(gq, wq.T, sizes).shape == (256, 128)
+    for wrong in (fp8.Quantized(wq.rowwise).T, wq.rowwise.T):
+        with pytest.raises(ValueError, match=r"^b: expected .* If b is q\.T, quantise q with columnw"):
+            fp8.grouped_matmul_nt(gq, wrong, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupy_fp8 as fp8
-from cupy_fp8 import DeviceError, Scaled, reference, testing
+from cupy_fp8 import DeviceError, Quantized, Scaled, reference, testing
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.matmul.dense import operand
 from cupy_fp8.cases.matmul.tolerance import SUMS, assert_within, ulp
@@ -223,6 +224,22 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
 def test_refused(error, message, given, options):
     with pytest.raises(error, match="^" + re.escape(message)):
         CALL(*given, **options)
+
+
+@pytest.mark.parametrize("quantize", [
+    fp8.quantize_tensor, fp8.quantize_block, functools.partial(fp8.quantize_block, block=(128, 128)),
+    functools.partial(fp8.quantize_block, block=(1, None)),
+    functools.partial(fp8.quantize_mx, transposed=True)],
+    ids=["tensor", "1x128", "128x128", "row", "mx"])
+def test_columns_that_were_not_made_are_what_it_asks_for(quantize):
+    """The gradient of activations is a product with w.T, whose rows are the columns of w."""
+    w, g = np.ones((256, 384), np.float32), np.ones((128, 256), np.float32)
+    wq, gq = quantize(w, columnwise=True), quantize(g)
+    lacking = Quantized(wq.rowwise).T
+    assert fp8.matmul_nt(gq, wq.T).shape == (128, 384)
+    for wrong in (lacking, lacking.columnwise):
+        with pytest.raises(ValueError, match=r"^b: expected .* If b is q\.T, quantise q with columnw"):
+            fp8.matmul_nt(gq, wrong)
 
 
 def test_columns_of_blocks_are_refused():
