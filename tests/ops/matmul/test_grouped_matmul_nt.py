@@ -289,7 +289,7 @@ GX, GR = (fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, recipe, co
      "gemm_ready scales, got block (128, 1) with ", (GC, GR), {"group": "k"}),
     (ValueError, "a: expected column-wise data stored transposed, got data stored as is; group_quantize(",
      (dataclasses.replace(GC, transposed=False), GC), {"group": "k"}),
-    (ValueError, "b.splits: expected the sizes of a's groups, got others", (GC, GO), {"group": "k"}),
+    (ValueError, "b.splits: expected the sizes that a is laid out by, ", (GC, GO), {"group": "k"}),
     (ValueError, "out: expected None beside accumulate", (X, W, SPLITS),
      {"accumulate": np.zeros((TOTAL, N), np.float32), "out": np.zeros((TOTAL, N), np.float32)}),
 ])
