@@ -22,7 +22,7 @@ import cupy_fp8
 from cupy_fp8.kernels import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-INPUTS = ("pyproject.toml", "README.md", "LICENSE", "cupy_fp8", "kernels_cu")
+INPUTS = ("pyproject.toml", "build_kernels.py", "README.md", "LICENSE", "cupy_fp8", "kernels_cu")
 TEST_COMMAND = "pip install -e '.[test]' && pytest"
 
 # This runs in the new environment, as if there were no CuPy. Its arguments are the folder where the kernels
