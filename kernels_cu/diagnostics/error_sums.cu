@@ -64,8 +64,8 @@ struct ErrorSums {
     double of_runs = 0;
     u32 runs = 0;
 
-    // Adds a run, of which each lane has an element, or zeros past the end: its noise over its signal, without
-    // its first element of the largest magnitude. Called from every lane.
+    // Adds a run, of which each lane has an element, or zeros past the end: its noise over its signal,
+    // without its first element of the largest magnitude. Called from every lane.
     __device__ __forceinline__ void add_run(double magnitude, double gap) {
         double most = magnitude;
         for (int step = 1; step < 32; step *= 2) {
