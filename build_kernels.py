@@ -1,7 +1,7 @@
 """Puts the CUDA sources, which lie beside the package, into it when a wheel is built.
 
-They are no package of setuptools: a folder elsewhere in `package-dir` would make editable installs import by a
-hook, where mypy and editors do not find the package.
+They are no package of setuptools: a folder elsewhere in `package-dir` would make editable installs import by
+a hook, where mypy and editors do not find the package.
 """
 
 from pathlib import Path

@@ -17,6 +17,7 @@ from . import backend
 from .advice import array_instead, matrix_instead, shown
 from .formats import FORMATS, as_dtype, integer, integers
 from .methods import ops
+from .typed_array import TypedArray
 
 __all__ = ["Array", "Shape", "asarray", "asnumpy", "bytes_equal", "concatenate", "empty", "empty_like",
            "full", "zeros"]
@@ -26,7 +27,7 @@ Shape = int | Sequence[int]
 _Made = TypeVar("_Made", bound="Result")
 
 
-def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
+def empty(shape: Shape, dtype: Any, *, like: Any = None) -> TypedArray:
     """A new C-contiguous array with arbitrary contents.
 
     like : an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
@@ -36,7 +37,8 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
         raise ValueError(f"shape: expected an array of at most 2**63 - 1 bytes, got {shape} of {dtype}")
     if isinstance(like, xp.ndarray):
         return empty_beside(like, shape, dtype)
-    return np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
+    made: Array = np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
+    return made
 
 
 def empty_beside(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -76,14 +78,14 @@ def array_at(cp: Any) -> Callable[[tuple[int, ...], np.dtype[Any], Any], Array]:
     return made
 
 
-def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
+def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> TypedArray:
     """A new array of zero bytes (for float8_e8m0fnu, which has no zero, the byte 0 means 2**-127)."""
     out = empty(shape, dtype, like=like)
     raw_bytes(out).fill(0)
     return out
 
 
-def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Array:
+def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> TypedArray:
     """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as
     0x7F)."""
     dtype, given = as_dtype(dtype), cast(Any, fill_value)
@@ -110,13 +112,13 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
     return out
 
 
-def empty_like(a: Array, dtype: Any = None, *, shape: Shape | None = None) -> Array:
+def empty_like(a: Array, dtype: Any = None, *, shape: Shape | None = None) -> TypedArray:
     """A new C-contiguous array of the same kind and device. Shape and dtype are the same unless given."""
     backend.module_of(a, "a")
     return empty(a.shape if shape is None else shape, a.dtype if dtype is None else dtype, like=a)
 
 
-def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
+def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> TypedArray:
     """`a` as an array of the kind that `like` names, converted to `dtype`; `a` itself if it is that already.
 
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
@@ -169,7 +171,7 @@ def _move(a: Array, target: Any) -> Array:
     return (target.asarray(raw) if source is np else raw.get()).view(a.dtype)
 
 
-def concatenate(arrays: Any, axis: int = 0) -> Array:
+def concatenate(arrays: Any, axis: int = 0) -> TypedArray:
     """The arrays (of one dtype and kind) joined along `axis`."""
     if not is_sequence(arrays):
         raise TypeError(f"arrays: expected a list of arrays, got {type(arrays).__name__}")

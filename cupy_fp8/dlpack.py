@@ -21,6 +21,7 @@ from . import backend
 from .advice import array_instead, dtype_instead, type_name
 from .arrays import Array, bits
 from .formats import as_dtype, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from .typed_array import TypedArray
 
 __all__ = ["from_dlpack", "to_dlpack"]
 
@@ -116,7 +117,7 @@ def to_dlpack(a: Array) -> Exporter:
     return Exporter(a)
 
 
-def from_dlpack(x: Any, *, dtype: Any = None) -> Array:
+def from_dlpack(x: Any, *, dtype: Any = None) -> TypedArray:
     """The array behind any DLPack producer, without a copy: a CuPy array where the memory is on a GPU, else a
     NumPy array.
 

@@ -14,9 +14,10 @@ from . import backend
 from .advice import Absent, shown, type_name
 from .arrays import Array, Result, Shape, _as_shape, bits, once
 from .formats import as_dtype, choice, flag, float32
-from .layouts import SCALE_DTYPES, as_block, is_of_integers, swap_last
+from .layouts import SCALE_DTYPES, ScaleLayout, as_block, is_of_integers, swap_last
 from .methods import ops
 from .scaled_parts import check_one_piece, check_parts, may_be_equal
+from .typed_array import TypedArray
 
 __all__ = ["Quantized", "Scaled"]
 
@@ -54,16 +55,16 @@ class Scaled(_Values):
     TypeError or ValueError says which parts do not fit together. `==` compares bytes and metadata.
     """
 
-    data: Array
-    scale_inv: Array
+    data: TypedArray
+    scale_inv: TypedArray
     shape: tuple[int, ...]
     transposed: bool = False
     block: tuple[int | None, int | None] | None = None
-    scale_layout: str | None = None
-    splits: Array | None = None
+    scale_layout: ScaleLayout | None = None
+    splits: TypedArray | None = None
 
     def __init__(self, data: Array, scale_inv: Array, shape: Shape, transposed: bool = False,
-                 block: Sequence[int | None] | None = None, scale_layout: str | None = None,
+                 block: Sequence[int | None] | None = None, scale_layout: ScaleLayout | None = None,
                  splits: Array | None = None) -> None:
         self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape),
                              transposed=flag(transposed, "transposed"), block=as_block(block),
@@ -107,11 +108,11 @@ class Scaled(_Values):
         return Scaled._of(self.data, scale_inv, swap_last(self.shape), not self.transposed,
                           block and (block[1], block[0]), self.scale_layout)
 
-    def dequantize(self, dtype: Any = np.float32) -> Array:
+    def dequantize(self, dtype: Any = np.float32) -> TypedArray:
         """The values, in the logical shape: see `cupy_fp8.dequantize`."""
         return ops.dequantize(self, dtype=dtype)
 
-    def to_layout(self, name: str, *, dtype: Any = None) -> Scaled:
+    def to_layout(self, name: ScaleLayout, *, dtype: Any = None) -> Scaled:
         """The same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0), 'gemm_ready'
         or 'deepgemm_sm90' (f32), or 'deepgemm_sm100' (words of E8M0 scales). Itself if they are already.
         `convert_scales` does the conversion.
@@ -137,7 +138,7 @@ class Scaled(_Values):
         return Scaled._of(self.data, scale_inv, self.shape, self.transposed, self.block, name)
 
     def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
-                 scale_layout: str = "compact", changed: Array | None = None) -> Scaled:
+                 scale_layout: ScaleLayout = "compact", changed: Array | None = None) -> Scaled:
         """The same values in other blocks of power-of-two scales, such as MX data (1×32) in blocks of 1×128
         or 128×128. Itself if it has these blocks, this layout and this dtype of scales; where only the layout
         or the dtype differs, `to_layout` converts the scales alone. Else `rebase_scales` moves exponents and
@@ -216,7 +217,7 @@ class Quantized(_Values):
 
     rowwise: _Part = _Part()
     columnwise: _Part = _Part()
-    dbias: Array | None = None
+    dbias: TypedArray | None = None
 
     def __init__(self, rowwise: Scaled | None = None, columnwise: Scaled | None = None,
                  dbias: Array | None = None) -> None:
@@ -250,12 +251,12 @@ class Quantized(_Values):
         return part
 
     @property
-    def data(self) -> Array:
+    def data(self) -> TypedArray:
         """The row-wise data."""
         return self._rowwise("data").data
 
     @property
-    def scale_inv(self) -> Array:
+    def scale_inv(self) -> TypedArray:
         """The row-wise scale_inv."""
         return self._rowwise("scale_inv").scale_inv
 
@@ -277,7 +278,7 @@ class Quantized(_Values):
             arrays.append(self.dbias)
         return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
 
-    def dequantize(self, dtype: Any = np.float32) -> Array:
+    def dequantize(self, dtype: Any = np.float32) -> TypedArray:
         """The values in the logical shape, from the row-wise part if there is one."""
         return self._any.dequantize(dtype)
 
@@ -292,7 +293,7 @@ class Quantized(_Values):
         column = row if self._column is self._row else self._column and self._column.T
         return Quantized(column, row)
 
-    def to_layout(self, name: str, *, dtype: Any = None) -> Quantized:
+    def to_layout(self, name: ScaleLayout, *, dtype: Any = None) -> Quantized:
         """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes
         them and with its errors. Itself if they are already."""
         row = self._row and self._row.to_layout(name, dtype=dtype)
@@ -303,7 +304,7 @@ class Quantized(_Values):
                 else Quantized(row, column, self.dbias))
 
     def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
-                 scale_layout: str = "compact", changed: Array | None = None) -> Quantized:
+                 scale_layout: ScaleLayout = "compact", changed: Array | None = None) -> Quantized:
         """The same values with each direction in other blocks, as `Scaled.to_block` makes them and with its
         errors. `block` is that of rows, (1, 128) or (128, 128); columns get it the other way round, which
         needs data stored transposed. Itself if they are already."""

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from .routing import Routing
 __all__ = ["EXECUTORS", "Executor", "arrays", "assert_bytes_equal", "executor", "executor_problem",
            "mx_results", "scales"]
 
-EXECUTORS = ("reference", "host", "cuda")
+ExecutorName: TypeAlias = Literal["reference", "host", "cuda"]
+EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 
 
 def assert_bytes_equal(actual: Any, desired: Any) -> None:
@@ -82,7 +83,7 @@ class Executor:
     """A place where kernels run. `array` moves a NumPy array or a result there, and `numpy` brings it
     back."""
 
-    name: str
+    name: ExecutorName
 
     def __post_init__(self) -> None:
         choice(self.name, "name", EXECUTORS)
@@ -103,7 +104,7 @@ class Executor:
 
 
 @contextmanager
-def executor(name: str) -> Iterator[Executor]:
+def executor(name: ExecutorName) -> Iterator[Executor]:
     """Run kernels in one place for the length of a `with` block.
 
     'host': NumPy arrays run the CUDA sources on the CPU (needs g++). 'cuda': the GPU (`array` makes CuPy
@@ -124,7 +125,7 @@ def executor(name: str) -> Iterator[Executor]:
         yield Executor(name)
 
 
-def executor_problem(name: str) -> str | None:
+def executor_problem(name: ExecutorName) -> str | None:
     """Why an executor cannot be used on this machine, or None."""
     choice(name, "executor", EXECUTORS)
     if name == "cuda":
@@ -216,4 +217,5 @@ def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.
                                                  endpoint=True).reshape(shape).view(dtype))
 
 
-__getattr__, __dir__ = public_only(globals())
+if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+    __getattr__, __dir__ = public_only(globals())

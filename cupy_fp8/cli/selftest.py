@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
                         "without g++ the reference, which has none)")
     options = parser.parse_intermixed_args(argv)
     ops = [cases.OPS[name] for name in names.chosen_ops(parser, options.ops)]
-    name = options.executor or _first_that_runs()
+    name: testing.ExecutorName = options.executor or _first_that_runs()
     problem = testing.executor_problem(name)
     if problem:
         print(f"the {name} executor cannot run here: {problem}")
@@ -65,8 +65,8 @@ def main(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _first_that_runs() -> str:
-    return next(name for name in ("cuda", "host", "reference") if testing.executor_problem(name) is None)
+def _first_that_runs() -> testing.ExecutorName:
+    return next(name for name in reversed(testing.EXECUTORS) if testing.executor_problem(name) is None)
 
 
 def _say_left_out() -> None:

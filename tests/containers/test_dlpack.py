@@ -4,6 +4,7 @@ alive."""
 import ctypes
 import gc
 import weakref
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -243,7 +244,8 @@ def test_cupy(dtype):
     a = fp8.asarray(host, like="cupy")
     capsule = dlpack.to_dlpack(a).__dlpack__(max_version=(1, 1))
     assert tuple(type_bytes(capsule)[0]) == (*CODES[dtype], 1, 0)
-    for view in (a, a.T, a[::2, 1::3]):
+    views: list[Any] = [a, a.T, a[::2, 1::3]]
+    for view in views:
         b = dlpack.from_dlpack(dlpack.to_dlpack(view))
         assert fp8.backend.kind_of(b) == "cupy"
         assert (b.dtype, b.strides, b.data.ptr) == (view.dtype, view.strides, view.data.ptr)

@@ -185,11 +185,12 @@ def test_dequantize_into_its_own_scales(run):
 
 
 # ---- in files and on pages ----
+EACH: Any = product
 RECIPES = [CURRENT, BlockScaling(profile="deepgemm", scale_layout="deepgemm_sm90"),
            BlockScaling(profile="vllm"),
            BlockScaling(ROWS), BlockScaling(COLUMNS, scale_layout="compact"),
            *(MXScaling(block=block, scale_layout=layout)
-             for block, layout in product(((1, 32), (32, 32)), ("compact", "swizzled")))]
+             for block, layout in EACH(((1, 32), (32, 32)), ("compact", "swizzled")))]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

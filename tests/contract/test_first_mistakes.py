@@ -228,7 +228,7 @@ MISTAKES: dict[str, Mistake] = {
     "scale_layout='comapct'": (lambda: F8.quantize_block(X, scale_layout="comapct"), ValueError,
                                "got 'comapct'; did you mean compact?"),
     "mode='rciel'": (lambda: F8.quantize_mx(X, mode="rciel"), ValueError, "got 'rciel'; did you mean rceil?"),
-    "to_layout('swizled')": (lambda: MX.to_layout("swizled"), ValueError,
+    "to_layout('swizled')": (lambda: F8.quantize_mx(X).to_layout("swizled"), ValueError,
                              "got 'swizled'; did you mean swizzled?"),
     "update='no'": (lambda: F8.WeightCache(fp8.MXScaling()).quantize([X], update="no"), TypeError,
                     "update: expected True or False, got 'no'"),

@@ -69,7 +69,7 @@ def test_results_of_every_case(op, tmp_path):
                 same_again(tmp_path / "results.npz", saved)
 
 
-def laid_out(layout: str = "gemm_ready") -> Quantized:
+def laid_out(layout: Any = "gemm_ready") -> Quantized:
     q = fp8.quantize_block(np.ones((150, 140), float32), scale_layout="compact")
     return fp8.scaling_aware_transpose(q, splits=[70, 0, 60], scale_layout=layout)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...grouped import Grouped
-from ...layouts import cdiv, grouped_scale_shape, round_up, row_scale_rows, target_rows
+from ...layouts import ScaleLayout, cdiv, grouped_scale_shape, round_up, row_scale_rows, target_rows
 from ...ops.matmul import grouped, tiles
 from ...ops.scales import convert
 from ...reference.matmul import grouped as reference
@@ -37,8 +37,8 @@ def _scales(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return scales.astype(np.float32)
 
 
-def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], scaling: str, layout: str,
-           kind: str, seed: int, columnwise: bool) -> Grouped:
+def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], scaling: str,
+           layout: ScaleLayout, kind: str, seed: int, columnwise: bool) -> Grouped:
     """A Grouped with data in one direction."""
     rng, block, n = np.random.default_rng(seed + 55), BLOCKS[scaling], len(splits)
     splits = splits.copy()                              # Every result has its own.

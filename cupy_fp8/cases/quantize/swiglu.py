@@ -232,7 +232,8 @@ def _cases() -> Iterator[Case]:
 
 def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     """Cases of every profile, mode and layout, wide rows with all options, and experts."""
-    for profile, pow2, block in product(BLOCK_PROFILES, (False, True), ((1, 128), (1, 64), (1, 32))):
+    profiles: Any = BLOCK_PROFILES
+    for profile, pow2, block in product(profiles, (False, True), ((1, 128), (1, 64), (1, 32))):
         blocks = BlockScaling(block, float8_e5m2 if pow2 else float8_e4m3fn, profile=profile, pow2_scale=pow2)
         yield case(float32, (40, 400), "edges", recipe=blocks, **_BOTH)
         yield case(bfloat16, (70, 264), recipe=blocks, **_BOTH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ...reference.convert.scaling_aware import exponents
 from ...results import Quantized, Scaled, row_wise
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .astype import transposed_launches
-from .scaling_aware_tiles import TARGETS, TILE_ROWS, launch, tiles_of, variants
+from .scaling_aware_tiles import TARGETS, TILE_ROWS, Target, launch, tiles_of, variants
 
 __all__ = ["TARGETS", "scaling_aware_transpose", "variants"]
 
@@ -33,9 +33,9 @@ _SQUARE = (128, 128)
 _LAYOUTS = ("gemm_ready", "compact")
 
 
-def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target: str = "column",
-                            scale_layout: str = "gemm_ready", out: Quantized | None = None,
-                            check: bool = False) -> Quantized:
+def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target: Target = "column",
+                            scale_layout: Literal["gemm_ready", "compact"] = "gemm_ready",
+                            out: Quantized | None = None, check: bool = False) -> Quantized:
     """Column-wise FP8 from row-wise FP8 with power-of-two scales: exponents move, nothing is dequantised or
     quantised twice.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from ...arrays import Array
 from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, one_array
 from ...calls.group_sizes import Groups
-from ...formats import INPUT_DTYPES, bfloat16, choice, float32, lookup
+from ...formats import INPUT_DTYPES, DType, bfloat16, choice, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Launch
 from ...results import Quantized, Scaled
+from ...typed_array import TypedArray
 from . import tiles
 from .grouped_operands import (
     GroupedOperand,
@@ -30,12 +31,13 @@ from .grouped_operands import (
 )
 from .problem import Problem
 
-GROUPS = ("m", "k")
+GroupedAxis: TypeAlias = Literal["m", "k"]
+GROUPS: tuple[GroupedAxis, ...] = get_args(GroupedAxis)
 
 
 def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | Grouped, splits: Any = None,
-                      *, group: str = "m", dtype: Any = bfloat16, accumulate: Array | None = None,
-                      out: Array | None = None, check: bool = False) -> Array:
+                      *, group: GroupedAxis = "m", dtype: DType = bfloat16, accumulate: Array | None = None,
+                      out: Array | None = None, check: bool = False) -> TypedArray:
     """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
     groups of "m" take one launch; on Hopper "k" takes a second one, for groups that begin anywhere.
 

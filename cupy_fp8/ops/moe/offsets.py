@@ -20,6 +20,7 @@ from ...formats import SIZE_DTYPES, as_dtype, flag, integers, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 from ...methods import for_methods
+from ...typed_array import TypedArray
 
 _THREADS = 512
 _KERNEL = Kernel("moe/offsets", "splits_to_offsets", block=_THREADS)
@@ -35,7 +36,7 @@ _WORD = np.dtype(np.int64)  # the elements of a buffer
 def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
                       include_leading_zero: bool | Sequence[bool] = True, dtypes: Any = np.int64,
                       bulk_allocate: bool = False, outputs: list[Array] | None = None,
-                      check: bool = False) -> list[Array]:
+                      check: bool = False) -> list[TypedArray]:
     """Find where consecutive groups begin and end, in one unit for each stride, from one read of their sizes.
 
         output[i] = stride * (splits[0] + ... + splits[i])            for each stride; exact, never wrapped

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -19,11 +19,22 @@ from ...kernels import Launch
 from ...layouts import cdiv
 from ...results import Quantized, Scaled
 from ...routing import Routing
+from ...typed_array import TypedArray
 from . import permute_launches as launching
 from .permute_launches import variants as variants
 from .rows import MovedRows, read_rows, rowwise
 
 
+@overload
+def permute(x: Scaled | Quantized, routing: Routing, *, probs: None = None, out: Any = None) -> Scaled: ...
+@overload
+def permute(x: Scaled | Quantized, routing: Routing, *, probs: Array,
+            out: Any = None) -> tuple[Scaled, TypedArray]: ...
+@overload
+def permute(x: Array, routing: Routing, *, probs: None = None, out: Any = None) -> TypedArray: ...
+@overload
+def permute(x: Array, routing: Routing, *, probs: Array,
+            out: Any = None) -> tuple[TypedArray, TypedArray]: ...
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
             out: Any = None) -> Any:
     """Copy each token to the rows that the routing gives it: data, scales and probs in one launch.
@@ -60,7 +71,8 @@ def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | N
     return run(_PERMUTE, (rowwise(x, "x"), routing, probs), out)
 
 
-def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Array | None = None) -> Array:
+def unpermute(y: Array, routing: Routing, *, probs: Array | None = None,
+              out: Array | None = None) -> TypedArray:
     """Sum each token's rows, weighted by probs: the inverse of `permute`, and the last step of an expert
     layer.
 
@@ -92,6 +104,12 @@ def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Ar
     return result
 
 
+@overload
+def permute_backward(grad: Array, routing: Routing, *, probs_grad: None = None,
+                     out: Any = None) -> TypedArray: ...
+@overload
+def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array,
+                     out: Any = None) -> tuple[TypedArray, TypedArray]: ...
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None = None,
                      out: Any = None) -> Any:
     """The gradients of `permute`'s x and probs, from those of the permuted rows and probs.
@@ -116,7 +134,7 @@ def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None 
 
 
 def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs: Array | None = None,
-                       out: Any = None) -> tuple[Array, Array | None]:
+                       out: Any = None) -> tuple[TypedArray, TypedArray | None]:
     """The gradients of `unpermute`'s y and probs.
 
         grad_y[row_map[t, k]] = grad[t] * probs[t, k]

@@ -32,7 +32,7 @@ def rebased(q: Scaled, block: Any, run: testing.Executor, **options: Any) -> tup
 
 def values(s: Scaled) -> np.ndarray:
     """The values in f64, which holds all of them. Scales are compact."""
-    scales = s.scale_inv.astype(np.float64)
+    scales: Any = s.scale_inv.astype(np.float64)
     assert s.block is not None
     for axis, extent in zip((-2, -1), s.block, strict=True):
         length = s.shape[axis]
@@ -189,6 +189,7 @@ def test_layouts_are_those_of_to_layout(shape, block, layouts, run):
     q = fp8.quantize_mx(np.random.default_rng(4).standard_normal(shape, np.float32)).rowwise
     assert q is not None
     compact, _ = rebased(q, block, run, scale_dtype=float32)
+    layout: Any
     for layout in layouts:
         assert rebased(q, block, run, scale_layout=layout)[0] == compact.to_layout(layout)
     for layout in ("swizzled", "deepgemm_sm100"):

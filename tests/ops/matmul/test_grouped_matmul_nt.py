@@ -19,7 +19,7 @@ from cupy_fp8.calls import group_sizes, remembered
 from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import FP8_DTYPES, float8_e4m3fn, float32
 from cupy_fp8.kernels import errors
-from cupy_fp8.ops.matmul import grouped_operands, tiles
+from cupy_fp8.ops.matmul import grouped, grouped_operands, tiles
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 
 SPLITS = np.array([0, 37, 0, 130, 8, 0], np.int64)
@@ -221,7 +221,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
     """Sizes in NumPy arrays are looked at as little as those on a device."""
     monkeypatch.setattr(group_sizes, "check_at_most", lambda *_: None)
     monkeypatch.setattr(grouped_operands, "check_whole_blocks", lambda *_: None)
-    monkeypatch.setattr(fp8.ops.matmul.grouped, "check_whole_blocks", lambda *_: None)
+    monkeypatch.setattr(grouped, "check_whole_blocks", lambda *_: None)
     return run
 
 

@@ -159,9 +159,10 @@ def test_recipes(run):
 
 
 def test_mx_of_numpy_arrays():
+    layouts: Any = ((5, "compact"), (7, "swizzled"))
     x, w = (fp8.quantize_mx(np.random.default_rng(i).standard_normal((2, n, 96)).astype(np.float32),
                             scale_layout=layout)
-            for i, (n, layout) in enumerate(((5, "compact"), (7, "swizzled"))))
+            for i, (n, layout) in enumerate(layouts))
     want = np.einsum("bmk,bnk->bmn", x.dequantize(np.float32), w.dequantize(np.float32))
     np.testing.assert_allclose(fp8.matmul_nt(x, w, dtype=float32), want, rtol=1e-5, atol=1e-5)
 

@@ -61,7 +61,7 @@ IDS = [f"{group}-{a.__name__}-{b.__name__ if b else 'weights'}" for a, b, group 
 every_product = pytest.mark.parametrize(("a", "b", "group"), PRODUCTS, ids=IDS)
 
 
-def product(run: Any, a: _Maker, b: _Maker | None, group: str, sizes: np.ndarray, of_b: np.ndarray,
+def product(run: Any, a: _Maker, b: _Maker | None, group: Any, sizes: np.ndarray, of_b: np.ndarray,
             splits: Any, **options: Any) -> Any:
     right = weights(run) if b is None else b(run, of_b, N, 1)
     return fp8.grouped_matmul_nt(a(run, sizes), right, None if splits is None else run.array(splits),

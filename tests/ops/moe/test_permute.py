@@ -201,7 +201,7 @@ def test_scales_that_are_made_compact_first_overlap_nothing():
     """The scales given share one element with those of the result."""
     q, r = fp8.quantize_block(normal((9, 256)))._any, routed(9, 2, 3)
     out, size = fp8.permute(q, r), q.scale_inv.size
-    memory = np.full(size + out.scale_inv.size - 1, 3, np.float32)
+    memory: Any = np.full(size + out.scale_inv.size - 1, 3, np.float32)
     given = dataclasses.replace(q, scale_inv=memory[:size].reshape(q.scale_inv.shape))
     over = dataclasses.replace(out, scale_inv=memory[size - 1:].reshape(out.scale_inv.shape))
     with pytest.raises(ValueError, match=r"^out\.scale_inv: overlaps x\.scale_inv in memory"):
