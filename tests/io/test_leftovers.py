@@ -16,6 +16,14 @@ ACTIVATIONS = [
     "qscale_act",
     "input_scale_ub",
     "activation_scaling_factor",
+    "input_scale_inv",
+    "in_scale",
+    "input_amax",
+    "input_offset",
+    "input_zero_point",
+    "input_global_scale",
+    "input_quantizer._amax",
+    "output_quantizer._amax",
 ]
 
 
@@ -134,6 +142,9 @@ SIDECARS: dict[str, Any] = {
     "hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
     "quantize_config.json": {"quant_method": "fp8"},
     "quant_config.json": {"quant_method": "fp8"},
+    "quantization_config.json": {"quant_method": "fp8"},
+    "quanto_qmap.json": {"q": {"weights": "qfloat8"}},
+    "quant_model_description.json": {"model_quant_type": "W8A8"},
 }
 
 
