@@ -5,7 +5,7 @@ products are within a bound of it.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import advice as _advice
 from . import backend as _backend
@@ -64,14 +64,20 @@ __all__ += [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "xp":
-        return _backend.default_module()
-    if name == "testing":
-        return import_module(".testing", __name__)
-    inside = (f"{module.__name__.rpartition('.')[2]}.{public}" for module in (diagnostics, io, plot)
-              for public in module.__all__)
-    raise _advice.no_attribute("module 'cupy_fp8'", name, [*__all__, "xp", "testing", *inside])
+if TYPE_CHECKING:                           # A `__getattr__` would hide misspelt names from type checkers.
+    from . import reference as reference
+    from . import testing as testing
+
+    xp: Any
+else:
+    def __getattr__(name: str) -> Any:
+        if name == "xp":
+            return _backend.default_module()
+        if name == "testing":
+            return import_module(".testing", __name__)
+        inside = (f"{module.__name__.rpartition('.')[2]}.{public}" for module in (diagnostics, io, plot)
+                  for public in module.__all__)
+        raise _advice.no_attribute("module 'cupy_fp8'", name, [*__all__, "xp", "testing", *inside])
 
 
 def __dir__() -> list[str]:

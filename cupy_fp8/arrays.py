@@ -17,6 +17,7 @@ from . import backend
 from .advice import array_instead, matrix_instead, shown
 from .formats import FORMATS, as_dtype, integer, integers
 from .methods import ops
+from .typed_array import TypedArray
 
 __all__ = ["Array", "Shape", "asarray", "asnumpy", "bytes_equal", "concatenate", "empty", "empty_like",
            "full", "zeros"]
@@ -26,7 +27,7 @@ Shape = int | Sequence[int]
 _Made = TypeVar("_Made", bound="Result")
 
 
-def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
+def empty(shape: Shape, dtype: Any, *, like: Any = None) -> TypedArray:
     """A new C-contiguous array with arbitrary contents.
 
     like : an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
@@ -36,7 +37,8 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
         raise ValueError(f"shape: expected an array of at most 2**63 - 1 bytes, got {shape} of {dtype}")
     if isinstance(like, xp.ndarray):
         return empty_beside(like, shape, dtype)
-    return np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
+    made: Array = np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
+    return made
 
 
 def empty_beside(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -76,14 +78,14 @@ def array_at(cp: Any) -> Callable[[tuple[int, ...], np.dtype[Any], Any], Array]:
     return made
 
 
-def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
+def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> TypedArray:
     """A new array of zero bytes (for float8_e8m0fnu, which has no zero, the byte 0 means 2**-127)."""
     out = empty(shape, dtype, like=like)
     raw_bytes(out).fill(0)
     return out
 
 
-def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Array:
+def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> TypedArray:
     """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as
     0x7F)."""
     dtype, given = as_dtype(dtype), cast(Any, fill_value)
@@ -110,13 +112,13 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
     return out
 
 
-def empty_like(a: Array, dtype: Any = None, *, shape: Shape | None = None) -> Array:
+def empty_like(a: Array, dtype: Any = None, *, shape: Shape | None = None) -> TypedArray:
     """A new C-contiguous array of the same kind and device. Shape and dtype are the same unless given."""
     backend.module_of(a, "a")
     return empty(a.shape if shape is None else shape, a.dtype if dtype is None else dtype, like=a)
 
 
-def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
+def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> TypedArray:
     """`a` as an array of the kind that `like` names, converted to `dtype`; `a` itself if it is that already.
 
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
@@ -169,7 +171,7 @@ def _move(a: Array, target: Any) -> Array:
     return (target.asarray(raw) if source is np else raw.get()).view(a.dtype)
 
 
-def concatenate(arrays: Any, axis: int = 0) -> Array:
+def concatenate(arrays: Any, axis: int = 0) -> TypedArray:
     """The arrays (of one dtype and kind) joined along `axis`."""
     if not is_sequence(arrays):
         raise TypeError(f"arrays: expected a list of arrays, got {type(arrays).__name__}")
@@ -213,10 +215,10 @@ def bytes_equal(a: Any, b: Any) -> bool:
 
 
 class Result:
-    """Base class of results: `==` compares bytes and metadata, `hash` is the identity's.
+    """Base class of results: `==` compares bytes and metadata.
 
-    Two results with equal bytes are two places in memory, which ops write to; as keys of a dict they must not
-    be taken for one another.
+    They cannot be hashed, as arrays and lists cannot: ops write to them, which changes what they equal. Keys
+    of a dict of results are `id(q)`, or names.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -226,8 +228,7 @@ class Result:
             return NotImplemented
         return all(_same(x, y) for _, x, y in pairs(self, other))
 
-    def __hash__(self) -> int:
-        return object.__hash__(self)
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def _of_fields(cls: type[_Made], **fields: Any) -> _Made:
@@ -306,6 +307,16 @@ def bits(a: Array) -> Array:
     """The elements as a view of unsigned integers of the same width, for what CuPy cannot do with FP8
     dtypes."""
     return a.view(f"u{a.dtype.itemsize}")
+
+
+def once(change: Callable[[Array], Array], done: dict[int, Any]) -> Callable[[Array], Array]:
+    """`change` for each array once. done: what became of arrays, by their identity."""
+    def changed(a: Array) -> Array:
+        if id(a) not in done:
+            done[id(a)] = change(a)
+        return done[id(a)]
+
+    return changed
 
 
 def raw_bytes(a: Array) -> Array:

@@ -23,6 +23,13 @@ class DeviceError(RuntimeError):
     """The machine cannot do what was asked: no CuPy, no GPU, or a GPU older than compute capability 8.0."""
 
 
+def free_in_children(lock: Any) -> Any:
+    """The lock, which is free after a fork: a child would wait for ever for another thread of its parent."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
 INSTALL_HINT = "pip install 'cupy-cuda13x[ctk]>=14.2' (CUDA 13 driver) or 'cupy-cuda12x[ctk]>=14.2' (CUDA 12)"
 
 

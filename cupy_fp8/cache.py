@@ -31,7 +31,7 @@ _FLAGS: set[type] = {bool}
 _MOST_HITS = 256            # remembered lists of weights
 #: Held while a cache changes. All caches share it, so that each can be copied. It is reentrant, since weights
 #: may die meanwhile.
-_LOCK = threading.RLock()
+_LOCK = backend.free_in_children(threading.RLock())
 #: What a weight is known by: its identity; the identity and the dtype of a NumPy array, whose dtype can be
 #: assigned to; of a view the identity of the owner of its memory, and where in it the view lies.
 _Key = int | tuple[Any, ...]

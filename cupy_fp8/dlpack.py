@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .advice import array_instead, type_name
+from .advice import array_instead, dtype_instead, type_name
 from .arrays import Array, bits
-from .formats import as_dtype, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+from .formats import as_dtype, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from .typed_array import TypedArray
 
 __all__ = ["from_dlpack", "to_dlpack"]
 
@@ -100,9 +101,9 @@ def to_dlpack(a: Array) -> Exporter:
     """An object that other libraries import with their `from_dlpack`: the same memory, the true type.
 
     a : NumPy or CuPy array of any shape and strides; FP8, E8M0 and bfloat16 carry their DLPack codes, other
-        dtypes pass through.
+        numbers pass through.
     Returns an object with `__dlpack__` and `__dlpack_device__`; the memory lives as long as any importer
-    needs it. Raises TypeError for anything but an array; when the capsule is made,
+    needs it. Raises TypeError for anything but an array of numbers; when the capsule is made,
     BufferError for what NumPy or CuPy cannot export (a read-only array to a consumer of unversioned
     capsules). A library that knows no FP8 types says so in its own words: give it ``a.view(np.uint8)``.
 
@@ -112,11 +113,11 @@ def to_dlpack(a: Array) -> Exporter:
     >>> b.dtype.name, np.shares_memory(a.view(np.uint8), b.view(np.uint8))
     ('float8_e5m2', True)
     """
-    backend.module_of(a, "a")
+    _check_exchanged(a, "a")
     return Exporter(a)
 
 
-def from_dlpack(x: Any, *, dtype: Any = None) -> Array:
+def from_dlpack(x: Any, *, dtype: Any = None) -> TypedArray:
     """The array behind any DLPack producer, without a copy: a CuPy array where the memory is on a GPU, else a
     NumPy array.
 
@@ -134,7 +135,8 @@ def from_dlpack(x: Any, *, dtype: Any = None) -> Array:
     """
     wanted = None if dtype is None else as_dtype(dtype)
     if isinstance(x, np.ndarray) or type(x).__module__.partition(".")[0] == "cupy":
-        x = to_dlpack(x)
+        _check_exchanged(x, "x")
+        x = Exporter(x)
     if not (hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")):
         raise TypeError("x: expected an object with __dlpack__ and __dlpack_device__, "
                         f"got {type_name(x)}{array_instead(x, 'x')}")
@@ -142,6 +144,16 @@ def from_dlpack(x: Any, *, dtype: Any = None) -> Array:
     xp = backend.cupy() if carrier.__dlpack_device__()[0] in (_CUDA, _CUDA_MANAGED) else np
     a = xp.from_dlpack(carrier)
     return a if carrier.dtype is None else a.view(carrier.dtype)
+
+
+def _check_exchanged(a: Any, name: str) -> None:
+    """TypeError for anything but an array of numbers that DLPack has: strings, objects, dates and records
+    are none."""
+    backend.module_of(a, name)
+    if a.dtype in _CODES or (a.dtype.kind in "biufc" and a.dtype.isbuiltin == 1 and a.dtype.char not in "gG"):
+        return
+    raise TypeError(f"{name}: expected an array of numbers that DLPack has, got dtype {a.dtype}"
+                    f"{dtype_instead(a.dtype, (float32,), name)}")
 
 
 class _Carrier:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,12 @@ from .advice import SHORT_DTYPES, dtype_named, meant, shown
 
 __all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "as_dtype", "bfloat16",
            "finfo", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
+
+_Name = TypeVar("_Name", bound=str)
+#: What functions take for a dtype, and for one of FP8.
+DType: TypeAlias = np.dtype[Any] | type[Any] | str
+FP8DType: TypeAlias = (np.dtype[Any] | type[Any] | Literal[
+    "float8_e4m3fn", "e4m3", "e4m3fn", "fp8_e4m3", "fp8_e4m3fn", "float8_e5m2", "e5m2", "fp8_e5m2"])
 
 float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
 float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
@@ -74,6 +80,7 @@ FORMATS: dict[np.dtype[Any], Format] = {
 INPUT_DTYPES = (bfloat16, float16, float32)
 FP8_DTYPES = (float8_e4m3fn, float8_e5m2)
 BYTE_DTYPES = (*FP8_DTYPES, float8_e8m0fnu)
+SIZE_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 
@@ -163,7 +170,7 @@ def integers(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple(map(operator.index, given))
 
 
-def choice(value: Any, what: str, allowed: Iterable[str]) -> str:
+def choice(value: Any, what: str, allowed: Iterable[_Name]) -> _Name:
     """A name that is one of those allowed. ValueError for anything else, with the name that may be meant."""
     known = tuple(allowed)
     if isinstance(value, str) and value in known:

@@ -19,6 +19,7 @@ from .kernels import capturing
 from .layouts import (
     SCALE_DTYPES,
     Block,
+    ScaleLayout,
     as_block,
     cdiv,
     group_scales,
@@ -28,6 +29,7 @@ from .layouts import (
 )
 from .methods import ops
 from .results import Quantized, Scaled, block_text, facts_table
+from .typed_array import TypedArray
 
 __all__ = ["Grouped"]
 
@@ -38,7 +40,8 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 class Grouped(Result):
     """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
-    splits      int32 or int64 [N]: the rows of each group
+    splits      int32 or int64 [N]: the rows of each group. `group_quantize` makes copies of its sizes and
+                offsets, so that data stay what these say
     offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays
     shape       (M, K) of the flat arrays. Rows after the last group belong to none
     rowwise     flat [M * K] with each group's [m, K]; or None
@@ -70,7 +73,7 @@ class Grouped(Result):
     scale_inv: Array | None = None
     columnwise_scale_inv: Array | None = None
     block: tuple[int | None, int | None] | None = None
-    scale_layout: str | None = None
+    scale_layout: ScaleLayout | None = None
     transposed: bool = True
 
     def __post_init__(self) -> None:
@@ -109,7 +112,7 @@ class Grouped(Result):
                               transposed=True)
 
     @property
-    def data(self) -> Array:
+    def data(self) -> TypedArray:
         """The row-wise data, flat."""
         if self.rowwise is None:
             raise AttributeError("this Grouped has no row-wise data: use .columnwise")
@@ -143,7 +146,7 @@ class Grouped(Result):
     def __iter__(self) -> Iterator[Any]:
         return map(self._members(*self._sizes_and_offsets()), range(len(self)))
 
-    def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> Array:
+    def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> TypedArray:
         """The values [M, K], with 0 in rows of no group. Waits for offsets on the device, then takes one
         launch per group.
 

@@ -7,7 +7,7 @@ lines are the K columns and the blocks run along M. Of 2-D blocks the lines are 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ __all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
 Block = tuple[int | None, int | None]
 _BLOCK_TYPES = frozenset((int, type(None)))
 
+ScaleLayout: TypeAlias = Literal["compact", "swizzled", "gemm_ready", "deepgemm_sm90", "deepgemm_sm100"]
 #: The layouts of block scales, and the dtypes that they hold (int32: words of four E8M0 scales).
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,),

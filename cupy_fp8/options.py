@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -13,11 +13,18 @@ from .advice import block_instead, shown, type_name
 from .formats import FORMATS, choice, flag, float32
 from .layouts import is_of_integers
 
-ALGORITHMS = ("max", "most_recent")
-MX_MODES = ("rceil", "floor", "ceil", "even")
-MX_PROFILES = ("te", "torchao")
+Algorithm: TypeAlias = Literal["max", "most_recent"]
+MXMode: TypeAlias = Literal["rceil", "floor", "ceil", "even"]
+MXProfile: TypeAlias = Literal["te", "torchao"]
+MXScaleLayout: TypeAlias = Literal["compact", "swizzled"]
+BlockProfileName: TypeAlias = Literal["te", "deepgemm", "tilekernels", "vllm", "sglang", "torchao"]
+BlockScaleLayout: TypeAlias = Literal["gemm_ready", "compact", "deepgemm_sm90"]
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+MX_MODES: tuple[MXMode, ...] = get_args(MXMode)
+MX_PROFILES: tuple[MXProfile, ...] = get_args(MXProfile)
 MX_BLOCKS = ((1, 32), (32, 32))
-MX_SCALE_LAYOUTS = ("compact", "swizzled")
+MX_SCALE_LAYOUTS: tuple[MXScaleLayout, ...] = get_args(MXScaleLayout)
 _MX_OPTIONS = frozenset(product(MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS))
 
 
@@ -34,7 +41,7 @@ BLOCK_PROFILES = {"te": BlockProfile(0.0, True), "deepgemm": BlockProfile(1e-4, 
                   "sglang": BlockProfile(1e-10, False), "torchao": BlockProfile(1e-12, False)}
 BLOCKS: tuple[tuple[int | None, int | None], ...] = (
     (1, 128), (128, 1), (128, 128), (1, 64), (64, 1), (1, 32), (32, 1), (1, None), (None, 1))
-BLOCK_SCALE_LAYOUTS = ("gemm_ready", "compact", "deepgemm_sm90")
+BLOCK_SCALE_LAYOUTS: tuple[BlockScaleLayout, ...] = get_args(BlockScaleLayout)
 _BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS)
                            if o[0] != (128, 128) or o[2] != "deepgemm_sm90")
 
@@ -45,9 +52,10 @@ def checked_eps(eps: Any) -> float:
     """eps rounded to f32. TypeError or ValueError unless it is a finite number of 0 or more."""
     if not isinstance(eps, (int, float, np.floating, np.integer)) or isinstance(eps, bool):
         raise TypeError(f"eps: expected a number, got {shown(eps)}")
-    if not 0 <= eps <= FORMATS[float32].max:
+    value = float(eps) if isinstance(eps, np.floating) else eps     # NumPy rounds the limit to eps's type
+    if not 0 <= value <= FORMATS[float32].max:
         raise ValueError(f"eps: expected a finite float32 of 0 or more, got {shown(eps)}")
-    return float(_F32.unpack(_F32.pack(eps))[0])
+    return float(_F32.unpack(_F32.pack(value))[0])
 
 
 def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layout: str) -> None:

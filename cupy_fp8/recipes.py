@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .advice import listed, meant, public_only, shown, type_name
 from .arrays import Array, Shape, _as_shape, empty_beside
@@ -22,6 +22,12 @@ from .layouts import as_block
 from .methods import ops
 from .options import (
     ALGORITHMS,
+    Algorithm,
+    BlockProfileName,
+    BlockScaleLayout,
+    MXMode,
+    MXProfile,
+    MXScaleLayout,
     block_eps,
     block_pow2,
     check_block_options,
@@ -80,7 +86,7 @@ class DelayedScaling(_PerTensor):
     dtype: Any = float8_e4m3fn
     margin: int = 0
     history_len: int = 1024
-    algo: str = "max"
+    algo: Algorithm = "max"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
@@ -145,10 +151,10 @@ class MXScaling:
     """
 
     dtype: Any = float8_e4m3fn
-    mode: str = "rceil"
-    profile: str = "te"
+    mode: MXMode = "rceil"
+    profile: MXProfile = "te"
     block: tuple[int, int] = (1, 32)
-    scale_layout: str = "compact"
+    scale_layout: MXScaleLayout = "compact"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
@@ -195,8 +201,8 @@ class BlockScaling:
     dtype: Any = float8_e4m3fn
     eps: float | None = None
     pow2_scale: bool | None = None
-    profile: str = "te"
-    scale_layout: str = "gemm_ready"
+    profile: BlockProfileName = "te"
+    scale_layout: BlockScaleLayout = "gemm_ready"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", as_block(self.block))
@@ -259,4 +265,5 @@ def check_scales(recipe: Recipe, scale: Any, amax: Any, several: bool = False) -
                          "their own elements")
 
 
-__getattr__, __dir__ = public_only(globals())
+if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+    __getattr__, __dir__ = public_only(globals())

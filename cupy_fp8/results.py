@@ -3,7 +3,7 @@ to its data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,11 +12,12 @@ import numpy as np
 
 from . import backend
 from .advice import Absent, shown, type_name
-from .arrays import Array, Result, Shape, _as_shape, bits
+from .arrays import Array, Result, Shape, _as_shape, bits, once
 from .formats import as_dtype, choice, flag, float32
-from .layouts import SCALE_DTYPES, as_block, is_of_integers, swap_last
+from .layouts import SCALE_DTYPES, ScaleLayout, as_block, is_of_integers, swap_last
 from .methods import ops
-from .scaled_parts import check_parts
+from .scaled_parts import check_one_piece, check_parts, may_be_equal
+from .typed_array import TypedArray
 
 __all__ = ["Quantized", "Scaled"]
 
@@ -47,33 +48,40 @@ class Scaled(_Values):
     scale_layout  how the scales of blocks are stored: 'compact' (a row of scales per row of blocks),
                   'swizzled', 'gemm_ready', 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for
                   one scale
+    splits       int32 or int64 [N]: the rows of N groups that scales, and data stored transposed (flat), are
+                 laid out by, as in a `Grouped`. `scaling_aware_transpose` makes such, and `grouped_matmul_nt`
+                 alone takes them. None: a tensor of one piece
 
     TypeError or ValueError says which parts do not fit together. `==` compares bytes and metadata.
     """
 
-    data: Array
-    scale_inv: Array
+    data: TypedArray
+    scale_inv: TypedArray
     shape: tuple[int, ...]
     transposed: bool = False
     block: tuple[int | None, int | None] | None = None
-    scale_layout: str | None = None
+    scale_layout: ScaleLayout | None = None
+    splits: TypedArray | None = None
 
     def __init__(self, data: Array, scale_inv: Array, shape: Shape, transposed: bool = False,
-                 block: Sequence[int | None] | None = None, scale_layout: str | None = None) -> None:
+                 block: Sequence[int | None] | None = None, scale_layout: ScaleLayout | None = None,
+                 splits: Array | None = None) -> None:
         self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape),
                              transposed=flag(transposed, "transposed"), block=as_block(block),
-                             scale_layout=scale_layout)
+                             scale_layout=scale_layout, splits=splits)
         check_parts(self)
 
     @classmethod
     def _of(cls, data: Array, scale_inv: Array, shape: tuple[int, ...], transposed: bool = False,
-            block: tuple[int | None, int | None] | None = None, scale_layout: str | None = None) -> Scaled:
+            block: tuple[int | None, int | None] | None = None, scale_layout: str | None = None,
+            splits: Array | None = None) -> Scaled:
         """Makes a Scaled of parts that the library made or has checked, as `_of_fields` does, but stores one
         after the other, which takes two thirds of the time."""
         made = object.__new__(cls)
         fields = made.__dict__
         fields["data"], fields["scale_inv"], fields["shape"] = data, scale_inv, shape
         fields["transposed"], fields["block"], fields["scale_layout"] = transposed, block, scale_layout
+        fields["splits"] = splits
         return made
 
     @property
@@ -90,7 +98,8 @@ class Scaled(_Values):
     def T(self) -> Scaled:
         """The transposed matrix (last two axes), without moving a byte: the same data read the other way
         round. Compact scales follow the logical matrix, so they become a transposed view; those of other
-        layouts follow the lines, and stay as they are."""
+        layouts follow the lines, and stay as they are. ValueError for data laid out by sizes of groups."""
+        check_one_piece(self)
         if len(self.shape) < 2:
             return self
         block, scale_inv = self.block, self.scale_inv
@@ -99,25 +108,26 @@ class Scaled(_Values):
         return Scaled._of(self.data, scale_inv, swap_last(self.shape), not self.transposed,
                           block and (block[1], block[0]), self.scale_layout)
 
-    def dequantize(self, dtype: Any = np.float32) -> Array:
+    def dequantize(self, dtype: Any = np.float32) -> TypedArray:
         """The values, in the logical shape: see `cupy_fp8.dequantize`."""
         return ops.dequantize(self, dtype=dtype)
 
-    def to_layout(self, name: str, *, dtype: Any = None) -> Scaled:
+    def to_layout(self, name: ScaleLayout, *, dtype: Any = None) -> Scaled:
         """The same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0), 'gemm_ready'
         or 'deepgemm_sm90' (f32), or 'deepgemm_sm100' (words of E8M0 scales). Itself if they are already.
         `convert_scales` does the conversion.
 
         dtype : of compact scales, float32 or float8_e8m0fnu. None: as they are; float8_e8m0fnu for words
-        Raises ValueError for other names, for a per-tensor result, whose one scale has no layout, where
-        the layout does not fit the block, and (of NumPy arrays) for f32 scales that E8M0 does not hold;
-        TypeError for a dtype that the layout does not hold.
+        Raises ValueError for other names, for a per-tensor result, whose one scale has no layout, for data
+        laid out by sizes of groups, where the layout does not fit the block, and (of NumPy arrays) for f32
+        scales that E8M0 does not hold; TypeError for a dtype that the layout does not hold.
         """
         if self.block is None:
             raise ValueError(f"to_layout({shown(name)}): per-tensor data has a single scale, which has no "
                              "layout")
         choice(name, "to_layout", SCALE_DTYPES)
         dtype = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
+        check_one_piece(self)
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self
         shape, block = self.shape, self.block
@@ -128,7 +138,7 @@ class Scaled(_Values):
         return Scaled._of(self.data, scale_inv, self.shape, self.transposed, self.block, name)
 
     def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
-                 scale_layout: str = "compact", changed: Array | None = None) -> Scaled:
+                 scale_layout: ScaleLayout = "compact", changed: Array | None = None) -> Scaled:
         """The same values in other blocks of power-of-two scales, such as MX data (1×32) in blocks of 1×128
         or 128×128. Itself if it has these blocks, this layout and this dtype of scales; where only the layout
         or the dtype differs, `to_layout` converts the scales alone. Else `rebase_scales` moves exponents and
@@ -151,16 +161,18 @@ class Scaled(_Values):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
         """Copies the arrays' bytes, since CuPy cannot copy FP8 arrays."""
-        for a in self:
-            if id(a) not in memo:
-                memo[id(a)] = bits(a).copy().view(a.dtype)
-        return Scaled._of(memo[id(self.data)], memo[id(self.scale_inv)], self.shape, self.transposed,
-                          self.block, self.scale_layout)
+        return self._with_arrays(once(lambda a: bits(a).copy().view(a.dtype), memo))
+
+    def _with_arrays(self, change: Callable[[Array], Array]) -> Scaled:
+        """The same result with other arrays of the same contents."""
+        return Scaled._of(change(self.data), change(self.scale_inv), self.shape, self.transposed, self.block,
+                          self.scale_layout, None if self.splits is None else change(self.splits))
 
     def _facts(self) -> dict[str, str]:
         granularity = "per tensor" if self.block is None else block_text(self.block)
         if self.scale_layout is not None:
             granularity += f", {self.scale_layout} scales"
+        granularity += "" if self.splits is None else f", in {len(self.splits)} groups"
         return {"dtype": self.dtype.name, "shape": _dims(self.shape), "scaling": granularity,
                 "stored": f"transposed {_dims(self.data.shape)}" if self.transposed else "as is",
                 "kind": backend.kind_of(self.data), "bytes": f"{self.nbytes:,}"}
@@ -171,7 +183,7 @@ class Scaled(_Values):
         return f"Scaled({f['dtype']}[{f['shape']}], {f['scaling']}{stored}, {f['kind']})"
 
     def _repr_html_(self) -> str:
-        return _table([("Scaled", self)])
+        return facts_table({"": "Scaled", **self._facts()})
 
 
 class _Part:
@@ -205,7 +217,7 @@ class Quantized(_Values):
 
     rowwise: _Part = _Part()
     columnwise: _Part = _Part()
-    dbias: Array | None = None
+    dbias: TypedArray | None = None
 
     def __init__(self, rowwise: Scaled | None = None, columnwise: Scaled | None = None,
                  dbias: Array | None = None) -> None:
@@ -239,12 +251,12 @@ class Quantized(_Values):
         return part
 
     @property
-    def data(self) -> Array:
+    def data(self) -> TypedArray:
         """The row-wise data."""
         return self._rowwise("data").data
 
     @property
-    def scale_inv(self) -> Array:
+    def scale_inv(self) -> TypedArray:
         """The row-wise scale_inv."""
         return self._rowwise("scale_inv").scale_inv
 
@@ -266,7 +278,7 @@ class Quantized(_Values):
             arrays.append(self.dbias)
         return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
 
-    def dequantize(self, dtype: Any = np.float32) -> Array:
+    def dequantize(self, dtype: Any = np.float32) -> TypedArray:
         """The values in the logical shape, from the row-wise part if there is one."""
         return self._any.dequantize(dtype)
 
@@ -281,7 +293,7 @@ class Quantized(_Values):
         column = row if self._column is self._row else self._column and self._column.T
         return Quantized(column, row)
 
-    def to_layout(self, name: str, *, dtype: Any = None) -> Quantized:
+    def to_layout(self, name: ScaleLayout, *, dtype: Any = None) -> Quantized:
         """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes
         them and with its errors. Itself if they are already."""
         row = self._row and self._row.to_layout(name, dtype=dtype)
@@ -292,7 +304,7 @@ class Quantized(_Values):
                 else Quantized(row, column, self.dbias))
 
     def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
-                 scale_layout: str = "compact", changed: Array | None = None) -> Quantized:
+                 scale_layout: ScaleLayout = "compact", changed: Array | None = None) -> Quantized:
         """The same values with each direction in other blocks, as `Scaled.to_block` makes them and with its
         errors. `block` is that of rows, (1, 128) or (128, 128); columns get it the other way round, which
         needs data stored transposed. Itself if they are already."""
@@ -325,7 +337,7 @@ class Quantized(_Values):
         return f"Quantized({f['dtype']}[{f['shape']}], {f['scaling']}, {parts}, {f['kind']})"
 
     def _repr_html_(self) -> str:
-        return _table(list(self.parts.items()))
+        return facts_table(*({"": name, **part._facts()} for name, part in self.parts.items()))
 
 
 def _check_directions(q: Quantized) -> None:
@@ -338,6 +350,8 @@ def _check_directions(q: Quantized) -> None:
     if q._row and column and (column.shape, column.dtype) != (first.shape, first.dtype):
         raise ValueError(f"columnwise: expected {first.dtype} of shape {first.shape}, as rowwise, got "
                          f"{column.dtype} {column.shape}")
+    if q._row and column and not may_be_equal(q._row.splits, column.splits):
+        raise ValueError("columnwise.splits: expected the sizes of rowwise, got others")
     if q.dbias is not None:
         backend.require_module(q.dbias, backend.module_of(first.data, "data"), "dbias")
         wanted = (*first.shape[:-2], first.shape[-1]) if first.shape else ()
@@ -384,7 +398,3 @@ def as_scaled(q: Any, name: str = "q") -> Scaled:
     if not isinstance(q, (Scaled, Quantized)):
         raise TypeError(f"{name}: expected a Scaled or Quantized, got {type_name(q)}")
     return q if isinstance(q, Scaled) else q._any
-
-
-def _table(parts: list[tuple[str, Scaled]]) -> str:
-    return facts_table(*({"": name, **part._facts()} for name, part in parts))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 
 from . import backend
 from .advice import dtype_instead, shown
-from .formats import FP8_DTYPES, float32, names
-from .layouts import SCALE_DTYPES, scale_shape, swap_last
+from .formats import FP8_DTYPES, SIZE_DTYPES, float32, names
+from .layouts import SCALE_DTYPES, grouped_scale_shape, scale_shape, swap_last
 
-__all__ = ["check_block_scales", "check_data_shape", "check_parts"]
+__all__ = ["check_block_scales", "check_data_shape", "check_one_piece", "check_parts", "may_be_equal"]
 
 
 class Parts(Protocol):
@@ -29,17 +30,24 @@ class Parts(Protocol):
     def block(self) -> tuple[int | None, int | None] | None: ...
     @property
     def scale_layout(self) -> str | None: ...
+    @property
+    def splits(self) -> Any: ...
 
 
 def check_data_shape(s: Parts, name: str) -> None:
     """ValueError unless the data of `s` have its shape as they are stored. name: that of s in messages; '' if
     these begin with the part's name."""
     where = name and f"{name}."
+    if s.splits is not None and len(s.shape) != 2:
+        raise ValueError(f"{where}shape: expected (M, K) of groups of rows, got {s.shape}")
     if s.transposed and len(s.shape) < 2:
         raise ValueError(f"{where}transposed: needs two or more dimensions, got shape {s.shape}")
-    stored = swap_last(s.shape) if s.transposed else s.shape
+    stored, how = s.shape, ""
+    if s.transposed:
+        stored, how = swap_last(s.shape), " stored transposed"
+        if s.splits is not None:
+            stored, how = (prod(s.shape),), " of groups stored transposed"
     if s.data.shape != stored:
-        how = " stored transposed" if s.transposed else ""
         raise ValueError(f"{where}data: expected shape {stored} for the logical shape {s.shape}{how}, got "
                          f"{s.data.shape}")
 
@@ -53,6 +61,10 @@ def check_block_scales(s: Parts, name: str) -> None:
 def _check_block_scales(s: Parts, layout: str | None, where: str) -> None:
     try:
         shape = scale_shape(s.shape, s.block, layout, s.transposed)
+        if s.splits is not None:
+            (m, k), block = s.shape, s.block
+            assert block is not None
+            shape = grouped_scale_shape((m, k), len(s.splits), block, str(layout), s.transposed)
     except ValueError as error:
         raise ValueError(f"{where}{error}") from None
     dtypes = SCALE_DTYPES[str(layout)]
@@ -60,8 +72,9 @@ def _check_block_scales(s: Parts, layout: str | None, where: str) -> None:
         raise TypeError(f"{where}scale_inv: expected dtype {names(dtypes)} of {layout} scales, got "
                         f"{s.scale_inv.dtype}")
     if s.scale_inv.shape != shape:
+        groups = "" if s.splits is None else f" in {len(s.splits)} groups"
         raise ValueError(f"{where}scale_inv: expected shape {shape}, {layout} scales of blocks {s.block} of "
-                         f"shape {s.shape}, got {s.scale_inv.shape}")
+                         f"shape {s.shape}{groups}, got {s.scale_inv.shape}")
 
 
 def check_parts(s: Parts) -> None:
@@ -74,6 +87,8 @@ def check_parts(s: Parts) -> None:
                         f"{dtype_instead(data.dtype, FP8_DTYPES, 'data')}")
     if xp is not np:
         backend.same_device(scale_inv, data, "scale_inv", "data")
+    if s.splits is not None:
+        _check_splits(s, xp)
     check_data_shape(s, "")
     if s.block is not None:
         if s.scale_layout is None:
@@ -90,6 +105,35 @@ def check_parts(s: Parts) -> None:
     if scale_inv.size != 1:
         raise ValueError(f"scale_inv: expected one scale for the tensor, got shape {scale_inv.shape}; scales "
                          f"of blocks need block=")
+
+
+def _check_splits(s: Parts, xp: Any) -> None:
+    """TypeError or ValueError unless the sizes of a Scaled can be those of groups of its rows."""
+    splits = s.splits
+    backend.require_module(splits, xp, "splits")
+    if splits.dtype not in SIZE_DTYPES:
+        raise TypeError(f"splits: expected dtype {names(SIZE_DTYPES)}, got {splits.dtype}")
+    if splits.ndim != 1:
+        raise ValueError(f"splits: expected one dimension, got shape {splits.shape}")
+    if xp is not np:
+        backend.same_device(splits, s.data, "splits", "data")
+    if s.block is None:
+        raise ValueError(f"splits: expected None for one scale, got {len(splits)} sizes; scales of blocks "
+                         "need block=")
+
+
+def check_one_piece(s: Parts, name: str = "q") -> None:
+    """ValueError if data and scales are laid out by sizes of groups. name: that of s in messages."""
+    if s.splits is not None:
+        raise ValueError(f"{name}: expected data of one piece, got data of {len(s.splits)} groups, laid out "
+                         "by their sizes (scaling_aware_transpose with splits) for products of groups; "
+                         "without splits its result is of one piece")
+
+
+def may_be_equal(sizes: Any, others: Any) -> bool:
+    """Whether two arrays of sizes, or None, are equal as far as the host knows."""
+    known = isinstance(sizes, np.ndarray) and isinstance(others, np.ndarray)
+    return not known or np.array_equal(sizes, others)
 
 
 def _fitting(s: Parts) -> str:

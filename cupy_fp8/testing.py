@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from . import backend, kernels
 from .advice import public_only
-from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, pairs, raw_bytes
+from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, once, pairs, raw_bytes
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, as_dtype, choice, float8_e8m0fnu
 from .grouped import Grouped
 from .layouts import scale_shape, swap_last
@@ -23,7 +23,8 @@ from .routing import Routing
 __all__ = ["EXECUTORS", "Executor", "arrays", "assert_bytes_equal", "executor", "executor_problem",
            "mx_results", "scales"]
 
-EXECUTORS = ("reference", "host", "cuda")
+ExecutorName: TypeAlias = Literal["reference", "host", "cuda"]
+EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 
 
 def assert_bytes_equal(actual: Any, desired: Any) -> None:
@@ -43,6 +44,7 @@ def assert_bytes_equal(actual: Any, desired: Any) -> None:
         ...
     AssertionError: rowwise.data: 1 of 2 elements of float8_e4m3fn[2] differ; first at (1,): ...
     """
+    __tracebackhide__ = True                            # pytest shows the caller's line instead
     check_comparable(actual, "actual")
     check_comparable(desired, "desired")
     for path, a, b in pairs(actual, desired):
@@ -56,6 +58,7 @@ def assert_bytes_equal(actual: Any, desired: Any) -> None:
 
 
 def _assert_same_bytes(a: np.ndarray, b: np.ndarray, where: str) -> None:
+    __tracebackhide__ = True
     if a.dtype != b.dtype:
         raise AssertionError(f"{where}dtype: actual {a.dtype}, desired {b.dtype}")
     if a.shape != b.shape:
@@ -80,7 +83,7 @@ class Executor:
     """A place where kernels run. `array` moves a NumPy array or a result there, and `numpy` brings it
     back."""
 
-    name: str
+    name: ExecutorName
 
     def __post_init__(self) -> None:
         choice(self.name, "name", EXECUTORS)
@@ -101,7 +104,7 @@ class Executor:
 
 
 @contextmanager
-def executor(name: str) -> Iterator[Executor]:
+def executor(name: ExecutorName) -> Iterator[Executor]:
     """Run kernels in one place for the length of a `with` block.
 
     'host': NumPy arrays run the CUDA sources on the CPU (needs g++). 'cuda': the GPU (`array` makes CuPy
@@ -122,7 +125,7 @@ def executor(name: str) -> Iterator[Executor]:
         yield Executor(name)
 
 
-def executor_problem(name: str) -> str | None:
+def executor_problem(name: ExecutorName) -> str | None:
     """Why an executor cannot be used on this machine, or None."""
     choice(name, "executor", EXECUTORS)
     if name == "cuda":
@@ -136,18 +139,15 @@ def executor_problem(name: str) -> str | None:
 
 def _map_arrays(a: Any, move: Any) -> Any:
     if isinstance(a, Scaled):
-        return Scaled._of(move(a.data), move(a.scale_inv), a.shape, a.transposed, a.block, a.scale_layout)
+        return a._with_arrays(move)
     if isinstance(a, Quantized):
-        moved = {id(v): move(v) for part in a.parts.values() for v in part}
-        def again(s: Scaled | None) -> Scaled | None:
-            return s and Scaled._of(moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block,
-                                    s.scale_layout)
-
-        return Quantized(again(a._row), again(a._column), None if a.dbias is None else move(a.dbias))
+        move_once = once(move, {})                             # Both directions may share an array.
+        row, column = (s and s._with_arrays(move_once) for s in (a._row, a._column))
+        return Quantized(row, column, None if a.dbias is None else move(a.dbias))
     if isinstance(a, Grouped):
+        move_once = once(move, {})
         fields = {f.name: v for f in dataclasses.fields(a) if hasattr(v := getattr(a, f.name), "dtype")}
-        moved = {id(v): move(v) for v in fields.values()}     # Both directions may share an array.
-        return dataclasses.replace(a, **{name: moved[id(v)] for name, v in fields.items()})
+        return dataclasses.replace(a, **{name: move_once(v) for name, v in fields.items()})
     if isinstance(a, Routing):
         return dataclasses.replace(a, **{name: move(v) for name, v in a._arrays().items()})
     return move(a) if hasattr(a, "dtype") and hasattr(a, "ndim") and not np.isscalar(a) else a
@@ -172,7 +172,11 @@ def arrays(dtype: Any = None, *, max_side: int = 40, max_dims: int = 3) -> Any:
 
     dtypes = st.sampled_from(INPUT_DTYPES) if dtype is None else st.just(as_dtype(dtype))
     shapes = st.lists(st.integers(0, max_side), min_size=0, max_size=max_dims).map(tuple)
-    return st.builds(_random_bits, dtypes, shapes, st.integers(0, 2**32 - 1))
+
+    def array(draw: Any) -> np.ndarray:             # Failures show what a composite strategy returns.
+        return _random_bits(draw(dtypes), draw(shapes), draw(st.integers(0, 2**32 - 1)))
+
+    return st.composite(array)()
 
 
 def scales() -> Any:
@@ -189,17 +193,22 @@ def mx_results(*, max_side: int = 140) -> Any:
     anything in the padding)."""
     st = _strategies()
 
-    def build(dtype: np.dtype[Any], batch: list[int], side: tuple[int, int], block: tuple[int, int],
-              layout: str, transposed: bool, seed: int) -> Scaled:
-        shape = (*batch, *side)
+    side = st.integers(0, max_side)
+
+    def result(draw: Any) -> Scaled:
+        dtype, transposed = draw(st.sampled_from(FP8_DTYPES)), draw(st.booleans())
+        shape = (*draw(st.lists(st.integers(0, 3), max_size=1)), draw(side), draw(side))
+        block = draw(st.sampled_from([(1, 32), (32, 1)]))
+        layout = draw(st.sampled_from(["compact", "swizzled"]))
+        seed = draw(st.integers(0, 2**32 - 1))
         data = _random_bits(dtype, swap_last(shape) if transposed else shape, seed)
         scale_inv = _random_bits(float8_e8m0fnu, scale_shape(shape, block, layout, transposed), seed + 1)
-        return Scaled._of(data, scale_inv, shape, transposed, block, layout)
+        # Failures show the call that `builds` makes, with its arrays; the repr of a result has none.
+        made: Scaled = draw(st.builds(Scaled, st.just(data), st.just(scale_inv), st.just(shape),
+                                      st.just(transposed), st.just(block), st.just(layout)))
+        return made
 
-    side = st.integers(0, max_side)
-    return st.builds(build, st.sampled_from(FP8_DTYPES), st.lists(st.integers(0, 3), max_size=1),
-                     st.tuples(side, side), st.sampled_from([(1, 32), (32, 1)]),
-                     st.sampled_from(["compact", "swizzled"]), st.booleans(), st.integers(0, 2**32 - 1))
+    return st.composite(result)()
 
 
 def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -208,4 +217,5 @@ def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.
                                                  endpoint=True).reshape(shape).view(dtype))
 
 
-__getattr__, __dir__ = public_only(globals())
+if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+    __getattr__, __dir__ = public_only(globals())

@@ -13,7 +13,7 @@ from ..formats import FP8_DTYPES
 from ..kernels import error_word, workspace
 from ..results import Scaled
 from ..routing import Routing
-from ..scaled_parts import check_block_scales, check_data_shape
+from ..scaled_parts import check_block_scales, check_data_shape, check_one_piece
 from . import group_sizes, validate
 from .descriptions import Allocation, Description
 from .memory import Range
@@ -53,7 +53,6 @@ class Call:
     result: Description                 # the description of what is written
     allocation: Allocation              # the memory of a result that is not given
     arrays: Sequence[Array]             # the arrays of the result, given or allocated
-    argument_names: tuple[str, ...]     # the names of the op's arguments, in their order
 
     def __init__(self) -> None:
         self.memory_ranges: list[Range] = []
@@ -97,8 +96,9 @@ class Call:
         return Input(a, address(a))
 
     def read_scaled(self, name: str, s: Scaled, by_strides: Container[str] = ()) -> tuple[Input, Input]:
-        """The FP8 data and the scales of a Scaled, which fit together. by_strides: the layouts whose scales
-        the op reads by their strides; others are copied if they are not C-contiguous."""
+        """The FP8 data and the scales of a Scaled of one piece, which fit together. by_strides: the layouts
+        whose scales the op reads by their strides; others are copied if they are not C-contiguous."""
+        check_one_piece(s, name)
         data, part = self.read(f"{name}.data", s.data, FP8_DTYPES), f"{name}.scale_inv"
         check_data_shape(s, name)
         if s.block is None:

@@ -8,8 +8,6 @@ launched, and the call is remembered. Nothing is written before everything is va
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -26,12 +24,6 @@ _Inputs = TypeVar("_Inputs")
 
 class Op(Generic[_Inputs]):
     """What is particular to an op. Its inputs are whatever `arguments` returns, a NamedTuple mostly."""
-
-    @functools.cached_property
-    def argument_names(self) -> tuple[str, ...]:
-        """The names of the arguments, in the order in which they are given."""
-        _, *names = inspect.signature(self.arguments).parameters
-        return tuple(names)
 
     def arguments(self, call: Call, *given: Any) -> _Inputs:
         """Declare and validate the arguments, in the order in which users give them."""
@@ -72,7 +64,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         arrays, written = call.allocation.make()
     else:
         call.owner, written = next(iter(arrays), None), list(map(address, arrays))
-    call.result, call.arrays, call.argument_names = result, arrays, op.argument_names
+    call.result, call.arrays = result, arrays
     launches = list(op.launches(call, inputs, *written))
     for launch in launches:
         launch.run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ class Written(NamedTuple):
 
 
 class Description:
-    """What an op returns: here one array; other kinds of results replace `build` and `arrays_of`."""
+    """What an op returns: here one array; other kinds of results replace `build` and `arrays_of`. It holds no
+    array, since later calls that are alike build their results with it."""
 
     #: The name of the argument that such a result is given as.
     argument = "out"
@@ -41,12 +42,6 @@ class Description:
     def build(self, arrays: Sequence[Array]) -> Any:
         """What the user gets, from the arrays in their order."""
         return arrays[0]
-
-    def builder(self, names: tuple[str, ...]) -> Callable[[Sequence[Array], tuple[Any, ...]], Any]:
-        """What makes the results of later calls that are alike, from their arrays and the arguments given
-        then, which have these names. It is remembered, so it holds no array. A result that holds an argument
-        replaces this."""
-        return lambda arrays, given: self.build(arrays)
 
     def for_out(self, out: Any) -> Description:
         """The description of a result given as `out=`, which can have other arrays than a new one."""

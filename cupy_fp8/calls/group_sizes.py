@@ -9,10 +9,9 @@ import numpy as np
 from .. import backend, kernels
 from ..advice import shown
 from ..arrays import Array, address, check_dimensions, is_array
-from ..formats import flag, integer, integers
+from ..formats import SIZE_DTYPES, flag, integer, integers
 from . import validate
 
-DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _MOST_ALIGN = 1 << 16
 
 
@@ -46,8 +45,8 @@ def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits
         host = _as_sizes(splits, name)
         array = host if xp is np else _to_device(host, x, name)
         return Groups(len(host), address(array), array.nbytes, 1, array, host)
-    backend.require_module(splits, xp, name, DTYPES[1].name, 1)
-    array, _, at = validate.source(splits, DTYPES, name)
+    backend.require_module(splits, xp, name, SIZE_DTYPES[1].name, 1)
+    array, _, at = validate.source(splits, SIZE_DTYPES, name)
     check_dimensions(array.shape, name, 1, 1)
     looked_at: np.ndarray | None = array if xp is np else None
     if xp is not np:
@@ -63,7 +62,7 @@ def read_first(splits: Any, beside: Any, check: bool, name: str = "splits") -> G
     """`splits` of a call that has no array before them. beside: an array of the kind and on the device that a
     list goes to; None: it goes to where `cupy_fp8.xp` makes arrays."""
     if not isinstance(splits, (list, tuple)):
-        return read(splits, None, backend.module_of(splits, name, DTYPES[1].name, 1), check, name)
+        return read(splits, None, backend.module_of(splits, name, SIZE_DTYPES[1].name, 1), check, name)
     xp = backend.default_module() if beside is None else backend.module_of(beside, "outputs[0]")
     return read(splits, beside, xp, check, name)
 
@@ -107,9 +106,9 @@ def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str
 
 def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
     """The address of offsets [N + 1] of N groups, int64, of x's kind and device."""
-    backend.require_module(offsets, xp, "offsets", DTYPES[1].name, 1)
+    backend.require_module(offsets, xp, "offsets", SIZE_DTYPES[1].name, 1)
     validate.check_shape("offsets", offsets.shape, (len(groups.array) + 1,), "one more than splits")
-    return validate.fitting(offsets, offsets.shape, DTYPES[1], x, xp, "offsets")
+    return validate.fitting(offsets, offsets.shape, SIZE_DTYPES[1], x, xp, "offsets")
 
 
 def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:

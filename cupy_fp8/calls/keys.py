@@ -273,7 +273,8 @@ _KINDS: dict[type, _Describe] = {
     np.ndarray: _of_numpy,
     tuple: _of_parts,
     list: _of_list,
-    Scaled: _of_result(attrgetter("data", "scale_inv", "shape", "transposed", "block", "scale_layout")),
+    Scaled: _of_result(attrgetter("data", "scale_inv", "shape", "transposed", "block", "scale_layout",
+                                  "splits")),
     Quantized: _of_result(attrgetter("_row", "_column", "dbias")),
     Grouped: _of_result(attrgetter(
         "splits", "offsets", "rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "shape", "block",

@@ -94,7 +94,7 @@ class _Allocating:
                  launches: list[RelocatedLaunch]) -> None:
         #: The call's arrays may be freed, so an array without elements on their device stands for them.
         self._like = empty_beside(call.x, (0,), _U32)
-        self._allocation, self._build = call.allocation, call.result.builder(call.argument_names)
+        self._allocation, self._build = call.allocation, call.result.build
         # An allocator may give less than launches rely on. NumPy gives 16, and kernels rely on no more.
         self._alignment = ALIGNMENT if isinstance(call.x, np.ndarray) else ALLOCATION_ALIGNMENT
         self._remainders = [at % self._alignment for at in written]
@@ -141,4 +141,4 @@ class _Allocating:
         addresses += [each.at for each in tables]
         for launch in self._launches:
             launch.run(addresses)
-        return self._build(arrays, given)
+        return self._build(arrays)

@@ -185,17 +185,17 @@ def arrays_in(given: Any) -> list[Any]:
 def _arrays(result: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(result, Quantized):
         for name, part in result.parts.items():
-            yield from ((f"{name}.{field}", a) for field, a in zip(("data", "scale_inv"), part, strict=True))
+            yield from ((f"{name}.{field}", a) for field, a in _arrays(part, {}))
         if result.dbias is not None:
             yield "dbias", result.dbias
     elif isinstance(result, Scaled):
         yield from zip(("data", "scale_inv"), result, strict=True)
+        if result.splits is not None:
+            yield "splits", result.splits
     elif isinstance(result, Grouped):
-        for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets"):
+        for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets", "splits"):
             if (a := getattr(result, name)) is not None:
                 yield name, a
-        if kwargs.get("align", 1) > 1:
-            yield "splits", result.splits
     elif isinstance(result, Routing):
         yield from result._arrays().items()
     elif isinstance(result, tuple):

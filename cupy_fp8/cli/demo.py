@@ -22,7 +22,7 @@ import numpy as np
 from .. import backend, kernels, plot
 from ..arrays import asarray
 from ..diagnostics.text import Column
-from ..diagnostics.verdict import recommended, verdict_on
+from ..diagnostics.verdict import KINDS, recommended, verdict_on
 from ..formats import bfloat16
 from ..io.found import Found, tensors
 from ..io.replace import check_replaceable, replacing
@@ -114,16 +114,16 @@ class _Demo:
         if found.values is None:
             self._skipped.setdefault(found.what, []).append(name)
             return
-        x = asarray(found.values, like=self.xp)
+        x, kind = asarray(found.values, like=self.xp), self._options.kind
         ahead.expect(x.shape, x.dtype)
         if self._options.worst or self._options.summary:
             kernels.announce(_from_here(self._progress.show))
-            self._compared.append(demo_rows.compare(name, found.what, x, lambda cells: None,
+            self._compared.append(demo_rows.compare(name, found.what, x, kind, lambda cells: None,
                                                     lambda recipe: self._progress.show(f"{name}: {recipe}")))
             return
         with self._table(demo_rows.title(name, x.shape, found.what), self._columns) as shown:
             kernels.announce(_from_here(shown.working))
-            one = demo_rows.compare(name, found.what, x, shown.row, shown.working)
+            one = demo_rows.compare(name, found.what, x, kind, shown.row, shown.working)
         self._after(one.comparison.notes)
         self._compared.append(one)
 
@@ -132,13 +132,15 @@ class _Demo:
         self._progress.clear()
         if not self._compared and not self.failed:
             self._fail(f"no float tensor of two or three dimensions in {', '.join(self._options.files)}")
-        rows = [one.comparison.rows for one in self._compared]
+        rows, kinds = ([getattr(one.comparison, name) for one in self._compared] for name in ("rows", "kind"))
         if self._options.summary:
             for title, cells in demo_rows.summaries(self._compared):
                 self._show(title, demo_rows.SUMMARY_COLUMNS, cells)
         if self._options.worst and rows:
-            best = recommended(rows)
-            worst = sorted(self._compared, key=lambda one: one.comparison[best].error.sqnr_db)
+            best = recommended(rows, kinds)
+            worst = sorted(self._compared, key=lambda one: max(
+                one.comparison[name].local_sqnr_db for kind, name in best.items()
+                if one.comparison.kind in (kind, None)))
             for one in worst[:self._options.worst]:
                 self._show(one.title, self._columns, one.cells(), one.comparison.notes)
         for why, names in self._skipped.items():
@@ -146,7 +148,7 @@ class _Demo:
             terminal.say(f"Left out: {names[0]}{more} ({why}).")
         if not rows:
             return
-        verdict = verdict_on(rows)
+        verdict = verdict_on(rows, kinds)
         self._explain(verdict)
         self._write(verdict)
 
@@ -209,9 +211,11 @@ def _parser() -> argparse.ArgumentParser:
                         "made-up weight and activation")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--worst", type=positive, metavar="N",
-                       help="show only the N tensors with the lowest SQNR")
+                       help="show only the N tensors with the lowest local SQNR in the recipe to take")
     shown.add_argument("--summary", action="store_true",
                        help="a table for each kind of tensor: names that differ only in numbers")
+    parser.add_argument("--kind", choices=KINDS,
+                        help="what the tensors are (default: what their names say, or else either)")
     parser.add_argument("--plot", metavar="FILE.png", type=file_name,
                         help="draw a picture of the figures (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", type=file_name, help="also write the figures as JSON")

@@ -17,6 +17,7 @@ from ..diagnostics import Comparison, RecipeError
 from ..diagnostics.comparison import RECIPES, Quantize, each
 from ..diagnostics.recipe_rows import COLUMNS, LEGEND, recipe_name
 from ..diagnostics.text import Column, decibels, json_number
+from ..diagnostics.verdict import Kind
 from ..results import Quantized
 
 _TIME = Column("time", 8, rank=2)
@@ -63,15 +64,17 @@ class Compared:
     def as_json(self) -> Iterator[dict[str, Any]]:
         for row, taken in zip(self.comparison, self.times, strict=True):
             figures = {name: json_number(value) for name, value in vars(row.error).items()}
-            yield {"tensor": self.name, "shape": list(self.comparison.shape), "dtype": self.what,
-                   "recipe": row.name, "same_as": self.comparison.same.get(row.name), **figures,
+            yield {"tensor": self.name, "kind": self.comparison.kind, "shape": list(self.comparison.shape),
+                   "dtype": self.what, "recipe": row.name, "same_as": self.comparison.same.get(row.name),
+                   "local_sqnr_db": json_number(row.local_sqnr_db), **figures,
                    "bytes_per_element": row.bytes_per_element, **asdict(taken)}
 
 
-def compare(name: str, what: str, x: Array, show: Callable[[Sequence[str]], None],
+def compare(name: str, what: str, x: Array, kind: Kind | None, show: Callable[[Sequence[str]], None],
             working: Callable[[str], None]) -> Compared:
-    """Compares all recipes. show: called with the cells of each row that differs from those before it, as
-    soon as it is known. working: called with the name of what is computed next."""
+    """Compares all recipes. kind: what x is; None: what its name says. show: called with the cells of each
+    row that differs from those before it, as soon as it is known. working: called with the name of what is
+    computed next."""
     clock, rows, times = _Clock(), list[RecipeError](), list[Time]()
     coming = each(x, run=clock)
     for recipe in RECIPES:
@@ -81,7 +84,8 @@ def compare(name: str, what: str, x: Array, show: Callable[[Sequence[str]], None
             show((*row.cells(), *clock.time.cells()))
         rows.append(row)
         times.append(clock.time)
-    return Compared(name, what, Comparison(tuple(x.shape), x.dtype.name, tuple(rows)), tuple(times))
+    found = Comparison(tuple(x.shape), x.dtype.name, tuple(rows), kind or kind_in(name))
+    return Compared(name, what, found, tuple(times))
 
 
 class _Clock:
@@ -133,7 +137,20 @@ def legend(like: str, left_out: Sequence[str]) -> dict[str, str]:
 
 
 # ---- a table for each kind of tensor ----
-SUMMARY_COLUMNS = [COLUMNS[0], Column("SQNR dB", 15), *COLUMNS[2:], _TIME]
+SUMMARY_COLUMNS = [COLUMNS[0], Column("SQNR dB", 14), Column("local dB", 14), COLUMNS[3]._replace(rank=1),
+                   *COLUMNS[4:], _TIME]
+_WORDS: dict[Kind, tuple[str, ...]] = {"activations": ("activation", "hidden_state"),
+                                       "weights": ("weight", "kernel", "proj")}
+
+
+def kind_in(tensor: str) -> Kind | None:
+    """What a tensor's name says that it is.
+
+    >>> kind_in("model.layers.0.mlp.down_proj.weight"), kind_in("activation"), kind_in("x")
+    ('weights', 'activations', None)
+    """
+    name = tensor.lower()
+    return next((kind for kind, words in _WORDS.items() if any(word in name for word in words)), None)
 
 
 def kind_of(tensor: str) -> str:
@@ -164,15 +181,19 @@ def _pooled(rows: Sequence[RecipeError], times: Sequence[Time]) -> tuple[str, ..
     """The cells of one recipe's rows in several tensors."""
     errors = [row.error for row in rows]
     total = {field: sum(getattr(e, field) for e in errors)
-             for field in ("elements", "saturated", "underflowed", "normal", "subnormal")}
+             for field in ("elements", "saturated", "underflowed", "normal")}
     squares = sum((e.normal_error or 0) ** 2 * (e.normal or 0) for e in errors)
     error = replace(errors[0], **total, normal_error=math.sqrt(squares / max(total["normal"], 1)),
                     max_normal_error=max(e.max_normal_error or 0 for e in errors))
     held = sum(row.bytes_per_element * row.error.elements for row in rows) / total["elements"]
-    name, _, *others = replace(rows[0], error=error, bytes_per_element=held).cells()
-    low, high = (decibels(pick(e.sqnr_db for e in errors)) for pick in (min, max))
-    span = low if low == high else f"{low} … {high}"
-    return (name, span, *others, duration(sum(taken.microseconds for taken in times)))
+    name, _, _, *others = replace(rows[0], error=error, bytes_per_element=held).cells()
+    spans = (_span([e.sqnr_db for e in errors]), _span([row.local_sqnr_db for row in rows]))
+    return (name, *spans, *others, duration(sum(taken.microseconds for taken in times)))
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = decibels(min(values)), decibels(max(values))
+    return low if low == high else f"{low} … {high}"
 
 
 def duration(microseconds: float) -> str:

@@ -4,6 +4,9 @@ products within their error bound).
 The quick pass, which is the default, launches every kernel entry point that an op's cases launch. It checks
 the few cases that cover them, and some that need no other kernel. Kernels are compiled in parallel, ahead of
 the checks. An op is checked as soon as its kernels are ready.
+
+Without a GPU and without g++ no kernel can run: the calls on NumPy arrays are checked, and what is left out
+is said.
 """
 
 from __future__ import annotations
@@ -28,21 +31,24 @@ def main(argv: list[str]) -> int:
     names.add_ops(parser)
     parser.add_argument("--full", action="store_true",
                         help="check all cases of each op (minutes, most of them spent compiling)")
-    parser.add_argument("--executor", choices=testing.EXECUTORS[1:],
-                        help="where to run the kernels (default: the GPU where there is one, else the CPU)")
+    parser.add_argument("--executor", choices=testing.EXECUTORS,
+                        help="where to run the kernels (default: the GPU where there is one, else the CPU; "
+                        "without g++ the reference, which has none)")
     options = parser.parse_intermixed_args(argv)
     ops = [cases.OPS[name] for name in names.chosen_ops(parser, options.ops)]
-    name = options.executor or ("cuda" if testing.executor_problem("cuda") is None else "host")
+    name: testing.ExecutorName = options.executor or _first_that_runs()
     problem = testing.executor_problem(name)
     if problem:
         print(f"the {name} executor cannot run here: {problem}")
         return 1
     print(f"executor: {name}", flush=True)
+    if name == "reference":
+        _say_left_out()
     progress = Progress()
     device = backend.cupy().cuda.runtime.getDevice() if name == "cuda" else None
     with testing.executor(name) as run, compilers(device) as compiling:
         try:
-            work = [_Work(op, _selected(op, run, options.full, progress), compiling)
+            work = [_Work(op, _selected(op, run, options.full, progress), compiling, name != "reference")
                     for op in _products_last(ops)]
             failed = sum([_check_cases(one, run, progress)
                           for one in _when_compiled(work, compiling, progress)])
@@ -51,17 +57,33 @@ def main(argv: list[str]) -> int:
     same = "all bytes equal the reference's" if all(op.agrees is None for op in ops) else (
         "all bytes equal the reference's, and all products are within their bound")
     print(f"{failed} of {sum(len(one.cases) for one in work)} cases failed" if failed else same)
-    if not options.full:
+    if name == "reference":
+        entries = {entry for one in work for recorded in one.recorded for entry in recorded.entries}
+        print(f"These were calls on NumPy arrays. Kernel entry points left out: {len(entries)}.")
+    elif not options.full:
         print("This was the quick pass, over all kernel entry points of these ops. --full checks every case.")
     return 1 if failed else 0
 
 
-class _Work:
-    """An op, the cases to check, and the compilers that work for them."""
+def _first_that_runs() -> testing.ExecutorName:
+    return next(name for name in reversed(testing.EXECUTORS) if testing.executor_problem(name) is None)
 
-    def __init__(self, op: cases.Registration, selected: list[Recorded], compilers: Compilers) -> None:
-        variants = dict.fromkeys(variant for one in selected for variant in one.variants)
-        self.op, self.cases, self.compilers = op, [one.case for one in selected], compilers
+
+def _say_left_out() -> None:
+    """Why no kernel runs, unless that is what was asked for."""
+    if problem := testing.executor_problem("host"):
+        print(f"Kernels are left out: {problem}. (A GPU cannot run them either: "
+              f"{testing.executor_problem('cuda')}.)", flush=True)
+
+
+class _Work:
+    """An op, the cases to check, and the compilers that work for them: none for the reference."""
+
+    def __init__(self, op: cases.Registration, selected: list[Recorded], compilers: Compilers,
+                 has_kernels: bool) -> None:
+        variants = dict.fromkeys(variant for one in selected for variant in one.variants if has_kernels)
+        self.op, self.cases, self.recorded = op, [one.case for one in selected], selected
+        self.compilers = compilers
         self.futures = compilers.start(variants)
 
 

@@ -1,5 +1,7 @@
 """Measures how much quantisation changed a tensor and each of its blocks."""
 
+from typing import TYPE_CHECKING
+
 from ..advice import public_only
 from .comparison import Comparison, compare
 from .per_block import BlockReport, blocks
@@ -12,4 +14,5 @@ from .whole import ErrorReport, error
 __all__ = ["BlockReport", "Comparison", "ErrorReport", "RecipeError", "ScaleReport", "ScaleWarning",
            "SpanReport", "Vanished", "blocks", "compare", "error", "log_step", "scale_span", "scales"]
 
-__getattr__, __dir__ = public_only(globals())
+if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+    __getattr__, __dir__ = public_only(globals())

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from .. import backend
 from ..arrays import Array, contiguous
-from ..formats import FORMATS, INPUT_DTYPES, float8_e5m2, float32, names
+from ..formats import FORMATS, INPUT_DTYPES, choice, float8_e5m2, float32, names
 from ..kernels import Variant, recording
 from ..ops.scales.amax import compute_amax
 from ..ops.scales.scale import compute_scale
@@ -19,8 +19,8 @@ from . import on_gpu
 from .recipe_rows import COLUMNS, Recipe, RecipeError, columns_for, recipe_name
 from .scale_report import compact_scales
 from .text import text_table
-from .verdict import verdict_on
-from .whole import ErrorReport, error
+from .verdict import KINDS, Kind, verdict_on
+from .whole import error_and_local
 
 __all__ = ["RECIPES", "Comparison", "compare", "each", "launched"]
 
@@ -41,11 +41,13 @@ class Comparison:
 
     shape, dtype  of x; the dtype of FP8 data that was given with its scales is theirs
     rows          one for each recipe, in the order given
+    kind          what x is: 'weights', 'activations', or None where that is not known
     """
 
     shape: tuple[int, ...]
     dtype: str
     rows: tuple[RecipeError, ...]
+    kind: Kind | None = None
 
     def __getitem__(self, name: str) -> RecipeError:
         for row in self.rows:
@@ -69,7 +71,7 @@ class Comparison:
     def same(self) -> dict[str, str]:
         """The recipes whose figures are those of an earlier one, and that one."""
         found: dict[str, str] = {}
-        first: dict[tuple[ErrorReport, float], str] = {}
+        first: dict[tuple[Any, ...], str] = {}
         for row in self.rows:
             name = first.setdefault(row.figures, row.name)
             if name != row.name:
@@ -78,9 +80,11 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Which recipe to take and why, and how it is written. It is about this tensor's numbers alone: the
-        one with the fewest bytes that loses hardly more than the best one."""
-        return verdict_on([self.rows])
+        """Which recipe to take and why, and how it is written, for weights and for activations unless `kind`
+        says which x is. It is about this tensor's numbers alone, and about the values that are not the
+        largest: the simplest recipe whose `local_sqnr_db` is hardly less than the best one, and that loses
+        hardly more values."""
+        return verdict_on([self.rows], [self.kind])
 
     @property
     def notes(self) -> list[str]:
@@ -110,7 +114,7 @@ class Comparison:
 
 
 def compare(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = None, *,
-            amax: Array | None = None) -> Comparison:
+            amax: Array | None = None, kind: Kind | None = None) -> Comparison:
     """Quantise a tensor with every recipe, and measure what each changed.
 
     x : bfloat16, float16 or float32 array [..., M, K] of two or three dimensions, NumPy or CuPy; or a
@@ -120,8 +124,10 @@ def compare(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = No
         MX also in E5M2.
     amax : float32 [1]: what delayed scaling takes for the tensor's largest magnitude, from earlier steps.
         Default: the tensor's own, with which delayed scaling is current scaling.
-    Returns a `Comparison`, whose `verdict` names one of them. Row-wise data are measured, by `error`. Raises
-    TypeError (dtypes, what is no recipe), ValueError (shapes, no elements, no recipes, two of one name).
+    kind : what x is, for the verdict: 'weights' or 'activations'. Default: it says what to take for either.
+    Returns a `Comparison`, whose `verdict` names those to take. Row-wise data are measured, by `error`.
+    Raises TypeError (dtypes, what is no recipe), ValueError (shapes, no elements, no recipes, two of one
+    name, kind).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.random.default_rng(0).standard_normal((256, 256), np.float32)
@@ -129,8 +135,10 @@ def compare(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = No
     >>> round(found["MX E4M3"].error.sqnr_db, 1), found.same["delayed E4M3"]
     (31.5, 'tensor E4M3')
     """
+    if kind is not None:
+        choice(kind, "kind", KINDS)
     rows = tuple(each(x, recipes, amax=amax))
-    return Comparison(tuple(x.shape), dtype_text(x), rows)
+    return Comparison(tuple(x.shape), dtype_text(x), rows, kind)
 
 
 def each(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = None, *, amax: Array | None = None,
@@ -147,7 +155,8 @@ def _rows(x: Array, chosen: Mapping[str, Recipe], amax: Array | None,
           run: Callable[[Quantize, Array], Quantized]) -> Iterator[RecipeError]:
     for name, recipe in chosen.items():
         q = run(quantizer(recipe, x, amax), x)
-        yield RecipeError(name, recipe, error(x, q), q.nbytes / x.size)
+        found, beside = error_and_local(x, q)
+        yield RecipeError(name, recipe, found, q.nbytes / x.size, beside)
 
 
 def quantizer(recipe: Recipe, x: Array, amax: Array | None) -> Quantize:
@@ -170,7 +179,8 @@ def launched(x: Array, recipes: Iterable[Recipe] = RECIPES) -> list[Variant]:
         for recipe in recipes:
             s = as_scaled(quantizer(recipe, x, None)(x))
             compact_scales(s)
-            on_gpu.error_sums(flat, s.dequantize(float32).reshape(-1), s.data.reshape(-1))
+            on_gpu.error_sums(flat, s.dequantize(float32).reshape(-1), s.data.reshape(-1),
+                              local=True)
     return list(dict.fromkeys(variants))
 
 

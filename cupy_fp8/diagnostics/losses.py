@@ -15,13 +15,15 @@ from ..reference.numerics import in_blocks, widen
 #: step past the maximum; values beyond it overflow when rounded to nearest even. A tie rounds to 448 in E4M3,
 #: which is even, and beyond 57344 in E5M2, which is odd.
 OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 61440.0, 57344.0, True)}
-#: `error_sums` adds up so many quantities.
-SUMS = 11
+#: `error_sums` adds up so many quantities, and so many with those of runs: RUN elements beside each other.
+SUMS, LOCAL_SUMS = 11, 13
+RUN = 32
 
 
-def error_sums(x: np.ndarray, v: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
+def error_sums(x: np.ndarray, v: np.ndarray, codes: np.ndarray | None, local: bool = False) -> np.ndarray:
     """f64 [SUMS] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, normal, subnormal, the
-    squared relative errors of normal values, and the largest relative error of these and of all."""
+    squared relative errors of normal values, with local=True the two of `_of_runs`, and the largest relative
+    error of normal values and of all."""
     x, v = x.astype(np.float64), v.astype(np.float64)
     finite, came_back = np.isfinite(x), np.isfinite(v)
     magnitude = finite_magnitude(np, x)
@@ -31,8 +33,23 @@ def error_sums(x: np.ndarray, v: np.ndarray, codes: np.ndarray | None) -> np.nda
         lost = losses(np, magnitude, v, codes)
         normal, subnormal = _precision(magnitude, v, came_back & ~lost[0], codes)
         of_normal = np.where(normal, relative, 0.0)
-        sums = (np.square(magnitude), np.square(gap), *lost, ~finite, normal, subnormal, np.square(of_normal))
-        return np.stack([*(a.sum(dtype=np.float64) for a in sums), of_normal.max(), relative.max()])
+        signal, noise = np.square(magnitude), np.square(gap)
+        sums = [a.sum(dtype=np.float64) for a in (signal, noise, *lost, ~finite, normal, subnormal,
+                                                  np.square(of_normal))]
+        runs = _of_runs(signal, noise) if local else ()
+        return np.stack([*sums, *runs, of_normal.max(), relative.max()])
+
+
+def _of_runs(signal: np.ndarray, noise: np.ndarray) -> tuple[np.floating, np.floating]:
+    """(the sum of noise over signal, at most 1 each, of runs without their first largest element; how many
+    runs have others that are not 0). The last run may be shorter. Changes both arrays."""
+    signal, noise = (np.append(a, np.zeros(-a.size % RUN)) if a.size % RUN else a for a in (signal, noise))
+    largest = np.arange(0, signal.size, RUN) + signal.reshape(-1, RUN).argmax(axis=-1)
+    signal[largest] = noise[largest] = 0
+    signal, noise = (a.reshape(-1, RUN).sum(axis=-1) for a in (signal, noise))
+    counted = signal > 0
+    ratio = np.divide(noise, signal, out=np.ones_like(noise), where=counted & (noise < signal))
+    return ratio.sum(where=counted), counted.sum(dtype=np.float64)
 
 
 def _precision(magnitude: np.ndarray, v: np.ndarray, kept: np.ndarray,

@@ -12,7 +12,7 @@ from ..arrays import Array, address, empty_beside
 from ..formats import FORMATS, INPUT_DTYPES
 from ..kernels import Kernel, Variant
 from ..layouts import cdiv
-from .losses import OVERFLOW, SUMS, smallest_normal
+from .losses import LOCAL_SUMS, OVERFLOW, SUMS, smallest_normal
 
 _THREADS, _MOST_BLOCKS = 256, 1024
 _KERNEL = Kernel("diagnostics/error_sums", "error_sums", block=_THREADS)
@@ -21,22 +21,22 @@ _FLOAT64 = np.dtype(np.float64)
 _DTYPES = (*INPUT_DTYPES, _FLOAT64)
 
 
-def error_sums(x: Array, values: Array, codes: Array | None) -> Array:
-    """f64 [parts, SUMS] of contiguous arrays that are not empty."""
+def error_sums(x: Array, values: Array, codes: Array | None, local: bool = False) -> Array:
+    """f64 [parts, SUMS] of contiguous arrays that are not empty, [parts, LOCAL_SUMS] with those of runs."""
     blocks = min(cdiv(x.size, _ELEMENTS), _MOST_BLOCKS)
-    sums = empty_beside(x, (blocks, SUMS), _FLOAT64)
+    sums = empty_beside(x, (blocks, LOCAL_SUMS if local else SUMS), _FLOAT64)
     of_format: dict[str, Any] = {}
     if codes is not None:
         top, bound, maximum, tie_overflows = OVERFLOW[codes.dtype]
         of_format = {"codes": address(codes), "maximum": maximum, "bound": bound, "top": top,
                      "smallest_normal": smallest_normal(codes.dtype), "tie_overflows": tie_overflows}
-    _variant(x.dtype, values.dtype).bind(x, blocks, x=address(x), values=address(values), sums=address(sums),
-                                         n=x.size, **of_format).run()
+    _variant(x.dtype, values.dtype, local).bind(
+        x, blocks, x=address(x), values=address(values), sums=address(sums), n=x.size, **of_format).run()
     return sums
 
 
-def _variant(x: np.dtype, values: np.dtype) -> Variant:
-    return _KERNEL.variant(IN=_tag(x), VALUE=_tag(values))
+def _variant(x: np.dtype, values: np.dtype, local: bool) -> Variant:
+    return _KERNEL.variant(IN=_tag(x), VALUE=_tag(values), LOCAL=int(local))
 
 
 def _tag(dtype: np.dtype) -> str:
@@ -45,4 +45,4 @@ def _tag(dtype: np.dtype) -> str:
 
 def variants() -> list[Variant]:
     """Every program, for tests."""
-    return [_variant(*dtypes) for dtypes in itertools.product(_DTYPES, repeat=2)]
+    return [_variant(*each) for each in itertools.product(_DTYPES, _DTYPES, (False, True))]

@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import Array, asarray, asnumpy, contiguous
 from ..layouts import Block
 from ..results import Quantized, Scaled, as_scaled, facts_table
+from ..typed_array import TypedArray
 from . import pieces
 from .inputs import module_of_x, require_shape, values_and_codes
 from .losses import count_per_block, finite_magnitude, losses, negative_zeros
@@ -40,9 +41,9 @@ class BlockReport:
     shape: tuple[int, ...]
     saturated: Array
     underflowed: Array
-    nan: Array
-    negative_zeros: Array
-    exponents: Array
+    nan: TypedArray
+    negative_zeros: TypedArray
+    exponents: TypedArray
     scales: ScaleReport
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..layouts import cdiv
 
-#: So many elements are processed at a time. Their f64 intermediates are eight arrays of 8 MB.
+#: So many elements are processed at a time, whole runs of 32. Their f64 intermediates are ten arrays of 8 MB.
 CHUNK = 1 << 20
 
 Piece = tuple[slice, slice]

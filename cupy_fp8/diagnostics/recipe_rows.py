@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..formats import float8_e4m3fn
+from ..layouts import Block
 from ..options import block_pow2
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe
 from .text import Column, count, decibels
@@ -14,16 +15,16 @@ from .whole import ErrorReport
 
 __all__ = ["COLUMNS", "LEGEND", "Recipe", "RecipeError", "columns_for", "recipe_name"]
 
-COLUMNS = (Column("recipe", 17, right=False), Column("SQNR dB", 7), Column("normal error", 12),
-           Column("saturated", 9), Column("subnormal", 9, rank=3), Column("to zero", 7),
+COLUMNS = (Column("recipe", 17, right=False), Column("SQNR dB", 7), Column("local dB", 8),
+           Column("normal error", 12), Column("saturated", 9), Column("to zero", 7),
            Column("bytes", 5, rank=1))
 
 LEGEND = {
     "recipe": "what shares a scale (MX: 1×32), and the format; pow2: scales are powers of two.",
     "SQNR": "power of the values over that of the errors; 6 dB are one bit.",
+    "local": "that of 32 adjacent values without the largest, on average: what is left beside larger values.",
     "normal error": "relative error of the values that are normal numbers in FP8: rms / largest.",
     "saturated": "values beyond the format's maximum.",
-    "subnormal": "values below its normal numbers, which keep fewer digits.",
     "to zero": "values too small for any number but 0.",
     "bytes": "of data and scales per element, row-wise. Training also needs the column-wise ones.",
 }
@@ -31,13 +32,22 @@ LEGEND = {
 
 @dataclass(frozen=True)
 class RecipeError:
-    """What one recipe did to a tensor: its name, the recipe, the `ErrorReport`, and bytes of data and scales
-    per element (one direction)."""
+    """What one recipe did to a tensor.
+
+    name                its name
+    recipe              the recipe
+    error               the `ErrorReport`
+    bytes_per_element   bytes of data and scales per element (one direction)
+    local_sqnr_db       the SQNR beside larger values: 10 log10(1 / mean(Σ (v − x)² / Σ x²)) over runs of 32
+                        adjacent values, each without its largest one, and with a ratio of 1 at most. So large
+                        values do not hide what becomes of the others
+    """
 
     name: str
     recipe: Recipe
     error: ErrorReport
     bytes_per_element: float
+    local_sqnr_db: float
 
     @property
     def lost(self) -> float:
@@ -48,15 +58,25 @@ class RecipeError:
     @property
     def code(self) -> str:
         """The recipe as it is written, without the options that are as usual."""
-        values = {field.name: getattr(self.recipe, field.name) for field in fields(self.recipe)
-                  if getattr(self.recipe, field.name) != field.default}
-        options = [f"{name}={(str(value) if name == 'dtype' else value)!r}" for name, value in values.items()]
+        options = [f"{name}={(str(value) if name == 'dtype' else value)!r}"
+                   for name, value in self.options.items()]
         return f"fp8.{type(self.recipe).__name__}({', '.join(options)})"
 
     @property
-    def figures(self) -> tuple[ErrorReport, float]:
+    def options(self) -> dict[str, Any]:
+        """The options of the recipe that are not as usual."""
+        return {field.name: getattr(self.recipe, field.name) for field in fields(self.recipe)
+                if getattr(self.recipe, field.name) != field.default}
+
+    @property
+    def block(self) -> Block | None:
+        """What shares a scale; None: the whole tensor."""
+        return getattr(self.recipe, "block", None)
+
+    @property
+    def figures(self) -> tuple[ErrorReport, float, float]:
         """All that tells one row from another."""
-        return self.error, self.bytes_per_element
+        return self.error, self.bytes_per_element, self.local_sqnr_db
 
     def cells(self) -> tuple[str, ...]:
         """The texts of COLUMNS."""
@@ -64,8 +84,8 @@ class RecipeError:
         assert e.normal_error is not None
         assert e.max_normal_error is not None
         wrong = f"{e.normal_error * 100:.1f} / {e.max_normal_error:.1%}" if e.max_normal_error else "0"
-        return (self.name, decibels(e.sqnr_db), wrong if e.normal else "–",
-                *(count(n) for n in (e.saturated, e.subnormal, e.underflowed)),
+        return (self.name, decibels(e.sqnr_db), decibels(self.local_sqnr_db), wrong if e.normal else "–",
+                *(count(n) for n in (e.saturated, e.underflowed)),
                 f"{self.bytes_per_element:.3f}")
 
 

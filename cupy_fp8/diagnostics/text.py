@@ -80,9 +80,11 @@ def count(n: int | None) -> str:
 
 def share(value: float) -> str:
     """
-    >>> share(0.1234), share(0.000061), share(1e-9), share(0)
-    ('12 %', '0.0061 %', 'less than 0.0001 %', 'none')
+    >>> share(0.1234), share(0.996), share(0.000061), share(1e-9), share(0)
+    ('12 %', '100 %', '0.0061 %', 'less than 0.0001 %', 'none')
     """
     if not value:
         return "none"
+    if value >= 0.095:
+        return f"{value * 100:.0f} %"
     return f"{value * 100:.2g} %" if value >= 1e-6 else "less than 0.0001 %"

@@ -1,98 +1,133 @@
-"""Which recipe to take, from what each did to tensors."""
+"""Which recipes to take for weights and activations, from what each did to tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from itertools import product
+from typing import Literal, TypeAlias
 
+from ..layouts import Block
 from .recipe_rows import RecipeError
-from .text import share
+from .text import decibels, share
 
 #: A tensor has one row for each recipe.
 Rows: TypeAlias = Sequence[RecipeError]
+#: What a tensor is in a model.
+Kind: TypeAlias = Literal["weights", "activations"]
+KINDS: tuple[Kind, ...] = ("weights", "activations")
 
-#: A recipe is good enough if it is this close to the best one, first in the share of elements that is lost,
-#: then in decibels.
-_SHARE, _DECIBELS = 0.01, 1.0
-#: E4M3's rounding leaves this SQNR, in decibels, of values of any size. A recipe with more has large values
-#: that happen to be exact, as the largest value of each block is under a scale that is no power of two.
+#: A recipe is good enough if it is this close to the best one, first in decibels of the local SQNR, then in
+#: the share of elements that is lost.
+_DECIBELS, _SHARE = 1.0, 0.001
+#: E4M3's rounding leaves this SQNR, in decibels, of values of any size. A recipe with more has values that
+#: happen to be exact.
 _ROUNDED = 32.0
 #: From this SQNR on a result is as good as exact: x was FP8 before, and a recipe gives it back.
 _EXACT = 60.0
+#: A recipe that rounds the largest values leaves so many decibels of them (E5M2: errors of 1/9 at most).
+_LARGEST_ROUNDED = 19.0
+#: Which of several good recipes to take, by what shares a scale (None: the tensor): the first. Weights of
+#: 128×128 are multiplied with activations of 1×128, and tokens share no block, as docs/start.md says.
+_SIMPLEST: dict[Kind, tuple[Block | None, ...]] = {
+    "weights": (None, (128, 128), (1, None), (1, 64), (1, 128), (1, 32)),
+    "activations": (None, (1, 128), (1, None), (1, 64), (1, 32))}
 
 
-def good(rows: Rows) -> dict[str, RecipeError]:
-    """The rows, by name, that lose hardly more values than any other, and of these the ones with hardly more
-    noise. What is lost comes first, because SQNR is that of a few large values where there are such."""
-    least = min(row.lost for row in rows)
-    kept = [row for row in rows if row.lost <= least + _SHARE]
-    most = max(row.error.sqnr_db for row in kept)
+def good(rows: Rows) -> set[str]:
+    """The names of recipes that leave hardly more noise than any other in what is beside larger values, and
+    of these the ones that lose hardly more values. SQNR itself is that of the largest values, which a scale
+    that is no power of two stores exactly: it only shows whether these were cut off."""
+    least = min(max(row.error.sqnr_db for row in rows), _LARGEST_ROUNDED)
+    kept = [row for row in rows if row.error.sqnr_db >= least]
+    most = max(row.local_sqnr_db for row in kept)
     best = min(most, _EXACT if most == math.inf else _ROUNDED)
-    return {row.name: row for row in kept if row.error.sqnr_db >= best - _DECIBELS}
+    kept = [row for row in kept if row.local_sqnr_db >= best - _DECIBELS]
+    lost = min(row.lost for row in kept) + _SHARE
+    return {row.name for row in kept if row.lost <= lost}
 
 
-def recommended(tensors: Sequence[Rows]) -> str:
-    """The name of the recipe that is good enough for most of the tensors: of several the one with the fewest
-    bytes, of these the first."""
+def recommended(tensors: Sequence[Rows], kinds: Sequence[Kind | None]) -> dict[Kind, str]:
+    """The name of the recipe for each kind that there is. It is good enough for most of the tensors; of
+    several it is the simplest, and where there are both kinds these are multiplied fast. kinds: those of the
+    tensors; None is either."""
     enough = [good(rows) for rows in tensors]
+    found = {kind: [names for names, of in zip(enough, kinds, strict=True) if of in (kind, None)]
+             for kind in KINDS}
+    there = [kind for kind in KINDS if found[kind]]
 
-    def merit(rows: Rows) -> tuple[int, float]:
-        """How many tensors a recipe is good enough for, and then how few bytes it takes."""
-        return (sum(row.name in one for row, one in zip(rows, enough, strict=True)),
-                -sum(row.bytes_per_element * row.error.elements for row in rows))
+    def merit(rows: Sequence[RecipeError]) -> tuple[int, ...]:
+        of_kinds = list(zip(there, rows, strict=True))
+        return (sum(row.name in names for kind, row in of_kinds for names in found[kind]),
+                -sum(_rank(kind, row) for kind, row in of_kinds), -sum(len(row.options) for row in rows))
 
-    return max(zip(*tensors, strict=True), key=merit)[0].name
+    pairs: list[Rows] = [rows for rows in product(*(_candidates(kind, tensors[0]) for kind in there))
+             if not set(kinds) >= set(KINDS) or _fast(rows)]
+    best = max(pairs, key=merit)
+    return {kind: row.name for kind, row in zip(there, best, strict=True)}
 
 
-def verdict_on(tensors: Sequence[Rows]) -> str:
-    """Two sentences: the recipe to take for these tensors and why, and how it is written."""
-    usable = [rows for rows in tensors if not rows[0].error.nonfinite]
+def _candidates(kind: Kind, rows: Rows) -> Rows:
+    return [row for row in rows if row.block in _SIMPLEST[kind]] or rows
+
+
+def _rank(kind: Kind, row: RecipeError) -> int:
+    known = _SIMPLEST[kind]
+    return known.index(row.block) if row.block in known else len(known)
+
+
+def _fast(rows: Sequence[RecipeError]) -> bool:
+    """Whether a weight and an activation in these recipes have fast products."""
+    blocks = [row.block for row in rows]
+    return len(set(blocks)) == 1 or blocks == [(128, 128), (1, 128)]
+
+
+def verdict_on(tensors: Sequence[Rows], kinds: Sequence[Kind | None]) -> str:
+    """Sentences for each kind of tensor: the recipe to take and why, and how it is written. Tensors whose
+    kind is None may be either."""
+    usable = [(rows, kind) for rows, kind in zip(tensors, kinds, strict=True) if not rows[0].error.nonfinite]
     if not usable:
         where = "x" if len(tensors) == 1 else "these tensors"
         return f"Take none yet: find the NaN or Inf in {where} first."
-    name = recommended(usable)
-    said = _on_one(name, usable[0]) if len(usable) == 1 else _on_many(name, usable)
+    names = recommended(*zip(*usable, strict=True))
+    said: dict[tuple[str, str], list[str]] = {}
+    for kind, name in names.items():
+        about = [rows for rows, of in usable if of in (kind, None)]
+        why = _on_one(name, kind, about[0], names) if len(about) == 1 else _on_many(name, about)
+        written = f"It is written {_row(name, about[0]).code}."
+        said.setdefault((name, f"{why} {written}"), []).append(kind)
+    text = " ".join(f"Take {name} for {' and '.join(of)}: {why}" for (name, why), of in said.items())
     broken = len(tensors) - len(usable)
-    if broken:
-        said = f"{said[:-1]}; {broken} with NaN or Inf left out."
-    return f"{said} It is written {_row(name, usable[0]).code}."
+    return f"{text} {broken} with NaN or Inf left out." if broken else text
 
 
-def _on_one(name: str, rows: Rows) -> str:
-    row, smallest = _row(name, rows), _smallest(rows)
+def _on_one(name: str, kind: Kind, rows: Rows, names: dict[Kind, str]) -> str:
+    row, simplest = _row(name, rows), min(_candidates(kind, rows), key=lambda row: _rank(kind, row))
     if row.error.sqnr_db == math.inf:
-        return f"Take {name}: it is exact."
-    if row is smallest:
-        return f"Take {name}: {_figures(row)}; no other is clearly better, and none has fewer bytes."
-    return f"Take {name}: {_figures(row)}; {smallest.name} has {_figures(smallest)}."
+        return "it is exact."
+    if row is simplest:
+        return f"{_figures(row)}; no other is clearly better, and none is simpler."
+    if simplest.name in good(rows):
+        others = [f"{other} of {of}" for of, other in names.items() if of != kind]
+        return f"{_figures(row)}; {simplest.name} is as good, but not fast beside {others[0]}."
+    return f"{_figures(row)}; {simplest.name} has {_figures(simplest)}."
 
 
 def _on_many(name: str, tensors: Sequence[Rows]) -> str:
-    enough = [good(rows) for rows in tensors]
-    fine = [rows[name] for rows in enough if name in rows]
-    low, lost = min(row.error.sqnr_db for row in fine), max(row.lost for row in fine)
-    least = "exact" if low == math.inf else f"at least {low:.1f} dB"
+    fine = [_row(name, rows) for rows in tensors if name in good(rows)]
+    low, lost = min(row.local_sqnr_db for row in fine), max(row.lost for row in fine)
+    least = "exact" if low == math.inf else f"at least {low:.1f} dB locally"
     which = f"{len(fine)} of {len(tensors)}" if len(fine) < len(tensors) else (
         f"all {len(fine)}" if len(fine) > 2 else "both")
-    said = f"Take {name}: it is hardly worse than the best recipe in {which} tensors ({least}, {_lost(lost)})"
-    smallest = _smallest(tensors[0]).name
-    others = sum(smallest in rows for rows in enough)
-    if others < len(fine):
-        said += f"; {smallest} is so in {others or 'none'} of them"
-    return f"{said}."
+    return f"it is hardly worse than the best recipe in {which} tensors ({least}, {_lost(lost)})."
 
 
 def _row(name: str, rows: Rows) -> RecipeError:
     return next(row for row in rows if row.name == name)
 
 
-def _smallest(rows: Rows) -> RecipeError:
-    return min(rows, key=lambda row: row.bytes_per_element)
-
-
 def _figures(row: RecipeError) -> str:
-    return f"{row.error.sqnr_db:.1f} dB, {_lost(row.lost)}"
+    return f"{decibels(row.local_sqnr_db)} dB locally, {_lost(row.lost)}"
 
 
 def _lost(lost: float) -> str:

@@ -99,29 +99,47 @@ def error(x: Array, q: Any) -> ErrorReport:
 
 def error_of(x: Array, values: Array, codes: Array | None) -> ErrorReport:
     """The report from what `values_and_codes` gave."""
+    return _measured(x, values, codes, local=False)[0]
+
+
+def error_and_local(x: Array, q: Any) -> tuple[ErrorReport, float]:
+    """(what `error` gives, the SQNR of values beside larger ones, in decibels).
+
+    The latter is 10 log10(1 / mean(Σ (v − x)² / Σ x²)) over runs of 32 values beside each other, each without
+    its largest one, and with a ratio of 1 at most: no value counts more because others are smaller, and those
+    that set scales do not count. Without runs of two values that are not 0 it is the SQNR of all.
+    """
+    values, codes = values_and_codes(q, module_of_x(x))
+    require_shape(x, values)
+    return _measured(x, values, codes, local=True)
+
+
+def _measured(x: Array, values: Array, codes: Array | None, local: bool) -> tuple[ErrorReport, float]:
     xp = module_of_x(x)
     flat, flat_values = (contiguous(a).reshape(-1) for a in (x, values))
     flat_codes = None if codes is None else codes.reshape(-1)
     if not x.size:
         known = () if codes is None else (0, 0, 0.0, 0.0)
-        return ErrorReport(0, math.inf, 0.0, None if codes is None else 0, 0, 0, 0, *known)
+        return ErrorReport(0, math.inf, 0.0, None if codes is None else 0, 0, 0, 0, *known), math.inf
     if executor_of(xp) == "reference":
-        table = _by_numpy(flat, flat_values, flat_codes)
+        table = _by_numpy(flat, flat_values, flat_codes, local)
     else:
-        table = asnumpy(on_gpu.error_sums(flat, flat_values, flat_codes))
-    signal, noise, *counts, squares = table[:, :-2].sum(axis=0).tolist()
+        table = asnumpy(on_gpu.error_sums(flat, flat_values, flat_codes, local))
+    signal, noise, *sums = table[:, :-2].sum(axis=0).tolist()
+    counts, squares, (of_runs, runs) = sums[:6], sums[6], sums[7:] if local else (0, 0)
     largest_normal, largest = table[:, -2:].max(axis=0).tolist()
     saturated, underflowed, nan, nonfinite, normal, subnormal = map(int, counts)
     whole = (int(x.size), _decibels(signal, noise), largest)
+    beside = _decibels(runs, of_runs) if runs else whole[1]
     if codes is None:
-        return ErrorReport(*whole, None, underflowed, nan, nonfinite)
+        return ErrorReport(*whole, None, underflowed, nan, nonfinite), beside
     return ErrorReport(*whole, saturated, underflowed, nan, nonfinite, normal, subnormal,
-                       math.sqrt(squares / max(normal, 1)), largest_normal)
+                       math.sqrt(squares / max(normal, 1)), largest_normal), beside
 
 
-def _by_numpy(x: np.ndarray, values: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
+def _by_numpy(x: np.ndarray, values: np.ndarray, codes: np.ndarray | None, local: bool) -> np.ndarray:
     with np.errstate(invalid="ignore"):             # A signalling NaN is invalid.
-        return np.stack([error_sums(x[piece], values[piece], None if codes is None else codes[piece])
+        return np.stack([error_sums(x[piece], values[piece], None if codes is None else codes[piece], local)
                          for piece in pieces.of_line(x.size)])
 
 

@@ -27,8 +27,9 @@ It does not support tensor maps and matrix instructions, for which kernels have 
 approximate functions (a kernel that calls __expf does not compile), and does not flush subnormals (CuPy
 compiles with -ftz=true, so kernels use the PTX wrappers). Of CUDA's exact functions and vector types
 ``shim/`` has those that the package's kernels and tests use; whoever needs another one adds it there. A loop
-that polls must call host_yield(). A barrier counts every thread of the block, so an early return before one
-is an error here even where a GPU lets it pass.
+that polls must call host_yield(). A load by __ldg, or a store of a vector, at an address that is no multiple
+of its size is an error in every mode, as on a GPU. A barrier counts every thread of the block, so an early
+return before one is an error here even where a GPU lets it pass.
 """
 
 from .build import HostError

@@ -187,6 +187,8 @@ def _run_compiler(command: Sequence[object]) -> str:
 
 
 _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.clear)    # whoever held them works on in the parent
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Files: archives of arrays and results (`save`, `load`), and .safetensors checkpoints with FP8 tensors."""
 
+from typing import TYPE_CHECKING
+
 from ..advice import public_only
 from .archive import load, save
 from .loading import load_safetensors
@@ -8,4 +10,5 @@ from .saving import save_safetensors
 
 __all__ = ["load", "load_safetensors", "read_matrices", "save", "save_safetensors"]
 
-__getattr__, __dir__ = public_only(globals())
+if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+    __getattr__, __dir__ = public_only(globals())

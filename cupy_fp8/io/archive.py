@@ -33,7 +33,7 @@ import numpy as np
 
 from .. import backend
 from ..advice import type_name, without_rest
-from ..arrays import Array, asarray, asnumpy, bits, is_contiguous
+from ..arrays import Array, asarray, asnumpy, bits, contiguous, is_array, is_contiguous
 from ..formats import FORMATS, FP8_DTYPES
 from ..grouped import Grouped
 from ..options import check_path
@@ -75,8 +75,9 @@ def save(path: PathLike, *unnamed: NoReturn, **values: Any) -> None:
         `Grouped`, `Routing`; `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples and
         dicts (with strings as keys) of these. CuPy arrays are copied to the host one at a time. An array
         that occurs twice is stored once.
-    Raises TypeError for anything else, ValueError for names that a file cannot hold or that collide; nothing
-    is written then. OSError where the disk is full or the folder does not exist. Format: see
+    Raises TypeError for anything else, ValueError for names that a file cannot hold or that collide, and both
+    for results that `load` would refuse, such as those whose arrays were replaced; nothing is written then.
+    OSError where the disk is full or the folder does not exist. Format: see
     `cupy_fp8.io.archive`.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
@@ -189,12 +190,22 @@ class _Writer:
                 raise TypeError(f"{name}: cannot store dtype {value}")
             return {"dtype": value.name}
         if type(value) in _FIELDS:
-            return {"result": type(value).__name__, "fields": {
-                field: self.encode(vars(value)[field], f"{name}.{field}")
-                for field in _FIELDS[type(value)]}}
+            return self._result(type(value), value, name)
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             value = np.asarray(value)
         return {"array": self._member(value, name)}
+
+    def _result(self, kind: type, value: Any, name: str) -> Any:
+        fields = {field: vars(value)[field] for field in _FIELDS[kind]}
+        fields |= {field: contiguous(a) for field, a in fields.items() if _is_strided(kind, field, a)}
+        try:
+            _build(kind, dict(fields))
+        except (TypeError, ValueError) as error:
+            raise type(error)(_in_result(name, kind, error)) from None
+        # An absent field is None to every version that reads the file, also one that does not know it.
+        absent = {field for field, a in fields.items() if a is None and getattr(kind, field, 0) is None}
+        return {"result": kind.__name__, "fields": {
+            field: self.encode(a, f"{name}.{field}") for field, a in fields.items() if field not in absent}}
 
     def _member(self, a: Array, name: str) -> str:
         backend.module_of(a, name)
@@ -308,8 +319,7 @@ class _Reader:
         try:
             return _build(_KINDS[inner], fields)
         except (TypeError, ValueError) as error:
-            said = str(error)
-            raise ValueError(f"{name}{': ' if said.startswith(inner) else '.'}{said}") from None
+            raise ValueError(_in_result(name, _KINDS[inner], error)) from None
 
     def _array(self, member: str, name: str) -> Array:
         if member not in self._arrays:
@@ -332,8 +342,7 @@ def _build(kind: type, fields: dict[str, Any]) -> Any:
     if unknown := fields.keys() - set(_FIELDS[kind]):
         raise ValueError(f"{kind.__name__} has no fields {sorted(unknown)}")
     for field, value in fields.items():
-        strided = kind is Scaled and field == "scale_inv"       # Scales of .T are strided.
-        if hasattr(value, "strides") and not np.isscalar(value) and not strided and not is_contiguous(value):
+        if _is_strided(kind, field, value):
             raise ValueError(f"{field}: expected a C-contiguous array, got strides {value.strides}")
     if kind is DelayedScalingState:
         return _state(**fields)
@@ -343,6 +352,17 @@ def _build(kind: type, fields: dict[str, Any]) -> Any:
             checked = Grouped(**{**fields, "rowwise": bits(codes)})
             return Grouped._plain_values(checked.splits, checked.offsets, checked.shape, codes)
     return kind(**fields)
+
+
+def _is_strided(kind: type, field: str, value: Any) -> bool:
+    """Whether a field has an array that is not C-contiguous and has to be. (Scales of .T are strided.)"""
+    return is_array(value) and not (kind is Scaled and field == "scale_inv") and not is_contiguous(value)
+
+
+def _in_result(name: str, kind: type, error: Exception) -> str:
+    """The message of an error in a result of this name."""
+    said = str(error)
+    return f"{name}{': ' if said.startswith(kind.__name__) else '.'}{said}"
 
 
 def _state(recipe: Any, scale: Any, amax_history: Any) -> DelayedScalingState:

@@ -26,6 +26,7 @@ class Fact(enum.IntFlag):
     ROUTE_EXPERT = 1 << 5
     ROUTE_BOUND = 1 << 6
     SPLIT_START = 1 << 7
+    SPLIT_OTHER = 1 << 8
 
 
 MESSAGES = {
@@ -42,11 +43,13 @@ MESSAGES = {
                       "nowhere",
     Fact.SPLIT_START: "splits: a group of columns that does not begin at a multiple of 128, as blocks of "
                       "scales do; its product is 0",
+    Fact.SPLIT_OTHER: "splits: other sizes than an operand is laid out by (a result of group_quantize, or of "
+                      "scaling_aware_transpose with splits); its groups are not those that were multiplied",
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU
 _words: dict[int, tuple[Any, int]] = {}      # the word (u32 [1]) of each device and its address
-_lock = threading.Lock()
+_lock = backend.free_in_children(threading.Lock())
 
 
 def error_word(x: Any) -> int:

@@ -5,6 +5,8 @@ changes no global setting of matplotlib: text takes the colours of the style in 
 arrays are sampled, so that 10^9 elements take less than a second; the title says so.
 """
 
+from typing import TYPE_CHECKING
+
 from ..advice import public_only
 from .block_losses import loss_histogram, loss_map, scale_histogram
 from .magnitudes import error_by_magnitude, histogram
@@ -24,4 +26,5 @@ __all__ = ["amax_history", "bars", "block_ranges", "cells", "comparison", "curve
            "rounding", "routes", "scale_heat_map", "scale_histogram", "scale_layout", "steps",
            "table"]
 
-__getattr__, __dir__ = public_only(globals())
+if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+    __getattr__, __dir__ = public_only(globals())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from .style import BLUE, GREEN, ORANGE, VERMILION, axes, blue, integer_ticks
 __all__ = ["loss_histogram", "loss_map", "scale_histogram"]
 
 #: A loss has a label, a colour and dashes. Lines differ in both, for colour-blind readers.
-_LOSSES = {"saturated": ("saturated", VERMILION, "-"), "underflowed": ("underflowed", BLUE, "--"),
-           "nan": ("NaN", ORANGE, ":"), "negative_zeros": ("−0", GREEN, "-.")}
+Loss: TypeAlias = Literal["saturated", "underflowed", "nan", "negative_zeros"]
+_LOSSES: dict[str, tuple[str, str, str]] = {
+    "saturated": ("saturated", VERMILION, "-"), "underflowed": ("underflowed", BLUE, "--"),
+    "nan": ("NaN", ORANGE, ":"), "negative_zeros": ("−0", GREEN, "-.")}
 _MOST_BARS = 64
 
 
@@ -60,7 +62,7 @@ def scale_histogram(q: Scaled | Quantized | ScaleReport, *, ax: Any = None) -> A
     return ax
 
 
-def loss_map(report: BlockReport, loss: str = "underflowed", *, ax: Any = None) -> Any:
+def loss_map(report: BlockReport, loss: Loss = "underflowed", *, ax: Any = None) -> Any:
     """Draw which share of each block's elements was lost, where the block is in the matrix. Blocks without
     losses are grey.
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..advice import shown
 from ..arrays import _as_shape, asnumpy, zeros
 from ..formats import choice, float8_e4m3fn, float8_e8m0fnu, float32, lookup
-from ..layouts import SCALE_DTYPES, Block, cdiv, check_block
+from ..layouts import SCALE_DTYPES, Block, ScaleLayout, cdiv, check_block
 from ..results import Scaled
 from ..routing import Routing
 from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, ink
@@ -22,7 +22,7 @@ _EXPERTS = (BLUE, VERMILION, GREEN, ORANGE, "#CC79A7", "#56B4E9")
 _BASE = 254                     # Scales are numbered in this base: E8M0 bytes 1 … 254, so that 0 is padding.
 
 
-def scale_layout(shape: tuple[int, int], layout: str, *, block: Block = (1, 128),
+def scale_layout(shape: tuple[int, int], layout: ScaleLayout, *, block: Block = (1, 128),
                  dtype: Any = "float32", ax: Any = None) -> Any:
     """Draw where each scale of a small matrix lies in memory, row by row. A cell names its scale as
     'line, block': for 1-D blocks a line is a row of the matrix, for 2-D blocks a row of blocks. Grey cells
@@ -70,7 +70,7 @@ def _matrix_shape(shape: Any) -> tuple[int, int]:
     return extents[0], extents[1]
 
 
-def _stored_numbers(shape: tuple[int, int], layout: str, block: Block, dtype: Any, lines: int,
+def _stored_numbers(shape: tuple[int, int], layout: ScaleLayout, block: Block, dtype: Any, lines: int,
                     blocks: int) -> np.ndarray:
     """The number of the scale that is stored at each place, -1 for padding: numbered scales are moved to the
     layout. A number takes two digits where scales are bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -35,12 +35,14 @@ _LOOKS: tuple[tuple[str, str, str], ...] = (
     (BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"), (ORANGE, ":", "D"), (GREY, "-", "v"),
     (PURPLE, "--", "P"), ("#882255", "-.", "X"))
 _MARKED = 40                                    # A line of more points has no markers.
-_SCALES = ("linear", "log2", "log10")
+AxisScale: TypeAlias = Literal["linear", "log2", "log10"]
+_SCALES: tuple[AxisScale, ...] = get_args(AxisScale)
 _SHARES = ("saturated", "underflowed", "nan", "nonfinite")
 
 
 def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str = "", title: str = "",
-           xscale: str = "linear", yscale: str = "linear", legend: bool = True, ax: Any = None) -> Any:
+           xscale: AxisScale = "linear", yscale: AxisScale = "linear", legend: bool = True,
+           ax: Any = None) -> Any:
     """Draw several lines over the same x: losses by step, bytes by size, errors by setting.
 
     x : one-dimensional array or sequence of numbers.
@@ -99,7 +101,7 @@ def _set_scales(ax: Any, xscale: str, yscale: str) -> None:
 
 def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
             quantities: Sequence[str] = ("sqnr_db", "saturated", "underflowed"), *, xlabel: str = "",
-            title: str = "", xscale: str = "linear", ax: Any = None) -> Any:
+            title: str = "", xscale: AxisScale = "linear", ax: Any = None) -> Any:
     """Draw what `diagnostics.error` found over a sweep or over steps: a panel for each quantity, one above
     the other.
 
@@ -136,7 +138,7 @@ def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
 
 
 def stacked(x: Any, lines: Mapping[str, Mapping[str, Any]], *, xlabel: str = "", title: str = "",
-            xscale: str = "linear", ax: Any = None) -> list[Any]:
+            xscale: AxisScale = "linear", ax: Any = None) -> list[Any]:
     """`curves` in panels one above the other, by the label of their y axis. Returns the Axes."""
     size = 7.5, 1.2 + 1.5 * len(lines)
     panels = list(figure(size, len(lines))) if ax is None else list_of_axes(ax)

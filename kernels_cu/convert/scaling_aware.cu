@@ -160,7 +160,10 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
     const bool finds = warp == kWarps - 1;                           // The last warp finds the tiles.
     u32 segment_word = 0;
     if (p.splits.groups >= 0) {
-        if (warp == 0 && blockIdx.x == 0) check_sizes(p.splits, p.rows);
+        if (warp == 0 && blockIdx.x == 0) {
+            check_sizes(p.splits, p.rows);
+            copy_sizes(p.splits, p.sizes_out);
+        }
         segment_word = load_segment_word(p, first_row);
     }
     // Group -1 says that no expert has these rows or any that follow.

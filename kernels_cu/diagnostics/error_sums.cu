@@ -9,6 +9,7 @@
 //
 // Defines:
 //   IN, VALUE    bf16, f16, f32 or f64
+//   LOCAL        1: also the noise of runs, 32 elements that a warp reads, without the largest of each
 #include "numerics/formats.cuh"
 
 struct f64 {
@@ -27,7 +28,7 @@ struct ErrorParams {
 };
 
 constexpr int kThreads = 256;
-constexpr int kAdded = 9, kSums = 11;                                // the last two are maxima
+constexpr int kAdded = LOCAL ? 11 : 9, kSums = kAdded + 2;           // the last two are maxima
 
 // Returns the exact value. A plain conversion of f32 would be compiled with .ftz and lose subnormals.
 __device__ __forceinline__ double wide(float value) {
@@ -48,12 +49,43 @@ __device__ __forceinline__ bool is_finite(double value) {
     return (__double_as_longlong(value) >> 52 & 0x7ff) != 0x7ff;
 }
 
+#if LOCAL
+__device__ __forceinline__ double warp_sum(double term) {
+    for (int step = 1; step < 32; step *= 2) term += __shfl_xor_sync(~0u, term, step);
+    return term;
+}
+#endif
+
 struct ErrorSums {
     double signal = 0, noise = 0;
     u32 saturated = 0, underflowed = 0, nan = 0, nonfinite = 0, normal = 0, subnormal = 0;
     double squares = 0, largest_of_normal = 0, largest = 0;
+#if LOCAL
+    double of_runs = 0;
+    u32 runs = 0;
 
-    __device__ __forceinline__ void add(const ErrorParams& p, i64 i) {
+    // Adds a run, of which each lane has an element, or zeros past the end: its noise over its signal,
+    // without its first element of the largest magnitude. Called from every lane.
+    __device__ __forceinline__ void add_run(double magnitude, double gap) {
+        double most = magnitude;
+        for (int step = 1; step < 32; step *= 2) {
+            const double other = __shfl_xor_sync(~0u, most, step);
+            most = other > most ? other : most;
+        }
+        const int lane = threadIdx.x % 32;
+        const bool first = __ffs(__ballot_sync(~0u, magnitude == most)) == lane + 1;
+        const double run_signal = warp_sum(first ? 0 : magnitude * magnitude);
+        const double run_noise = warp_sum(first ? 0 : gap * gap);
+        if (lane || !(run_signal > 0)) return;
+        runs++;
+        of_runs += run_noise < run_signal ? run_noise / run_signal : 1;
+    }
+#endif
+
+    struct Element {
+        double magnitude, gap;
+    };
+    __device__ __forceinline__ Element add(const ErrorParams& p, i64 i) {
         const double x = value_of<IN>(p.x[i]), v = value_of<VALUE>(p.values[i]);
         const bool finite = is_finite(x), came_back = is_finite(v);
         const double magnitude = finite ? fabs(x) : 0, kept = fabs(v);
@@ -67,12 +99,16 @@ struct ErrorSums {
         nonfinite += !finite;
         largest = relative > largest ? relative : largest;
         if (p.codes) add_precision(p, p.codes[i] & 0x7fu, magnitude, kept, came_back, relative);
+        return {magnitude, gap};
     }
 
     // Lists the sums, a column for each. The counts are exact as doubles.
     __device__ __forceinline__ void list(double (&columns)[kSums]) const {
         const double all[kSums] = {signal, noise, (double)saturated, (double)underflowed, (double)nan,
                                    (double)nonfinite, (double)normal, (double)subnormal, squares,
+#if LOCAL
+                                   of_runs, (double)runs,
+#endif
                                    largest_of_normal, largest};
 #pragma unroll
         for (int k = 0; k < kSums; k++) columns[k] = all[k];
@@ -98,8 +134,20 @@ private:
 extern "C" __global__ void __launch_bounds__(kThreads, 2) error_sums(const __grid_constant__ ErrorParams p) {
     __shared__ double shared[kThreads];
     ErrorSums sums;
-    for (i64 i = (i64)blockIdx.x * kThreads + threadIdx.x; i < p.n; i += (i64)gridDim.x * kThreads)
+#if LOCAL
+    const i64 end = (p.n + 31) / 32 * 32;                            // the same for the lanes of a warp
+#else
+    const i64 end = p.n;
+#endif
+    for (i64 i = (i64)blockIdx.x * kThreads + threadIdx.x; i < end; i += (i64)gridDim.x * kThreads) {
+#if LOCAL
+        ErrorSums::Element element = {0, 0};
+        if (i < p.n) element = sums.add(p, i);
+        sums.add_run(element.magnitude, element.gap);
+#else
         sums.add(p, i);
+#endif
+    }
     double columns[kSums];
     sums.list(columns);
 #pragma unroll

@@ -253,7 +253,7 @@ product_tiles(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) u8 shared[];
     Stage* const stages = reinterpret_cast<Stage*>(shared);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);            // The compiler knows that lanes agree.
-    if (blockIdx.x == 0 && warp == 0 && p.splits.sizes) check_sizes(p.splits, p.total);
+    if (blockIdx.x == 0 && warp == 0) p.check();
     if constexpr (kSizesOfK) {                     // The grid is small where another launch has most groups.
         // The tile is described in shared memory, since all registers are taken.
         __shared__ ProductTile tile;

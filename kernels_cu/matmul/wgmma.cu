@@ -100,7 +100,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
     TensorMap* const own_maps = kSizesOfK ? p.maps + blockIdx.x * (kMaps * 2) : nullptr;
     int mapped = -1;                               // the group that maps were written for last
     int map = 0;
-    if (blockIdx.x == 0 && product.splits.sizes) check_sizes(product.splits, product.total);
+    if (blockIdx.x == 0) product.check();
     for (;;) {
         position.wait_empty(shared.queue);
         const bool found = walk.find(numbers.next(shared));

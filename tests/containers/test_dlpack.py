@@ -4,6 +4,7 @@ alive."""
 import ctypes
 import gc
 import weakref
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -52,6 +53,22 @@ class Producer:
         capsule = self.a.__dlpack__(**options)
         type_bytes(capsule)[0][:] = self.type
         return capsule
+
+
+@pytest.mark.parametrize("values", [
+    np.array(["one", "two"]), np.array([b"x"]), np.array([None]), np.array(["2026-01-01"], "M8[s]"),
+    np.ones(2, "m8[s]"), np.ones(2, np.longdouble), np.ones(2, ">f4"), np.ones(2, ml_dtypes.int4),
+    np.zeros(2, [("a", "f4")])], ids=lambda a: str(a.dtype))
+def test_what_dlpack_lacks(values):
+    for call, name in ((fp8.from_dlpack, "x"), (fp8.to_dlpack, "a")):
+        with pytest.raises(TypeError, match=f"^{name}: expected an array of numbers that DLPack has, "):
+            call(values)
+
+
+def test_strings_are_no_arrays():
+    for text in ("x", b"x", ["x"], np.str_("x")):
+        with pytest.raises(TypeError, match=r"^x: expected an object with __dlpack__ and "):
+            fp8.from_dlpack(text)
 
 
 @pytest.mark.parametrize("dtype", TYPED, ids=str)
@@ -227,7 +244,8 @@ def test_cupy(dtype):
     a = fp8.asarray(host, like="cupy")
     capsule = dlpack.to_dlpack(a).__dlpack__(max_version=(1, 1))
     assert tuple(type_bytes(capsule)[0]) == (*CODES[dtype], 1, 0)
-    for view in (a, a.T, a[::2, 1::3]):
+    views: list[Any] = [a, a.T, a[::2, 1::3]]
+    for view in views:
         b = dlpack.from_dlpack(dlpack.to_dlpack(view))
         assert fp8.backend.kind_of(b) == "cupy"
         assert (b.dtype, b.strides, b.data.ptr) == (view.dtype, view.strides, view.data.ptr)

@@ -48,13 +48,13 @@ def test_scaled_unpacks(kind):
         assert data is part.data
         assert scale_inv is part.scale_inv
     assert ([f.name for f in dataclasses.fields(Scaled)]
-            == ["data", "scale_inv", "shape", "transposed", "block", "scale_layout"])
+            == ["data", "scale_inv", "shape", "transposed", "block", "scale_layout", "splits"])
 
 
 def test_scaled_defaults():
     data, scale_inv = np.zeros(SHAPE, float8_e4m3fn), np.ones(1, np.float32)
     s = Scaled(data, scale_inv, SHAPE)
-    assert (s.transposed, s.block, s.scale_layout) == (False, None, None)
+    assert (s.transposed, s.block, s.scale_layout, s.splits) == (False, None, None, None)
     assert (s.dtype, s.nbytes) == (float8_e4m3fn, 15 + 4)
     named = Scaled(data=data.reshape(5, 3), scale_inv=np.ones((3, 1), np.float32), shape=list(SHAPE),
                    transposed=True, block=[1, 128], scale_layout="compact")

@@ -199,6 +199,7 @@ def test_the_strategy_makes_valid_results():
 # ---- both directions ----
 def test_both_directions_to_another_layout(run):
     x = run.array(np.ones((40, 260), np.float32))
+    name: Any
     for q, names in ((fp8.quantize_block(x, columnwise=True),
                       ("compact", "deepgemm_sm90", "deepgemm_sm100", "gemm_ready")),
                      (fp8.quantize_mx(x, columnwise=True), ("swizzled", "compact")),

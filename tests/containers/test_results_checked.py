@@ -129,6 +129,7 @@ def test_what_the_library_makes_is_not_checked(monkeypatch):
     checked: list[Scaled] = []
     monkeypatch.setattr("cupy_fp8.results.check_parts", checked.append)
     x = np.ones((64, 256), np.float32)
+    run: Any
     for run in ("reference", *(["host"] if testing.executor_problem("host") is None else [])):
         with testing.executor(run):
             for q in (fp8.cast_transpose(x, 1.0), fp8.quantize_block(x, columnwise=True),

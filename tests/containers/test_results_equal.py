@@ -4,8 +4,12 @@ field that differs."""
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
+import pkgutil
 import re
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ from cupy_fp8 import Grouped, Quantized, Scaled, cases, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases.moe.route import routing as routed
 from cupy_fp8.formats import bfloat16, float8_e5m2
+from cupy_fp8.recipes import RECIPES
 
 X = cases.values("normal", (40, 256), bfloat16)
 
@@ -138,18 +143,52 @@ def test_what_cannot_be_compared(wrong):
     assert wrong != Q
 
 
-def test_as_keys_results_are_places_in_memory():
-    """Ops write to results, so two with equal bytes are two keys; weak references know them by identity as
-    before."""
-    a, b = fp8.quantize_mx(X), fp8.quantize_mx(X)
-    assert a == b
-    found = {a: 1, b: 2}
-    assert (found[a], found[b], len({a, a, b})) == (1, 2, 2)
-    held = weakref.WeakKeyDictionary({a: 1, b: 2})
-    bits(a.data).fill(0)
-    assert (held[a], held[b], found[a]) == (1, 2, 1)
-    for kind in (a.rowwise, grouped(), routed(5, 1, 2)):
-        assert hash(kind) == hash(kind)
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_no_keys(name):
+    """Ops write to them, which changes what they equal. Weak references know them."""
+    a = RESULTS[name][0]()
+    assert not isinstance(a, Hashable)
+    with pytest.raises(TypeError, match=f"unhashable type: '{type(a).__name__}'"):
+        hash(a)
+    assert weakref.ref(a)() is a
+
+
+#: Equal values of options.
+ALIKE: dict[str, list[Any]] = {
+    "dtype": ["e5m2", "float8_e5m2", float8_e5m2, float8_e5m2.type], "margin": [1, np.int8(1), np.uint64(1)],
+    "history_len": [16, np.int32(16)], "algo": ["max", np.str_("max")],
+    "eps": [0.5, np.float16(0.5), np.float64(0.5)], "pow2_scale": [True, np.True_, 1, np.int8(1)],
+    "block": [(32, 32), [32, 32], (np.int8(32), np.int64(32))], "mode": ["rceil", np.str_("rceil")],
+    "profile": ["te", np.str_("te")], "scale_layout": ["compact", np.str_("compact")]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+def test_equal_recipes_have_equal_hashes(recipe):
+    for field in dataclasses.fields(recipe):
+        values = ALIKE[field.name]
+        if recipe is fp8.BlockScaling and field.name == "block":
+            values = [(1, 64), [1, 64], (np.int8(1), np.int64(64))]
+        made = [recipe(**{field.name: value}) for value in values]
+        assert len({*made}) == 1, field.name
+        assert all(one == made[0] for one in made), field.name
+
+
+def package_classes() -> list[type]:
+    names = [module.name for module in pkgutil.walk_packages(fp8.__path__, "cupy_fp8.")
+             if not module.name.startswith(("cupy_fp8.kernels_cu", "cupy_fp8.__main__"))]
+    modules = [fp8, *map(importlib.import_module, names)]
+    return list({value: None for module in modules for value in vars(module).values()
+                 if isinstance(value, type) and value.__module__.startswith("cupy_fp8")})
+
+
+def test_every_class_with_its_own_equality_has_its_own_hash_or_none():
+    """Of frozen dataclasses Python makes both of the same fields."""
+    kinds = [kind for kind in package_classes() if "__eq__" in vars(kind)]
+    assert {kind.__name__ for kind in kinds} > {"Result", "HashedTuple", "MXScaling", "ErrorReport"}
+    assert [kind for kind in kinds if "__hash__" not in vars(kind)] == []
+    plain: Any = object
+    inherited: list[Any] = [kind for kind in package_classes() if vars(plain)["__hash__"] == kind.__hash__]
+    assert [kind for kind in inherited if kind.__eq__ is not plain.__eq__] == []
 
 
 @pytest.mark.gpu

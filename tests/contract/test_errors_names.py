@@ -34,15 +34,16 @@ INDICES, WORDS = np.array([1, 0]), np.array(["one", "two"])
 MATRIX, ZERO_D, NESTED = np.array([[1, 48]]), np.array(1.5, np.float32), [INDICES]
 HUGE, VAST = 10**400, -10**5000             # Python refuses to print the second one.
 NAN, F32 = float("nan"), np.float32(2)
+F16_INF, F16_LARGE = np.float16(np.inf), np.float16(65504)     # NumPy compares in float16 what these meet.
 MEMORY = memoryview(bytearray(b"x"))        # It cannot be hashed, which Python says by a ValueError.
 NONSENSE: list[Any] = [
     INDICES, WORDS, MATRIX, ZERO_D, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
     [VAST], ["compact"], ("one", "two"), (None,), {"one": 1}, set(), object(), "x", b"x", MEMORY, None,
-    VAST, HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32, True, [True], (True, 128)]
+    VAST, HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32, F16_INF, F16_LARGE, True, [True], (True, 128)]
 ARRAYS = [INDICES, WORDS, MATRIX, ZERO_D]
 COUNTS = [12, 1 << 17]
 SIZES = [0, *COUNTS]
-NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32]
+NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32, F16_INF, F16_LARGE]
 
 #: What is valid all the same, by the parameter, or by the call and the parameter. None is valid where it is
 #: the default, and 0 for a flag.
@@ -58,7 +59,8 @@ VALID: dict[str, list[Any]] = {
     "unswizzle_scales.shape": [], "BlockScaling.empty.shape": [INDICES, [64, 64], (1, 48)],
     "MXScaling.empty.shape": [INDICES, [64, 64], (1, 48)], "axis": [0], "concatenate.axis": [0, -1],
     "margin": [*SIZES, -1, 2**63, HUGE, VAST],
-    "eps": [*SIZES, 2**63, 1.5, F32], "clamp": [*COUNTS, 2**63, 1.5, F32], "block": [*COUNTS, [64, 64]],
+    "eps": [*SIZES, 2**63, 1.5, F32, F16_LARGE],
+    "clamp": [*COUNTS, 2**63, 1.5, F32, F16_INF, F16_LARGE], "block": [*COUNTS, [64, 64]],
     "history_len": [*COUNTS, 2**63, HUGE], "rows": [1 << 17], "num_experts": [12],
     "route of a mask.topk": [0], "route of a mask.rows": SIZES,
     "splits": [INDICES, [1], (1, 48)], "order": [INDICES],

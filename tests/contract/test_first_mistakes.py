@@ -11,9 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from declared import EXAMPLES, Example
+from declared import EXAMPLES, Example, every_example
 from perturbed import given, outcome, with_array
-from places import Place, every_example
+from places import Place
 
 import cupy_fp8 as fp8
 from cupy_fp8 import advice, recipes, testing
@@ -228,7 +228,7 @@ MISTAKES: dict[str, Mistake] = {
     "scale_layout='comapct'": (lambda: F8.quantize_block(X, scale_layout="comapct"), ValueError,
                                "got 'comapct'; did you mean compact?"),
     "mode='rciel'": (lambda: F8.quantize_mx(X, mode="rciel"), ValueError, "got 'rciel'; did you mean rceil?"),
-    "to_layout('swizled')": (lambda: MX.to_layout("swizled"), ValueError,
+    "to_layout('swizled')": (lambda: F8.quantize_mx(X).to_layout("swizled"), ValueError,
                              "got 'swizled'; did you mean swizzled?"),
     "update='no'": (lambda: F8.WeightCache(fp8.MXScaling()).quantize([X], update="no"), TypeError,
                     "update: expected True or False, got 'no'"),

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from declared import Example
+from declared import Example, every_example
 from perturbed import compare, on_host, refused
-from places import Place, every_example
+from places import Place
 from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8

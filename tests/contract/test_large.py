@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import product_kernels
 import pytest
 from far_arrays import BLOCKS, END, FAR, Far, check, check_on_device, lazy_memory, mapped, windows
 from far_calls import CALLS, ON_DEVICE, WITHOUT_CALL
@@ -17,11 +18,14 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, hostexec, reference, testing
 from cupy_fp8.arrays import address, bits
+from cupy_fp8.calls import remembered
 from cupy_fp8.calls.group_sizes import Groups
 from cupy_fp8.calls.tables import Records
+from cupy_fp8.cases.matmul.dense import operand
 from cupy_fp8.formats import bfloat16, float8_e4m3fn
 from cupy_fp8.kernels import grid_size
 from cupy_fp8.layouts import cdiv
+from cupy_fp8.ops.matmul import tiles
 from cupy_fp8.ops.moe import offsets
 
 every_call = pytest.mark.parametrize("far", CALLS.values(), ids=CALLS)
@@ -190,3 +194,43 @@ def test_the_largest_grid_that_there_is():
         assert not out[-4096:-2048].view(np.uint8).any()
     with pytest.raises(ValueError, match=r"needs 2147483648 blocks"):
         grid_size(blocks + 1, ())
+
+
+@needs_host
+@pytest.mark.full
+@pytest.mark.parametrize("path", ["wide", "any"])
+def test_biases_of_many_experts(path):
+    """Of the last expert, with more than 2**32 elements before them."""
+    half = (1 << 16) + (0 if path == "wide" else 3)
+    experts, rows = (1 << 32) // (2 * half) + 2, 2
+    bias: Any = mapped((experts, 2 * half), bfloat16)
+    bits(bias)[-1] = bits(cases.values("normal", (2 * half,), np.dtype(bfloat16), 1))
+    x = cases.values("normal", (rows, 2 * half), np.dtype(bfloat16), 2)
+    splits = np.array([0] * (experts - 1) + [rows])
+    recipe = fp8.MXScaling()
+    with testing.executor("host"):
+        got = fp8.swiglu_quantize(x, recipe, bias=bias, splits=splits)
+    want = reference.swiglu_quantize(x, recipe, bias=bias[-1:].copy(), splits=splits[-1:])
+    testing.assert_bytes_equal(got, want)
+
+
+@needs_host
+@pytest.mark.parametrize("kernel", product_kernels.KERNELS)
+def test_a_group_far_from_the_first(kernel, monkeypatch):
+    """D of the second group lies more than 2**32 elements behind that of the first. (Groups of so large a D
+    have too many tiles for the CPU.)"""
+    m, n, far = 16, 9, (1 << 32) + 16
+    splits = np.array([16, 32])
+    a, b = (operand((rows, 48), np.dtype(float8_e4m3fn), "row", "gemm_ready", np.dtype(np.float32), "normal",
+                    rows) for rows in (m, n))
+    out = mapped(far + m * n, np.float32)
+    own = tiles.own_kernel_launches
+    monkeypatch.setattr(tiles, "own_kernel_launches",
+                        lambda call, p: own(call, p._replace(out=address(out), out_group=far)))
+    with testing.executor("host") as run:
+        product_kernels.use(kernel, run, monkeypatch)
+        remembered.forget()
+        fp8.grouped_matmul_nt(a, b, splits, group="k", dtype=np.float32)
+    want = reference.grouped_matmul_nt(a, b, splits, group="k", dtype=np.float32)
+    for group, start in enumerate((0, far)):
+        np.testing.assert_allclose(out[start:start + m * n].reshape(m, n), want[group], rtol=1e-5, atol=1e-4)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from arena import ROOM, Arena, apart
-from declared import Example
+from declared import Example, every_example
 from perturbed import bytes_of, compare, given, on_host, outcome, refused, with_array
-from places import every_example
 from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
@@ -100,7 +99,17 @@ def test_arrays_that_touch(example, place):
 def test_any_address(example, lead, place):
     """Arrays that begin so many bytes past a multiple of 32, with guards around them: the reference's bytes,
     or a message that says which multiple is needed."""
-    example, arena = apart(example.on(place.run), place, lead)
+    check_addresses(*apart(example.on(place.run), place, lead))
+
+
+@every_example
+@pytest.mark.parametrize("leads", [(4, 0), (0, 4)], ids=["arguments", "result"])
+def test_any_address_beside_others(example, leads, device):
+    """An address that allows wide accesses beside one that does not: which of them kernels look at."""
+    check_addresses(*apart(example.on(device.run), device, *leads))
+
+
+def check_addresses(example: Example, arena: Arena) -> None:
     args, kwargs = on_host(example)
     if (message := outcome(example)) is None:
         compare(example, args, kwargs)

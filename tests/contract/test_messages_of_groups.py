@@ -74,6 +74,10 @@ MOVES: list[Line] = [
     line(V, "x: expected 9 rows, the tokens of the routing, got shape (8, 16)", PERMUTE, X[:8], R),
     *[line(V, f"{name}: expected 18 rows, the rows of the routing, got shape (9, 16)", call, X, R)
       for call, name in ((UNPERMUTE, "y"), (BACK, "grad"))],
+    line(T, 'grad: expected dtype bfloat16, as y has, got float32; grad.astype("bfloat16") converts it',
+         UNBACK, X, Y.astype(bfloat16), R, probs=ones(9, 2)),
+    line(T, "y: expected dtype bfloat16, float16, float32, got float64", UNBACK, X, Y.astype(np.float64), R,
+         probs=ones(9, 2)),
     line(T, "routing: expected a Routing (cupy_fp8.route makes one), got ndarray", PERMUTE, X, X),
     line(V, "probs: expected shape (9, 2), one for each slot; got (9, 3)", PERMUTE, X, R, probs=ones(9, 3)),
     line(V, "probs: expected shape (9, 3), one for each slot, or (9, 4), one for each expert; got (9, 2)",
@@ -162,7 +166,6 @@ OF_BLOCKS, OF_DELAYED = made(BLOCKS), made(DELAYED, scales=SCALES)
 OF_TILES = made(MXScaling(block=(32, 32)))
 APART = Grouped._of_fields(**{**OF_TILES.__getstate__(), "columnwise": OF_TILES._any.copy()})
 PER_TENSOR = "scales, amaxes: belong to per-tensor recipes"
-THAT_VERY = ", that very memory"
 
 GROUPS: list[Line] = [
     # ---- group_quantize ----
@@ -179,9 +182,11 @@ GROUPS: list[Line] = [
     group(V, "offsets: expected none with align=8, got ndarray", align=8, offsets=np.array([0, 128, 256])),
     group(V, "offsets: expected 64 at 1 (rows before it, times 16 columns), got 65",
           offsets=np.array([0, 65, 144])),
-    group(V, "out: expected offsets to be out.offsets" + THAT_VERY, columnwise=True, out=OF_DELAYED,
-          offsets=np.array([0, 64, 144])),
-    group(V, "out: expected splits to be out.splits" + THAT_VERY, columnwise=True, splits=SPLITS.copy(),
+    group(V, "out.offsets: overlaps offsets in memory; results need memory of their own", columnwise=True,
+          out=OF_DELAYED, offsets=OF_DELAYED.offsets),
+    group(V, "out.splits: overlaps splits in memory; results need memory of their own", columnwise=True,
+          out=OF_DELAYED, splits=OF_DELAYED.splits),
+    group(T, "out.splits: expected dtype int64, got int32", columnwise=True, splits=SPLITS.astype(np.int64),
           out=OF_DELAYED),
     group(T, "out: expected a Grouped (an earlier result), got ndarray", out=X.copy()),
     group(V, "out: expected shape (10, 16), got (9, 16)", x=ones(10, 16), columnwise=True, out=OF_DELAYED),

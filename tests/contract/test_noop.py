@@ -4,9 +4,9 @@ without a flag."""
 from __future__ import annotations
 
 import numpy as np
-from declared import Example
+from declared import Example, every_noop
 from perturbed import change_contents, compare, named, on_host, refused
-from places import Place, every_noop
+from places import Place
 from trees import snapshot
 
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declared import EXAMPLES, Example
+from declared import EXAMPLES, Example, every_example, every_example_that, every_result
 from other_results import other_parts
 from perturbed import (
     DTYPES,
@@ -23,7 +23,6 @@ from perturbed import (
     shapes,
     with_array,
 )
-from places import every_example, every_example_that, every_result
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from declared import Example
+from declared import Example, every_example, every_result
 from perturbed import (
     DTYPES,
     anew,
@@ -28,7 +28,6 @@ from perturbed import (
     turned,
     with_array,
 )
-from places import every_example, every_result
 from tiers import needs_host, where_kernels_run
 from trees import leaves, map_arrays
 
@@ -36,7 +35,6 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits, is_contiguous
 from cupy_fp8.calls import call, descriptions, remembered
-from cupy_fp8.calls.relocation import CallMemory
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.kernels import owner_of
 
@@ -152,32 +150,6 @@ def test_two_arrays_that_were_one(example, device):
                 anew(with_array(example, other, one))
             args, kwargs = on_host(example)
             compare(example.with_tree((example.args, example.kwargs, anew(example))), args, kwargs)
-
-
-def test_a_pointer_that_leads_elsewhere():
-    memory = CallMemory([(8192, 1), (4096, 16)], {64}, at_fixed_addresses=False)
-    assert memory.relocations([(0, 4100), (1, 0), (2, 64), (5, 8192)]) == [(0, 1, 4), (5, 0, 0)]
-    for pointer in (4095, 4112, 8193, 63):
-        assert memory.relocations([(0, 4096), (1, pointer)]) is None
-
-
-@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), fp8.MXScaling()], ids=str)
-def test_a_square_and_its_transpose(recipe, device):
-    """They have the same memory, shape and dtype."""
-    host = np.random.default_rng(0).standard_normal((64, 64), np.float32)
-    x = device.array(host)
-    for _ in range(2):
-        for view, of_host in ((x, host), (x.T, host.T)):
-            testing.assert_bytes_equal(device.run.numpy(recipe.quantize(view)), recipe.quantize(of_host))
-
-
-def test_an_argument_that_is_updated_and_now_overlaps_another(device):
-    """Calls that allocate look at new addresses too, where something else than the result is written."""
-    x, amax = device.array(np.ones((16, 32), np.float32)), device.array(np.zeros(1, np.float32))
-    for _ in range(2):
-        fp8.cast_transpose(x, 1.0, amax=amax)
-    with pytest.raises(ValueError, match="amax: overlaps x"):
-        fp8.cast_transpose(x, 1.0, amax=x.reshape(-1)[:1])
 
 
 @every_example

@@ -38,7 +38,7 @@ def column_values(s: Scaled) -> np.ndarray:
     return widen(s.data).T * np.repeat(s.scale_inv, BLOCK, axis=0)[: s.shape[0], : s.shape[1]]
 
 
-def transposed(q: Scaled, target: str = "column") -> Scaled:
+def transposed(q: Scaled, target: Any = "column") -> Scaled:
     result = fp8.scaling_aware_transpose(q, target=target, scale_layout="compact").columnwise
     assert result is not None
     return result

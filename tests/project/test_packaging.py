@@ -22,7 +22,7 @@ import cupy_fp8
 from cupy_fp8.kernels import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-INPUTS = ("pyproject.toml", "README.md", "LICENSE", "cupy_fp8", "kernels_cu")
+INPUTS = ("pyproject.toml", "build_kernels.py", "README.md", "LICENSE", "cupy_fp8", "kernels_cu")
 TEST_COMMAND = "pip install -e '.[test]' && pytest"
 
 # This runs in the new environment, as if there were no CuPy. Its arguments are the folder where the kernels
@@ -141,6 +141,92 @@ def test_wheel_works(archives, python):
 def test_editable_works(mode, source_tree, python):
     install(python, "--config-settings", f"editable_mode={mode}", "--editable", source_tree)
     run(python, "-c", USE, source_tree / "kernels_cu", sources.digest(), cwd=python.parent)
+
+
+#: A user's file without mistakes, and one where mypy finds the error that each line's comment names.
+RIGHT = """
+import numpy as np
+
+import cupy_fp8 as fp8
+from cupy_fp8.recipes import BlockScaling
+
+x, sizes = np.ones((256, 128), np.float32), [128, 128]
+recipes = [fp8.CurrentScaling(), fp8.DelayedScaling("e5m2", algo="most_recent"), BlockScaling((1, None)),
+           fp8.MXScaling(mode="floor", scale_layout="swizzled", profile="torchao")]
+q = fp8.quantize_block(x, block=(128, 128), scale_layout="gemm_ready", dtype=np.dtype(fp8.float8_e4m3fn))
+y = fp8.matmul_nt(q, q.to_layout("compact"), dtype="float32")
+y = (y + 1).astype(np.float32).reshape(-1, 256)
+host: np.ndarray = fp8.asnumpy(y)
+print(y.shape[0], y.get() if fp8.xp is not np else y, np.abs(y).max(), q.rowwise.data.nbytes, fp8.xp.ones(3))
+routing = fp8.route(np.zeros((256, 2), np.int64), num_experts=4)
+rows, probs = fp8.permute(x, routing, probs=np.ones((256, 2), np.float32))
+print(fp8.permute(fp8.quantize_block(x), routing).scale_inv, rows.T, probs.sum())
+grouped = fp8.group_quantize(x, sizes, fp8.BlockScaling(), columnwise=True)
+print(fp8.grouped_matmul_nt(grouped, grouped, sizes, group="k").dtype, grouped.dequantize().nbytes)
+print(fp8.pad_groups(fp8.quantize_mx(x).rowwise, sizes, 64).T, fp8.pad_groups(x, sizes, 64).sum())
+print(fp8.diagnostics.compare(x, kind="weights").verdict, fp8.diagnostics.error(x, q).sqnr_db, fp8.io.load)
+with fp8.testing.executor("reference") as run:
+    fp8.testing.assert_bytes_equal(run.array(q), q)
+"""
+WRONG = """
+import numpy as np
+
+import cupy_fp8 as fp8
+
+x = np.ones((128, 128), np.float32)
+q = fp8.quantize_blok(x)  # attr-defined
+q = fp8.quantize_block(x)
+fp8.quantize_block(x, scale_layout="gemm_redy")  # arg-type
+fp8.quantize_block(x, profile="tee")  # arg-type
+fp8.quantize_block(x, dtype="float9")  # arg-type
+fp8.quantize_mx(x, mode="rciel")  # arg-type
+fp8.MXScaling(mode="rciel")  # arg-type
+fp8.MXScaling(scale_layout="gemm_ready")  # arg-type
+fp8.BlockScaling(pow2=True)  # call-arg
+fp8.DelayedScaling(algo="last")  # arg-type
+fp8.group_quantize(x, [64, 64], "MX")  # arg-type
+fp8.group_quantize(x, [64, 64], fp8.MXScaling)  # arg-type
+fp8.swiglu_quantize(x, fp8.MXScaling(), form="silu")  # arg-type
+fp8.compute_amax(x, nan="raise")  # arg-type
+fp8.grouped_matmul_nt(q, q, [64, 64], group="n")  # arg-type
+fp8.scaling_aware_transpose(q, target="row")  # arg-type
+q.to_layout("swizled")  # arg-type
+q.rowwise.to_block((1, 128), scale_layout="gemm")  # arg-type
+fp8.Scaled(x, x, (128, 128), block=(1, 128), scale_layout="rows")  # arg-type
+n: int = fp8.matmul_nt(q, q)  # assignment
+fp8.matmul_nt(q, q).shapee  # attr-defined
+q.dequantize().get().nowhere  # attr-defined
+q.rowwise.scale_inf  # attr-defined
+fp8.permute(x, fp8.route(x, num_experts=2)).block  # attr-defined
+fp8.diagnostics.erorr(x, q)  # attr-defined
+fp8.diagnostics.compare(x, kind="weight")  # arg-type
+fp8.plot.histogramm(x)  # attr-defined
+fp8.plot.loss_map(fp8.diagnostics.blocks(x, q), "lost")  # arg-type
+fp8.io.lod("a")  # attr-defined
+fp8.testing.executor("gpu")  # arg-type
+fp8.testing.assert_equal(x, x)  # attr-defined
+fp8.reference.quantize_blok(x)  # attr-defined
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["editable", "wheel"])
+def test_mypy_finds_the_package_and_the_mistakes_of_its_users(how, request, python, tmp_path):
+    """In an installation as `pip install -e .` and `pip install .` make it."""
+    pytest.importorskip("mypy")
+    source = request.getfixturevalue("source_tree") if how == "editable" else None
+    install(python, *(["--editable", source] if source else [request.getfixturevalue("archives")[1]]))
+    for name, text in (("right.py", RIGHT), ("wrong.py", WRONG)):
+        (tmp_path / name).write_text(text)
+    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--warn-unreachable", "--cache-dir",
+                           "cache", "--python-executable", python, "right.py", "wrong.py"], cwd=tmp_path,
+                          capture_output=True, text=True,
+                          env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")})
+    found = re.findall(r"^(\w+\.py):(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.MULTILINE)
+    expected = [("wrong.py", str(number), line.split("# ")[1])
+                for number, line in enumerate(WRONG.splitlines(), 1) if "  # " in line]
+    assert found == expected, done.stdout + done.stderr
+    run(python, "right.py", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("module", ["cupy_fp8", "cupy_fp8.cases", "cupy_fp8.testing", "cupy_fp8.__main__"])

@@ -37,6 +37,14 @@ def test_every_op_is_in_the_table_once():
     assert families == ["Matrix products", "Quantisation", "Conversion", "Scales", "Tokens of expert layers"]
 
 
+def test_gpp_is_named_where_it_is_first_needed():
+    """Before the first command that compiles kernels on a machine without a GPU."""
+    for name in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text()
+        needed = min(at for what in ("-m cupy_fp8 selftest", "&& pytest") if (at := text.find(what)) >= 0)
+        assert 0 <= text.find("g++") < needed, name
+
+
 def test_every_extra_and_every_notebook_is_named():
     extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
     for extra in re.findall(r"^(\w+) = \[", extras.partition("\n[")[0], re.MULTILINE):

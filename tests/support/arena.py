@@ -52,9 +52,12 @@ class Arena:
         return bool((bytes_of(self.memory)[~self._taken] == 0xAA).all())
 
 
-def apart(example: Example, place: Place, lead: int = 0) -> tuple[Example, Arena]:
-    """The same call of arrays that begin `lead` bytes past a multiple of `ROOM`, with room between them."""
+def apart(example: Example, place: Place, lead: int = 0,
+          result_lead: int | None = None) -> tuple[Example, Arena]:
+    """The same call of arrays that begin `lead` bytes past a multiple of `ROOM`, with room between them.
+    result_lead: what those of the result have instead."""
+    written = set() if result_lead is None else {id(a) for a in example.result}
     arrays = {id(a): a for a in leaves(example.tree)}
     arena = Arena(place, sum(a.nbytes + 3 * ROOM for a in arrays.values()))
-    moved = {i: arena.append_at(lead, a) for i, a in arrays.items()}
+    moved = {i: arena.append_at(result_lead or 0 if i in written else lead, a) for i, a in arrays.items()}
     return example.with_tree(map_arrays(example.tree, lambda a: moved[id(a)])), arena

@@ -22,7 +22,7 @@ def parts(q: Quantized) -> list[Scaled]:
     return list(q.parts.values())
 
 
-def result(shape: tuple[int, ...], block: Any = ROW, layout: str = "compact", transposed: bool = False, *,
+def result(shape: tuple[int, ...], block: Any = ROW, layout: Any = "compact", transposed: bool = False, *,
            seed: int = 0, dtype: np.dtype[Any] = float8_e4m3fn,
            scale: np.dtype[Any] = float8_e8m0fnu) -> Scaled:
     return Scaled(cases.values("bits", swap_last(shape) if transposed else shape, dtype, seed),

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
+from tiers import quick_if
 from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
@@ -206,8 +208,9 @@ def _described(op: Registration) -> Iterator[_Described]:
 
 
 def _is_special(options: dict[str, Any]) -> bool:
-    """Rows of `out` that are an option (of unpad_groups), and scales that the case's function turns round."""
-    return options.get("exact") is False or options.get("stored") == "columns"
+    """Rows of `out` that are an option (of unpad_groups), and scales that the case's function turns round or
+    that lie elsewhere in memory."""
+    return options.get("exact") is False or options.get("stored") == "columns" or "scales_at" in options
 
 
 def example_of(op: Registration, case: Case, quick: bool) -> Example:
@@ -228,8 +231,8 @@ def _group_quantize(*args: Any, amax: Any = None, **options: Any) -> Any:
 
 
 def in_contract(op: Registration) -> Registration:
-    """The op as users call it. Registered functions of ops whose results hold arguments copy these into a
-    given result."""
+    """The op as users call it. The registered function of an op whose results hold arguments copies these
+    into a given result."""
     direct = {"group_quantize": _group_quantize, "scaling_aware_transpose": fp8.scaling_aware_transpose}
     return replace(op, function=direct.get(op.name, op.function))
 
@@ -247,3 +250,13 @@ _CHOSEN = [chosen for op in map(in_contract, cases.OPS.values()) if takes_the_on
 EXAMPLES = [example for kind, example in _CHOSEN if kind != "aligned"]
 ALIGNED = [example for kind, example in _CHOSEN if kind == "aligned"]
 DTYPES_OF_CASES["multi_cast_transpose", "xs"].update(INPUT_DTYPES)       # No case has float16.
+
+
+def every_example_that(wanted: Callable[[Example], bool]) -> pytest.MarkDecorator:
+    chosen = quick_if(lambda example: example.quick, filter(wanted, EXAMPLES))
+    return pytest.mark.parametrize("example", chosen, ids=str)
+
+
+every_example = every_example_that(lambda example: True)
+every_result = every_example_that(lambda example: not example.updates)
+every_noop = every_example_that(lambda example: "noop" in example.kwargs)

@@ -67,6 +67,8 @@ class FakeCublasLt:
         self.products: list[Product] = []
         self.refused: list[str] = []
         self.refuses: set[int] = set()
+        #: The numbers of algorithms that the heuristic proposes with a status that is no success.
+        self.proposes_in_vain: set[int] = set()
         self.preferences: list[dict[int, int]] = []
         self.algorithms, self.workspace_bytes, self._record = algorithms, workspace_bytes, record
         self._next = 0x100000
@@ -121,7 +123,8 @@ class FakeCublasLt:
         found = (library.Heuristic * most).from_address(results)
         count[0] = min(most, self.algorithms)
         for i in range(count[0]):
-            found[i].algo[0], found[i].workspace_bytes, found[i].state = i + 1, self.workspace_bytes, SUCCESS
+            found[i].algo[0], found[i].workspace_bytes = i + 1, self.workspace_bytes
+            found[i].state = NOT_SUPPORTED if i + 1 in self.proposes_in_vain else SUCCESS
         return SUCCESS
 
     def _matrix(self, at: int) -> Matrix:

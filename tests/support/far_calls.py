@@ -256,10 +256,10 @@ def _weighted(kernel: str, m: Any, b: Any) -> Any:
     sizes = np.zeros(groups, np.int64)
     sizes[chosen] = 16
     picks = np.tile(np.eye(128, k, dtype=np.float32)[::8], (len(chosen), 1)).astype(float8_e4m3fn)
-    one, executor = np.ones(1, np.float32), "host" if isinstance(b, np.ndarray) else "cuda"
+    one, executor = np.ones(1, np.float32), testing.Executor("host" if isinstance(b, np.ndarray) else "cuda")
     a, weights = _beside(b, Scaled(picks, one, picks.shape)), Scaled(b, _beside(b, one), b.shape)
     with pytest.MonkeyPatch.context() as patch:
-        product_kernels.use(kernel, testing.Executor(executor), patch)
+        product_kernels.use(kernel, executor, patch)
         products = m.grouped_matmul_nt(a, weights, _beside(b, sizes), dtype=np.float32)
     found = fp8.zeros((groups, 16, n), np.float32, like=b)
     found[chosen] = products.reshape(-1, 16, n)

@@ -220,8 +220,10 @@ def change_contents(example: Example, place: Place) -> None:
     for name, a in arrays.items():
         if name not in example.written and name != "noop":
             turn_round(name, a, place)
-    if "offsets" not in arrays and (splits := arrays.get("splits")) is not None:
-        _into_one_group(splits, place)
+    if example.kwargs.get("offsets") is None:
+        for name, a in arrays.items():
+            if name.rpartition(".")[2] == "splits" and name not in example.written:
+                _into_one_group(a, place)
 
 
 def _into_one_group(splits: Any, place: Place) -> None:

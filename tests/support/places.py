@@ -3,7 +3,7 @@ for both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import stand_in
-from declared import EXAMPLES, Example
-from tiers import quick_if
 
 from cupy_fp8 import backend, device_errors, testing
 from cupy_fp8.arrays import bits
@@ -65,13 +63,3 @@ def place(name: str) -> Iterator[Place]:
         with testing.executor("cuda") as run:
             device_errors(clear=True)
             yield Place(name, run, cp, tuple(devices))
-
-
-def every_example_that(wanted: Callable[[Example], bool]) -> pytest.MarkDecorator:
-    chosen = quick_if(lambda example: example.quick, filter(wanted, EXAMPLES))
-    return pytest.mark.parametrize("example", chosen, ids=str)
-
-
-every_example = every_example_that(lambda example: True)
-every_result = every_example_that(lambda example: not example.updates)
-every_noop = every_example_that(lambda example: "noop" in example.kwargs)

@@ -42,7 +42,7 @@ def parts(result: Quantized) -> tuple[Scaled, Scaled]:
 def part(s: Scaled, **changes: Any) -> Scaled:
     """The same with other fields, unchecked."""
     fields = {"data": s.data, "scale_inv": s.scale_inv, "shape": s.shape, "transposed": s.transposed,
-              "block": s.block, "scale_layout": s.scale_layout, **changes}
+              "block": s.block, "scale_layout": s.scale_layout, "splits": s.splits, **changes}
     return Scaled._of(**fields)
 
 

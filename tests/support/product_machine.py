@@ -35,7 +35,7 @@ class Machine:
                           s.scale_layout)
 
     def both(self, pair: tuple[str, str], *, types: Any = (float8_e4m3fn, float8_e4m3fn), m: int = M,
-             n: int = N, k: int = K, batch: tuple[int, ...] = (), layout: str = "gemm_ready",
+             n: int = N, k: int = K, batch: tuple[int, ...] = (), layout: Any = "gemm_ready",
              scale: Any = float32) -> tuple[Scaled, Scaled]:
         return (self.on_gpu(operand((*batch, m, k), types[0], pair[0], layout, scale, "normal", 1)),
                 self.on_gpu(operand((*batch, n, k), types[1], pair[1], layout, scale, "normal", 2)))

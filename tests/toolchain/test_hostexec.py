@@ -34,6 +34,8 @@ WRONG_BYTES = {
 # With each bug the fast mode's error says this, and names the planted line or not.
 ERRORS = {
     "dynamic_shared": ("outside dynamic shared memory", False),
+    "misaligned_load": ("access of 16 bytes: address 0x.* is not a multiple of 16", True),
+    "misaligned_store": ("access of 16 bytes: address 0x.* is not a multiple of 16", True),
     "divergent_shuffle": ("deadlock.*16 thread.* wait in __shfl_sync|deadlock.*32 thread.* wait in "
                           "__shfl_sync", True),
     "shuffle_from_exited": ("takes no part in it", True),

@@ -1,4 +1,4 @@
-"""Cases find a fault in every kernel file: in copies of the sources, planted one at a time (mutations.py)."""
+"""Cases and tests find faults in kernels and in Python modules, planted one at a time (mutations.py)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from typing import Any
 import mutations
 import pytest
 from background import Background
-from mutations import FAULTS, FOUND_BY_SANITIZER, SURVIVED, chosen, fault_of
-from programs import WITHOUT_OP
+from mutations import EQUIVALENT, FAULTS, FOUND_BY_SANITIZER, SURVIVED, chosen, fault_of
 
 import cupy_fp8
 from cupy_fp8 import hostexec
-from cupy_fp8.kernels import sources
 
 pytestmark = [pytest.mark.full,
               pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
@@ -65,30 +63,20 @@ def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_cases_find_the_fault(name, background_result):
-    found = background_result(name)
-    assert not found.startswith(SURVIVED), (
-        f"{FAULTS[name].new!r} in {name} {found}: add a case of {FAULTS[name].op} that one of these programs "
-        f"serves, or name another program by `define=`")
+def test_the_fault_is_found(name, background_result):
+    fault, found = FAULTS[name], background_result(name)
+    advice = f"add an assertion to {fault.test}" if fault.test else (
+        f"add a case of {fault.op} that one of these programs serves, or name another program by `define=`")
+    assert not found.startswith(SURVIVED), f"{fault.new!r} in {name} {found}: {advice}"
 
 
-@pytest.mark.parametrize("name", ["equivalent"])
-def test_a_change_of_no_byte_survives(name, background_result):
-    """So the bytes find faults, not the harness."""
-    assert re.fullmatch(rf"{SURVIVED} \d\d+ cases of compute_amax .*", background_result(name))
+@pytest.mark.parametrize("name", EQUIVALENT)
+def test_a_change_of_nothing_survives(name, background_result):
+    """So bytes and tests find faults, not the harness."""
+    assert re.match(rf"{SURVIVED} \d\d+ (cases of compute_amax|tests of )", background_result(name))
 
 
 def test_a_fault_that_nothing_launches_is_an_error():
     """It does not count as one that survived."""
     with pytest.raises(LookupError, match=r"no case of quantize_tensor launches .* OUT=e3m4"):
         next(chosen(FAULTS["quantize/tensor_current.cu"]._replace(define="OUT=e3m4")))
-
-
-def test_every_kernel_file_has_a_fault():
-    """Files that no op launches have none, since cases of ops find the faults."""
-    kernels = {name.removesuffix(".cu") for name in FAULTS if name.endswith(".cu")}
-    lacking = set(sources.names()) - WITHOUT_OP - kernels
-    assert not lacking, f"{sorted(lacking)}: add a Fault to tests/support/mutations.py"
-    assert kernels == set(sources.names()) - WITHOUT_OP
-    assert {file for file in FAULTS if file.endswith(".cuh")} <= {
-        path.relative_to(sources.root()).as_posix() for path in sources.files()}

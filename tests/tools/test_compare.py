@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,6 +30,18 @@ def values(*shape: int, outliers: float = 1.0, dtype: Any = np.float32) -> np.nd
     return x.astype(dtype)
 
 
+def local_sqnr(x: np.ndarray, q: Any) -> float:
+    """The definition, in a loop."""
+    a, v = x.astype(np.float64).reshape(-1), q.dequantize().astype(np.float64).reshape(-1)
+    ratios = []
+    for run in range(0, a.size, 32):
+        kept = np.delete(np.arange(run, min(run + 32, a.size)), np.abs(a[run:run + 32]).argmax())
+        signal, noise = np.square(a[kept]).sum(), np.square(v[kept] - a[kept]).sum()
+        if signal:
+            ratios.append(min(noise / signal, 1))
+    return -10 * math.log10(np.mean(ratios))
+
+
 @pytest.mark.parametrize("x", [values(160, 256, dtype=fp8.bfloat16), values(3, 40, 70, outliers=1e4)],
                          ids=["bfloat16", "3-D"])
 def test_rows_are_what_the_recipes_do(x):
@@ -43,6 +55,7 @@ def test_rows_are_what_the_recipes_do(x):
         assert row.error == diagnostics.error(x, q)
         assert row.bytes_per_element == q.nbytes / x.size
         assert found[row.name] is row
+        assert row.local_sqnr_db == pytest.approx(local_sqnr(x, q), rel=1e-9)
         assert row.lost == ((row.error.saturated or 0) + row.error.underflowed) / x.size
 
 
@@ -93,7 +106,7 @@ def test_data_with_scales_are_their_values():
     assert found.dtype == "float8_e4m3fn, block 1×32"
     assert found.rows == diagnostics.compare(q.dequantize()).rows
     assert found["MX E4M3"].error.sqnr_db == math.inf
-    assert found.verdict.startswith("Take tensor E4M3 pow2: ")        # So many dB are as good as exact.
+    assert found.verdict.startswith("Take tensor E4M3 pow2 for weights")   # So many dB are as good as exact.
     one = fp8.quantize_tensor(x).rowwise
     assert diagnostics.compare(one, [fp8.MXScaling()]).dtype == "float8_e4m3fn, one scale"
 
@@ -134,32 +147,90 @@ def test_errors(x, recipes, error, message):
 
 
 # ---- verdicts ----
+def rows_of_unlike_sizes(columns: int = 1024) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((512, columns))
+    return (x * np.exp2(np.random.default_rng(1).uniform(-8, 8, (512, 1)))).astype(np.float32)
+
+
+def taken(verdict: str) -> dict[str, str]:
+    """{'weights': a recipe, 'activations': a recipe}."""
+    found: dict[str, str] = {}
+    for name, kinds in re.findall(r"Take ([^:]*?) for ([a-z ]+):", verdict):
+        found |= dict.fromkeys(kinds.split(" and "), name)
+    return found
+
+
 def test_verdicts():
     plain, wild = (diagnostics.compare(values(256, 256, outliers=size)) for size in (1, 1e6))
-    assert plain.verdict.startswith("Take tensor E4M3: 31.")
-    assert "none has fewer bytes" in plain.verdict
+    assert plain.verdict.startswith("Take tensor E4M3 for weights and activations: 31.")
+    assert "none is simpler. It is written fp8.CurrentScaling()." in plain.verdict
     assert wild["tensor E4M3"].lost > 0.9
     assert max(wild, key=lambda row: row.error.sqnr_db).lost > 0.3      # Its few large values are exact.
-    chosen = wild[verdict.recommended([wild.rows])]
-    assert chosen.lost <= min(row.lost for row in wild) + 0.01
-    assert wild.verdict.startswith(f"Take {chosen.name}: ")
-    assert "tensor E4M3 has" in wild.verdict
-    assert verdict.verdict_on([plain.rows, plain.rows, wild.rows]).startswith("Take ")
-    assert verdict.verdict_on([plain.rows, plain.rows]).startswith(
-        "Take tensor E4M3: it is hardly worse than the best recipe in both tensors (at least 31.")
-    assert verdict.verdict_on([plain.rows, wild.rows, plain.rows]).startswith(
-        "Take tensor E4M3: it is hardly worse than the best recipe in 2 of 3 tensors (at least 31.")
-    mixed = verdict.verdict_on([wild.rows, plain.rows, wild.rows])
-    assert f"in 2 of 3 tensors (at least {wild[chosen.name].error.sqnr_db:.1f} dB" in mixed
+    chosen = wild[taken(wild.verdict)["weights"]]
+    assert chosen.lost <= min(row.lost for row in wild) + 0.001
+    assert "tensor E4M3 has 0.00 dB locally, 100 % of the values saturated or 0" in wild.verdict
+    assert verdict.verdict_on([plain.rows] * 2, [None] * 2).startswith(
+        "Take tensor E4M3 for weights and activations: it is hardly worse than the best recipe in both "
+        "tensors (at least 31.")
+    mostly_plain = verdict.verdict_on([plain.rows, wild.rows, plain.rows], [None] * 3)
+    assert "in 2 of 3 tensors (at least 31." in mostly_plain
+    mixed = verdict.verdict_on([wild.rows, plain.rows, wild.rows], [None] * 3)
+    assert f"in 2 of 3 tensors (at least {wild[chosen.name].local_sqnr_db:.1f} dB locally" in mixed
 
 
 def test_values_that_happen_to_be_exact_are_no_reason():
-    """A column of outliers is the amax of its rows, which scales that are no powers of two store exactly."""
-    x = values(256, 300)
-    x[:, 7] *= 1000
+    """A column of outliers is the amax of its rows, which scales that are no powers of two store exactly: the
+    SQNR is theirs alone, and MX loses a third of the values that are lost by the recipe that has the most."""
+    x = rows_of_unlike_sizes()
+    x[:, 5] *= 2.0**14
     found = diagnostics.compare(x)
-    assert found["row E4M3"].error.sqnr_db > 60
-    assert found.verdict.startswith("Take tensor E4M3: ")
+    most = max(found, key=lambda row: row.error.sqnr_db)
+    assert most.name == "1×128 E4M3"
+    assert most.error.sqnr_db > 80
+    assert found["MX E4M3"].error.sqnr_db < 40
+    assert found["MX E4M3"].lost < 0.4 * most.lost
+    assert taken(found.verdict) == {"weights": "MX E4M3", "activations": "MX E4M3"}
+    slightly = diagnostics.compare(np.where(np.arange(300) == 7, 30, 1).astype(np.float32) * values(256, 300))
+    assert slightly["row E4M3"].error.sqnr_db > 37
+    assert taken(slightly.verdict) == {"weights": "tensor E4M3", "activations": "tensor E4M3"}
+
+
+def test_largest_values_that_are_cut_off_count():
+    """They are the largest of their neighbours, and few."""
+    x = values(64, 256)
+    x[::8, ::32] = 500
+    found = diagnostics.compare(x, [fp8.DelayedScaling(), fp8.MXScaling()], amax=np.full(1, 8, np.float32))
+    cut, mx = found
+    assert cut.local_sqnr_db > mx.local_sqnr_db - 1
+    assert cut.lost < 0.005
+    assert taken(found.verdict)["weights"] == "MX E4M3"
+
+
+def test_a_verdict_for_weights_and_one_for_activations():
+    """As docs/start.md says: 128 tokens share no scale, whose products with weights of 128×128 are fast, as
+    are those of two recipes that are alike."""
+    from cupy_fp8.cli import demo_data
+
+    w, x = (make(512, 512, seed=3) for make in (demo_data.weight, demo_data.activation))
+    alone = [diagnostics.compare(w, kind="weights").verdict,
+             diagnostics.compare(x, kind="activations").verdict]
+    assert list(map(taken, alone)) == [{"weights": "tensor E4M3"}, {"activations": "1×128 E4M3"}]
+    rows = [diagnostics.compare(a).rows for a in (w, x)]
+    both = verdict.verdict_on(rows, ["weights", "activations"])
+    assert taken(both) == {"weights": "128×128 E4M3", "activations": "1×128 E4M3"}
+    assert "; tensor E4M3 is as good, but not fast beside 1×128 E4M3 of activations. It is written" in both
+    unlike = diagnostics.compare(rows_of_unlike_sizes(256))
+    assert taken(unlike.verdict) == {"weights": "row E4M3", "activations": "1×128 E4M3"}
+    unlike_both = verdict.verdict_on([unlike.rows] * 2, ["weights", "activations"])
+    assert taken(unlike_both) == {"weights": "row E4M3", "activations": "row E4M3"}
+    with pytest.raises(ValueError, match=r"kind: expected one of .*'activation'; did you mean act"):
+        diagnostics.compare(w, kind=cast(Any, "activation"))
+
+
+@pytest.mark.parametrize("recipes", [[fp8.BlockScaling((128, 128))], [fp8.BlockScaling((None, 1))],
+                                     [fp8.MXScaling(block=(32, 32))]], ids=str)
+def test_one_recipe_that_nobody_would_take(recipes):
+    assert set(taken(diagnostics.compare(values(160, 160), recipes).verdict)) == {"weights", "activations"}
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, fp8.BlockScaling(profile="vllm", eps=1e-3)], ids=str)
@@ -174,15 +245,16 @@ def test_verdict_on_what_is_not_finite():
     broken, fine = diagnostics.compare(x), diagnostics.compare(values(64, 64))
     assert broken.notes[0] == "Left out of the errors: 1 NaN or Inf in x."
     assert broken.verdict == "Take none yet: find the NaN or Inf in x first."
-    both = verdict.verdict_on([broken.rows, broken.rows])
+    both = verdict.verdict_on([broken.rows, broken.rows], [None, None])
     assert both == "Take none yet: find the NaN or Inf in these tensors first."
-    assert "; 1 with NaN or Inf left out. It is written " in verdict.verdict_on([broken.rows, fine.rows])
+    assert verdict.verdict_on([broken.rows, fine.rows], [None, None]).endswith(" 1 with NaN or Inf left out.")
 
 
 def test_zeros_are_exact():
     found = diagnostics.compare(np.zeros((130, 130), np.float32))
-    assert found.verdict == "Take tensor E4M3: it is exact. It is written fp8.CurrentScaling()."
-    assert found["MX E4M3"].cells()[1:3] == ("exact", "–")
+    assert found.verdict == ("Take tensor E4M3 for weights and activations: it is exact. It is written "
+                             "fp8.CurrentScaling().")
+    assert found["MX E4M3"].cells()[1:4] == ("exact", "exact", "–")
 
 
 # ---- what is shown ----
@@ -191,12 +263,13 @@ def test_texts_of_a_comparison():
     first, head, _, *rows = repr(found).splitlines()
     assert first == "Comparison of 256×256 float32"
     assert max(map(len, (first, head, *rows[:-1]))) <= 80
-    assert " ".join(head.split()) == "recipe SQNR dB normal error saturated subnormal to zero bytes"
+    assert " ".join(head.split()) == "recipe SQNR dB local dB normal error saturated to zero bytes"
     report = found["tensor E4M3"].error
     assert report.normal_error
     wrong = f"{report.normal_error * 100:.1f} / {report.max_normal_error:.1%}"
-    assert rows[0].split() == ["tensor", "E4M3", f"{report.sqnr_db:.2f}", *wrong.split(), "0",
-                               str(report.subnormal), str(report.underflowed), "1.000"]
+    assert rows[0].split() == ["tensor", "E4M3", f"{report.sqnr_db:.2f}",
+                               f"{found['tensor E4M3'].local_sqnr_db:.2f}", *wrong.split(), "0",
+                               str(report.underflowed), "1.000"]
     assert rows[-1] == found.verdict
     html = found._repr_html_()
     assert f"<td>{report.sqnr_db:.2f}</td>" in html
@@ -232,6 +305,7 @@ def assert_same_figures(here, there):
     for a, b in zip(here, there, strict=True):
         assert (a.name, a.bytes_per_element) == (b.name, b.bytes_per_element)
         assert vars(a.error) == pytest.approx(vars(b.error), rel=1e-12)
+        assert a.local_sqnr_db == pytest.approx(b.local_sqnr_db, rel=1e-12)
     assert here.verdict == there.verdict
 
 

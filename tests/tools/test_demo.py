@@ -19,9 +19,8 @@ from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics
-from cupy_fp8.cli import demo, demo_data, demo_rows, tables, terminal
+from cupy_fp8.cli import demo, demo_data, demo_rows
 from cupy_fp8.diagnostics import comparison
-from cupy_fp8.diagnostics.text import Column
 from cupy_fp8.kernels import Launch, Variant
 
 NAMES = [row.name for row in diagnostics.compare(np.ones((1, 1), np.float32))]
@@ -76,6 +75,7 @@ def test_rows_are_what_the_recipes_do(matrices, tmp_path, capsys):
         figures = vars(want.error)
         assert {name: row[name] for name in figures} == figures
         assert row["bytes_per_element"] == want.bytes_per_element
+        assert (row["local_sqnr_db"], row["kind"]) == (want.local_sqnr_db, "weights")
         assert row["same_as"] == found.same.get(want.name)
         assert row["microseconds"] > 0
         cells = shown[row["tensor"]].get(want.name)
@@ -150,9 +150,9 @@ def test_worst(matrices, capsys):
     assert code == 0
     found = {name: diagnostics.compare(matrices[1][name]) for name in ("layer.0.weight", "layer.1.weight")}
     (shown,) = tables_of(out)
-    recipe = re.search(r"^Take (.*?):", out, re.MULTILINE)
+    recipe = re.search(r"^Take (.*?) for weights:", out, re.MULTILINE)
     assert recipe
-    assert shown == min(found, key=lambda name: found[name][recipe[1]].error.sqnr_db)
+    assert shown == min(found, key=lambda name: found[name][recipe[1]].local_sqnr_db)
 
 
 @pytest.mark.parametrize("arguments", [["--worst", "0"], ["--worst", "-1"], ["--worst", "1", "--summary"]],
@@ -186,10 +186,27 @@ def test_summary_adds_up(matrices, capsys):
     squares = sum((row.error.normal_error or 0) ** 2 * (row.error.normal or 0) for row in (one, other))
     worst = max(one.error.max_normal_error or 0, other.error.max_normal_error or 0)
     counts = (str(sum(getattr(row.error, field) for row in (one, other)))
-              for field in ("saturated", "subnormal", "underflowed"))
+              for field in ("saturated", "underflowed"))
+    beside = sorted((one.local_sqnr_db, other.local_sqnr_db))
     held = (one.bytes_per_element * 960 + other.bytes_per_element * 640) / 1600
-    assert cells[:-1] == [f"{low:.2f} … {high:.2f}",
+    assert cells[:-1] == [f"{low:.2f} … {high:.2f}", f"{beside[0]:.2f} … {beside[1]:.2f}",
                           f"{math.sqrt(squares / normal) * 100:.1f} / {worst:.1%}", *counts, f"{held:.3f}"]
+
+
+@pytest.mark.parametrize(("arguments", "kinds"), [
+    ([], ["weights", "activations"]), (["--kind", "activations"], ["activations"])], ids=str)
+def test_advice_names_kinds_of_tensors(tmp_path, capsys, arguments, kinds):
+    np.save(tmp_path / "x.npy", demo_data.activation(256, 256))
+    _, out, _ = run(capsys, tmp_path / "x.npy", *arguments)
+    assert re.findall(r"Take\s\S+\sE4M3\sfor\s(\w+)", out) == kinds
+    assert "Take 1×128 E4M3 for activations:" in " ".join(out.split())
+
+
+def test_made_up_tensors_take_what_start_md_says(monkeypatch, capsys):
+    monkeypatch.setitem(demo.SIZES, "numpy", ((256, 256), (256, 256)))
+    out = " ".join(run(capsys)[1].split())
+    assert "Take 128×128 E4M3 for weights: " in out
+    assert "Take 1×128 E4M3 for activations: " in out
 
 
 def test_kinds():
@@ -267,60 +284,6 @@ def test_compiling_is_announced_only_while_it_runs(capsys):
 
     run(capsys, "missing.npy")
     assert kernel._announce is None
-
-
-# ---- tables ----
-COLUMNS = [Column("recipe", 6, right=False), Column("a", 5), Column("b", 9, rank=1)]
-
-
-def terminal_as_stdout(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", found := io.StringIO())
-    monkeypatch.setattr(found, "isatty", lambda: True)
-    return found
-
-
-@pytest.mark.parametrize(("width", "left_out"), [("80", []), ("20", ["b"])])
-def test_tables_on_a_terminal(width, left_out, monkeypatch):
-    """They are rich's, have the rows in order, and say what is computed below them for as long as it is."""
-    pytest.importorskip("rich")
-    screen = terminal_as_stdout(monkeypatch)
-    monkeypatch.setenv("COLUMNS", width)
-    with tables.table(["name [bold]", "2×3"], COLUMNS) as shown:
-        assert isinstance(shown, tables.RichTable)
-        shown.working("MX")
-        shown.row(["x[/]", "1.0", "2,000"])
-        shown.row(["y", "3.0", "4,000"])
-    assert shown.left_out == left_out
-    out = screen.getvalue()
-    assert "MX" in out
-    lines = [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|\r", "", line).rstrip() for line in out.splitlines()]
-    last = [line for line in lines if line][-5:]
-    cells = [["x[/]", "1.0", "2,000"], ["y", "3.0", "4,000"]]
-    assert last[0] == "name [bold]  2×3"
-    assert [line.split() for line in last[-2:]] == [row[:3 - len(left_out)] for row in cells]
-
-
-def test_tables_without_rich_are_plain(monkeypatch):
-    screen = terminal_as_stdout(monkeypatch)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with tables.table(["name", "2×3"], COLUMNS) as shown:
-        shown.row(["x", "1.0", "2,000"])
-    assert screen.getvalue() == ("name  2×3\nrecipe      a          b\n──────  ─────  ─────────\n"
-                                 "x         1.0      2,000\n")
-
-
-def test_names_that_markdown_would_read(capsys):
-    with tables.table(["a|b*", "2×3"], COLUMNS[:2], markdown=True) as shown:
-        shown.row(["x|y", "*"])
-    assert capsys.readouterr().out == (
-        "### a\\|b\\*  2×3\n\n| recipe | a |\n| --- | ---: |\n| x\\|y | \\* |\n")
-
-
-def test_width(monkeypatch):
-    for columns, width in (("60", 60), ("300", 100), ("1", 20)):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert terminal.width() == width
 
 
 # ---- data, GPUs ----

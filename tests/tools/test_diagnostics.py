@@ -56,19 +56,25 @@ def special():
 
 
 @needs_host
+@pytest.mark.parametrize("local", [False, True], ids=["all", "local"])
 @pytest.mark.parametrize("codes", [E4M3, E5M2, None], ids=str)
 @pytest.mark.parametrize("of", ["float32", "float16", fp8.bfloat16, "float64"], ids=str)
-def test_the_kernel_adds_up_what_numpy_does(special, monkeypatch, of, codes):
+def test_the_kernel_adds_up_what_numpy_does(special, monkeypatch, of, codes, local):
     """Counts and the largest errors are equal, sums to the last digits."""
     monkeypatch.setattr(on_gpu, "_ELEMENTS", 256)
     x = special(of)
+    x[512:] = sample((491,), of, seed=1)
     with np.errstate(all="ignore"):
         q = fp8.quantize_tensor(x.astype(np.float32), 4.0, dtype=codes or E4M3)
-        values = q.dequantize() if codes else np.append(x[7:], x[:7]).astype(of)
-        want = losses.error_sums(x, values, q.data if codes else None)
+        values = q.dequantize() if codes else np.concatenate([x[7:800], x[:7], x[800:]]).astype(of)
+        want = losses.error_sums(x, values, q.data if codes else None, local)
     with testing.executor("host"):
-        got = on_gpu.error_sums(x, values, q.data if codes else None)
-    assert got.shape == (4, losses.SUMS)
+        got = on_gpu.error_sums(x, values, q.data if codes else None, local)
+    assert got.shape == (4, losses.LOCAL_SUMS if local else losses.SUMS)
+    if local:
+        assert 0 < want[9] < want[10] == 32
+        np.testing.assert_allclose(got[:, 9:11].sum(axis=0), want[9:11], rtol=1e-13)
+        got, want = np.delete(got, [9, 10], axis=1), np.delete(want, [9, 10])
     np.testing.assert_array_equal(got[:, -2:].max(axis=0), want[-2:])
     np.testing.assert_array_equal(got[:, 2:-3].sum(axis=0), want[2:-3])
     with np.errstate(invalid="ignore"):

@@ -23,12 +23,12 @@ NAMES = ("saturated", "underflowed", "nan", "negative_zeros", "exponents")
 
 
 def quantized(x: np.ndarray, scale_inv: np.ndarray, block: Any, dtype: np.dtype = float8_e4m3fn,
-              layout: str = "compact", transposed: bool = False) -> Scaled:
+              layout: Any = "compact", transposed: bool = False) -> Scaled:
     """x divided by given scales and cast, as a quantiser does. scale_inv: E8M0 bytes, or f32."""
     scale_inv = scale_inv.view(float8_e8m0fnu) if scale_inv.dtype == np.uint8 else scale_inv
     scales = element_scales(Scaled._of(x, scale_inv, x.shape, False, block, "compact")).astype(np.float64)
     with np.errstate(all="ignore"):
-        data = fp8.astype((x.astype(np.float64) / scales).astype(np.float32), dtype)
+        data: Any = fp8.astype((x.astype(np.float64) / scales).astype(np.float32), dtype)
     if transposed:
         data = reference.transpose(data)
         scale_inv = scale_inv if 1 in block else np.ascontiguousarray(scale_inv.T)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -237,7 +237,7 @@ def test_steps_draws_a_log(tmp_path):
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), [
-    (lambda r: plot.loss_map(r, "lost"), ValueError, "loss: expected one of"),
+    (lambda r: cast(Any, plot).loss_map(r, "lost"), ValueError, "loss: expected one of"),
     (lambda r: plot.loss_map(NOT_ONE), TypeError, "report: expected a BlockReport"),
     (lambda r: plot.loss_map(diagnostics.blocks(None, fp8.quantize_mx(outliers()))), ValueError,
      "underflowed is not known without x"),

@@ -25,7 +25,7 @@ def test_curves_differ_without_colour():
 
 @pytest.mark.parametrize(("call", "error", "message"), [
     (lambda: plot.curves([1, 2], {"a": [1]}), ValueError, "series\\['a'\\]: expected 2 numbers"),
-    (lambda: plot.curves([1], {}, yscale="log"), ValueError, "yscale: expected one of"),
+    (lambda: cast(Any, plot).curves([1], {}, yscale="log"), ValueError, "yscale: expected one of"),
     (lambda: plot.curves([[1]], {}), ValueError, "x: expected one dimension"),
     (lambda: plot.reports([1], {}, ("snr",)), ValueError, "quantities: expected fields of ErrorReport"),
     (lambda: plot.reports([1], {}, ("nan",), ax=[]), ValueError, "ax: expected 1 Axes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import stat
@@ -115,6 +116,42 @@ def test_the_default_is_the_quick_pass(checked, capsys):
         assert {(name, str(case)) for case in covering(op)} <= set(checked)
     assert len(checked) < sum(1 for _ in cases.all_cases()) / 2
     assert capsys.readouterr().out.splitlines()[-1].startswith("This was the quick pass")
+
+
+@pytest.mark.skipif(testing.executor_problem("cuda") is None, reason="kernels run on the GPU")
+def test_without_a_compiler_the_reference_runs_and_what_is_left_out_is_said(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(hostexec.build, "compiler_version", hostexec.build.compiler_version.__wrapped__)
+    checked: list[str] = []
+    check = selftest.check
+
+    def noted(op, case, run):
+        assert run.name == "reference"
+        checked.append(op.name)
+        check(op, case, run)
+
+    monkeypatch.setattr(selftest, "check", noted)
+    assert main(["selftest", "quantize_tensor", "transpose"]) == 0
+    assert set(checked) == {"quantize_tensor", "transpose"}
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "executor: reference"
+    assert out[1].startswith("Kernels are left out: the host executor needs g++ (")
+    assert "no-such-compiler" in out[1]
+    entries = {(variant.kernel.source, variant.kernel.entry) for name in ("quantize_tensor", "transpose")
+               for one in record(cases.OPS[name]) for variant in one.variants}
+    assert out[-2:] == ["all bytes equal the reference's",
+                        f"These were calls on NumPy arrays. Kernel entry points left out: {len(entries)}."]
+    assert main(["selftest", "transpose", "--executor", "host"]) == 1
+    assert "the host executor cannot run here: the host executor needs g++" in capsys.readouterr().out
+
+
+def test_a_fault_is_found_without_a_compiler(monkeypatch, capsys):
+    """An op that writes other bytes than its reference."""
+    op = cases.OPS["transpose"]
+    wrong = dataclasses.replace(op, reference=lambda x: op.reference(x)[..., ::-1])
+    monkeypatch.setitem(cases.OPS, "transpose", wrong)
+    assert main(["selftest", "transpose", "--executor", "reference"]) == 1
+    assert "FAIL transpose" in capsys.readouterr().out
 
 
 @needs_host

@@ -15,7 +15,7 @@ from ...cases.matmul.tolerance import assert_within
 from ...formats import bfloat16, float8_e4m3fn, float32
 from ...grouped import Grouped
 from ...layouts import grouped_scale_shape, scale_shape
-from ...ops.matmul.grouped import grouped_matmul_nt
+from ...ops.matmul.grouped import GroupedAxis, grouped_matmul_nt
 from ...reference.matmul import grouped as reference
 from ...results import Scaled
 from ..measure import Call, Check, Spec
@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: of all sizes.
     accumulate: in float32; else the result is bfloat16."""
 
-    group: str
+    group: GroupedAxis
     experts: int
     total: int
     n: int

@@ -61,9 +61,9 @@ def _inputs(case: Case) -> Arguments:
     if block is None:
         scale_inv = asarray(np.array([value], np.float32), like=data)
         return (Scaled(data, scale_inv, shape, transposed),), options
-    scale_inv = values("bits", scale_shape(shape, block, layout, transposed), dtype, 1)
-    scale_inv = laid_out(scale_inv, "strided" if view else "contiguous")
-    return (Scaled(data, asarray(scale_inv, like=data), shape, transposed, block, layout),), options
+    compact = values("bits", scale_shape(shape, block, layout, transposed), dtype, 1)
+    compact = laid_out(compact, "strided" if view else "contiguous")
+    return (Scaled(data, asarray(compact, like=data), shape, transposed, block, layout),), options
 
 
 def _cases() -> Iterator[Case]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
-from ...layouts import scale_shape
+from ...layouts import ScaleLayout, scale_shape
 from ...ops.matmul import dense, tiles
 from ...ops.scales import convert
 from ...reference.matmul import dense as reference
@@ -31,8 +31,8 @@ _EMPTY: tuple[tuple[int, ...], ...] = ((0, 8, 16), (8, 0, 16), (5, 8, 0))
 _BATCHES: tuple[tuple[int, ...], ...] = ((2, 16, 24, 144), (3, 5, 3, 7), (0, 4, 8, 16))
 
 
-def operand(shape: tuple[int, ...], dtype: np.dtype[Any], scaling: str, layout: str, scale: np.dtype[Any],
-            kind: str, seed: int) -> Scaled:
+def operand(shape: tuple[int, ...], dtype: np.dtype[Any], scaling: str, layout: ScaleLayout,
+            scale: np.dtype[Any], kind: str, seed: int) -> Scaled:
     """FP8 data (see `values`) under scales below 1, so that float16 holds the products; powers of two where
     they are E8M0."""
     block, rng = BLOCKS[scaling], np.random.default_rng(seed + 77)

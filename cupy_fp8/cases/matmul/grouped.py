@@ -10,12 +10,12 @@ import numpy as np
 
 from ...formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...grouped import Grouped
-from ...layouts import cdiv, grouped_scale_shape, round_up, row_scale_rows, target_rows
+from ...layouts import ScaleLayout, cdiv, grouped_scale_shape, round_up, row_scale_rows, target_rows
 from ...ops.matmul import grouped, tiles
 from ...ops.scales import convert
 from ...reference.matmul import grouped as reference
 from ...results import Quantized, Scaled
-from ..base import Case, values
+from ..base import Case, laid_out, values
 from ..groups import sizes
 from ..registry import Arguments, Registration, register
 from .dense import BLOCKS, operand
@@ -37,10 +37,11 @@ def _scales(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return scales.astype(np.float32)
 
 
-def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], scaling: str, layout: str,
-           kind: str, seed: int, columnwise: bool) -> Grouped:
+def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], scaling: str,
+           layout: ScaleLayout, kind: str, seed: int, columnwise: bool) -> Grouped:
     """A Grouped with data in one direction."""
     rng, block, n = np.random.default_rng(seed + 55), BLOCKS[scaling], len(splits)
+    splits = splits.copy()                              # Every result has its own.
     data = values(kind, (shape[0] * shape[1],), dtype, seed)
     offsets = np.concatenate([[0], np.cumsum(splits.astype(np.int64))]) * shape[1]
     row = None if columnwise else data
@@ -53,19 +54,25 @@ def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], sca
     return Grouped(splits, offsets, shape, row, column, row_scales, column_scales, block, layout)
 
 
-def _flat(shape: tuple[int, int], groups: int, dtype: np.dtype[Any], layout: str, kind: str, seed: int,
+def _flat(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], layout: str, kind: str, seed: int,
           columnwise: bool) -> Quantized:
     """What scaling_aware_transpose returns for groups of rows of a matrix [rows, columns]."""
-    rng, (rows, columns) = np.random.default_rng(seed + 66), shape
+    rng, (rows, columns), groups = np.random.default_rng(seed + 66), shape, len(splits)
+    splits = splits.copy()
     if columnwise:
         pitch = round_up(columns, 4) if layout == "gemm_ready" else columns
         scales = _scales((target_rows(rows, groups, 128), pitch), rng)
         data = values(kind, (rows * columns,), dtype, seed)
-        column = Scaled._of(data, scales, shape, True, (128, 1), layout)
+        column = Scaled._of(data, scales, shape, True, (128, 1), layout, splits)
         return Quantized(operand(shape, dtype, "vector", "compact", float32, kind, seed), column)
     scales = _scales((cdiv(columns, 128) * row_scale_rows(rows, groups),), rng)
     data = values(kind, shape, dtype, seed)
-    return Quantized(Scaled._of(data, scales, shape, False, (1, 128), "gemm_ready"))
+    return Quantized(Scaled._of(data, scales, shape, False, (1, 128), "gemm_ready", splits))
+
+
+def _placed(scales: np.ndarray, where: str) -> np.ndarray:
+    """The same scales at an address that is an odd multiple of 4 bytes, or with their columns adjacent."""
+    return laid_out(scales, "offset" if where == "offset" else "strided")
 
 
 def _splits(total: int, groups: int, division: str, spare: int) -> np.ndarray:
@@ -93,6 +100,7 @@ def _inputs(case: Case) -> Arguments:
     count, division = options.pop("groups", 4), options.pop("division", "uneven")
     spare, wide = options.pop("spare", 0), options.pop("wide", True)
     of_b, scale = options.pop("other", float8_e4m3fn), options.pop("scale", float32)
+    scales_at = options.pop("scales_at", None)
     splits = _splits(total, count, division, spare).astype(np.int64 if wide else np.int32)
     of_rows, kind = options.get("group", "m") == "m", case.values
     a_shape, b_shape = (total, other), (count, n, other) if of_rows else (total, n)
@@ -101,7 +109,7 @@ def _inputs(case: Case) -> Arguments:
     if given == "Grouped":
         a = _group(a_shape, splits, case.dtype, first, layout, kind, 1, not of_rows)
     elif given == "flat":
-        a = _flat(a_shape, count, case.dtype, layout, kind, 1, not of_rows)
+        a = _flat(a_shape, splits, case.dtype, layout, kind, 1, not of_rows)
     else:
         a = operand(a_shape if of_rows else a_shape[::-1], case.dtype, first, layout, scale, kind, 1)
     if of_rows:
@@ -109,9 +117,12 @@ def _inputs(case: Case) -> Arguments:
     elif given == "Grouped":
         b = _group((total, n), splits, of_b, second, layout, kind, 2, True)
     elif given == "flat":
-        b = _flat((total, n), count, of_b, layout, kind, 2, True)
+        b = _flat((total, n), splits, of_b, layout, kind, 2, True)
     else:
         b = operand((n, total), of_b, second, layout, scale, kind, 2)
+    if scales_at is not None:
+        a, b = (Scaled._of(s.data, _placed(s.scale_inv, scales_at), s.shape, False, s.block, s.scale_layout)
+                for s in (a, b))
     if options.pop("accumulate", False):
         shape = (total, n) if of_rows else (count, other, n)
         options["accumulate"] = values("normal", shape, float32, 4)
@@ -129,6 +140,7 @@ def _cases() -> Iterator[Case]:
         yield _case((421, 4, 13), pair, groups=3, given=given, group="k")
     yield from _row_cases()
     yield from _column_cases()
+    yield from _cases_past_constants()
 
 
 def _case(shape: tuple[int, ...], pair: tuple[str, str], kind: str = "normal",
@@ -180,6 +192,9 @@ def _column_cases() -> Iterator[Case]:
                                      product((float8_e4m3fn, float8_e5m2), repeat=2)):
         yield _case((288, 208, 144), pair, "normal", of, other=other, groups=3, division="even",
                     given="Grouped" if pair[0] == "vector" else "Scaled", **of_k)
+    for given in ("flat", "Grouped"):               # Lines of scales do not begin at multiples of 16 bytes.
+        yield _case((288, 22, 26), ("vector", "vector"), given=given, groups=3, division="even",
+                    scale_layout="compact", **of_k)
     for shape in ((288, 24, 208), (288, 264, 272)):                # M exceeds a tile, then N does too.
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", **of_k)
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", accumulate=True,
@@ -205,6 +220,32 @@ def _column_cases() -> Iterator[Case]:
             yield _case((total, 40, 24), pair, groups=groups, given=given, wide=groups < 40, **of_k)
         for shape in ((20, 0, 16), (20, 8, 0)):
             yield _case(shape, pair, given=given, **of_k)
+
+
+def _cases_past_constants() -> Iterator[Case]:
+    """One past what a kernel has at once: a round of 32 groups, a band of row tiles, a scale's alignment. The
+    kernels for rows at multiples of 16 bytes and for all others."""
+    pair = "vector", "block"
+    for k in (144, 100):
+        for groups, total in ((1, 2), (31, 40), (32, 40), (33, 40), (64, 70), (70, 90)):
+            yield _case((total, 24, k), pair, groups=groups, spare=1)
+        for given, scaling in (("flat", "vector"), ("Grouped", "vector"), ("Grouped", "row"),
+                               ("Grouped", "block"), ("Grouped", "tensor")):
+            yield _case((190, 24, k), (scaling, "block"), given=given, groups=70, spare=1)
+        yield _case((190, 24, k), ("row", "row"), groups=70, spare=1)
+        for second in ("block", "vector"):
+            yield _case((70, 24, k), ("vector", second), groups=2, scales_at="offset")
+            yield _case((70, 22, k), ("vector", second), groups=2, scales_at="by columns",
+                        scale_layout="compact")
+    for rows in (64, 192):                          # exactly a tile, and a part of one
+        yield _case((rows, 128, 48), pair, groups=1)
+    yield _case((2120, 264, 16), pair, groups=1)
+    yield _case((2100, 132, 20), pair, groups=1)
+    for given in ("flat", "Grouped"):
+        for layout in ("gemm_ready", "compact"):
+            yield _case((1180, 24, 22), ("vector", "vector"), given=given, groups=70, spare=4,
+                        scale_layout=layout, group="k")
+    yield _case((40, 132, 2100), ("row", "row"), groups=2, group="k")
 
 
 def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Arguments) -> None:

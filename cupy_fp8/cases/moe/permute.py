@@ -109,6 +109,11 @@ def _cases_of(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | Non
     for i, routed in enumerate((*_ROUTED, *_OTHERS)):
         for by in probs:
             yield Case(op, turn(dtypes, i), (50, 40), turn(kinds, i), options={**routed, "probs": by})
+    # Rows whose bytes are more than a block's threads load at once; and more routes than a block has threads.
+    yield Case(op, dtypes[1], (3, 3001), turn(kinds, 0), options={**_ROUTED[0], "probs": probs[-1]})
+    for topk in (256, 257, 1000):
+        yield Case(op, dtypes[0], (2, 24), turn(kinds, 0),
+                   options={"topk": topk, "experts": 1000, "probs": "slot"})
     for dtype in dtypes:
         yield Case(op, dtype, (24, 48), turn(kinds, 0), "offset", {**_ROUTED[0], "probs": probs[-1]})
     yield Case(op, dtypes[0], (24, 48), turn(kinds, 0), "strided", {**_ROUTED[2], "probs": probs[-1]})
@@ -132,6 +137,9 @@ def _unpermute_cases() -> Iterator[Case]:
         for kind in ("distinct", "any"):
             options = {"topk": topk, "experts": 11, "kind": kind, "probs": (None, "slot")[i % 2]}
             yield Case("unpermute", dtype, (21, 40), "normal", options=options)
+    # A block has more chunks than its threads add up in one turn.
+    yield Case("unpermute", bfloat16, (265, 8248), "normal",
+               options={"topk": 2, "experts": 11, "kind": "distinct"})
 
 
 def _permute_backward_cases() -> Iterator[Case]:
@@ -145,6 +153,9 @@ def _unpermute_backward_cases() -> Iterator[Case]:
         yield Case("unpermute_backward", float32, (3, columns), "normal",
                    options={**_ROUTED[0], "probs": "slot"})
     yield Case("unpermute_backward", bfloat16, (3, 24_579), "normal", options={**_ROUTED[0], "probs": "slot"})
+    # Several tiles, for more slots than are loaded at once.
+    yield Case("unpermute_backward", float32, (2, 4100), "normal",
+               options={"topk": 40, "experts": 50, "probs": "slot"})
 
 
 #: The timed layer has 64 experts, 8 for each of 8192 tokens.

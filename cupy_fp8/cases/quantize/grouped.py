@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, asarray, bits, full
+from ...arrays import Array, asarray, full
 from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...grouped import Grouped
 from ...ops.quantize import grouped
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import DIRECTIONS, Case, maker, nbytes, poison, source
+from ..base import DIRECTIONS, Case, maker, nbytes, source
 from ..groups import sizes
 from ..registry import Arguments, HostCalls, Registration, Timed, register
 
@@ -61,18 +61,8 @@ def _in_blocks(options: dict[str, Any]) -> Any:
 
 
 def _group_quantize(x: Array, splits: Array, recipe: Any, *, amax: Array | None = None,
-                    offsets: Array | None = None, out: Grouped | None = None, **options: Any) -> Grouped:
-    """Calls the op. A result belongs to its own splits and offsets, so those given are copied there. (With
-    `align` the op writes its splits.)"""
-    if out is not None and options.get("align", 1) > 1:
-        poison(out.splits)
-    elif out is not None and out.splits is not splits:
-        bits(out.splits)[...] = bits(splits)
-        splits = out.splits
-        if offsets is not None:
-            out.offsets[...] = offsets
-            offsets = out.offsets
-    return grouped.group_quantize(x, splits, recipe, amaxes=amax, offsets=offsets, out=out, **options)
+                    **options: Any) -> Grouped:
+    return grouped.group_quantize(x, splits, recipe, amaxes=amax, **options)
 
 
 def _reference(x: np.ndarray, splits: np.ndarray, recipe: Any, *, amax: np.ndarray | None = None,
@@ -139,6 +129,8 @@ def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (200, 16), groups=number, spare=3, **both)
         yield case(bfloat16, (200, 16), groups=number, spare=3, current=(0.0, True),
                    with_amax=number % 2 == 0)
+    for number in (256, 257):                                        # more scales than a block has threads
+        yield case(float32, (200, 16), groups=number, spare=3, current=(0.0, True))
     yield case(bfloat16, (30, 40), groups=3, spare=30, **both)
     for layout in ("offset", "strided"):
         for rule in ({}, {"current": ()}):

@@ -105,6 +105,8 @@ def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator
                 yield case(bfloat16, (133, 2 * half), "normal", **_RECIPES[(i + j) % 4], **weighted,
                            **directions, bias="normal", interleaved=interleaved, experts=experts,
                            narrow=bool(i % 2))
+    # Several blocks of threads find whose each row is.
+    yield case(bfloat16, (1100, 2 * 24), "normal", **_RECIPES[0], **_BOTH, bias="normal", experts=5)
     for recipe in _RECIPES:
         yield case(bfloat16, (700, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=40)
         yield case(bfloat16, (0, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=3)
@@ -230,7 +232,8 @@ def _cases() -> Iterator[Case]:
 
 def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     """Cases of every profile, mode and layout, wide rows with all options, and experts."""
-    for profile, pow2, block in product(BLOCK_PROFILES, (False, True), ((1, 128), (1, 64), (1, 32))):
+    profiles: Any = BLOCK_PROFILES
+    for profile, pow2, block in product(profiles, (False, True), ((1, 128), (1, 64), (1, 32))):
         blocks = BlockScaling(block, float8_e5m2 if pow2 else float8_e4m3fn, profile=profile, pow2_scale=pow2)
         yield case(float32, (40, 400), "edges", recipe=blocks, **_BOTH)
         yield case(bfloat16, (70, 264), recipe=blocks, **_BOTH)

@@ -23,6 +23,12 @@ struct Pool {
 static Pool* pool;
 static std::mutex one_launch_at_a_time;
 static std::string error_text;
+// A fork waits for the launch of another thread: the child would find the mutex locked for ever, and the
+// launch's workspace half used. A launch needs nothing that the forking thread holds.
+__attribute__((constructor)) static void let_no_launch_run_during_a_fork() {
+    pthread_atfork([] { one_launch_at_a_time.lock(); }, [] { one_launch_at_a_time.unlock(); },
+                   [] { one_launch_at_a_time.unlock(); });
+}
 extern "C" const char* host_error() { return error_text.c_str(); }
 
 // ---- waiting ----

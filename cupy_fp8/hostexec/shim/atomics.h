@@ -68,4 +68,7 @@ HOST_ATOMIC(atomicExch, unsigned, v)
 #undef HOST_ATOMIC
 
 // A cache hint means nothing here.
-template <class T> HOST_INLINE T __ldg(const T* p) { return *p; }
+template <class T> HOST_INLINE T __ldg(const T* p) {
+    host_check_aligned(p);
+    return *p;
+}

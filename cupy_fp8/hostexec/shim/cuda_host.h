@@ -22,10 +22,6 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 
-// They are always_inline because the return address that the runtime reports must lie in the kernel, and
-// unused ones must cost nothing.
-#define HOST_INLINE static inline __attribute__((always_inline, unused))
-
 #define threadIdx (*const_cast<const uint3*>(&host_thread->thread_index))
 #define blockIdx (*const_cast<const uint3*>(&host_block.block_index))
 #define blockDim (*const_cast<const uint3*>(&host_block.block_dim))

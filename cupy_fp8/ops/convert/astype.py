@@ -12,10 +12,11 @@ from ... import reference
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, one_array
-from ...formats import BYTE_DTYPES, FORMATS, flag, lookup
+from ...formats import BYTE_DTYPES, FORMATS, DType, flag, lookup
 from ...kernels import Kernel, Launch, Variant, shapes
 from ...layouts import swap_last
 from ...methods import for_methods
+from ...typed_array import TypedArray
 
 _CONVERT = Kernel("convert/astype", "convert", block=shapes.ELEMENTWISE_THREADS)
 _TRANSPOSE = Kernel("convert/astype", "transpose")
@@ -25,7 +26,7 @@ _BYTES = shapes.Tile(256, 256, down_first=True)
 
 
 @for_methods
-def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = None) -> Array:
+def astype(a: Array, dtype: DType, saturate: bool = True, *, out: Array | None = None) -> TypedArray:
     """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any
     direction.
 
@@ -48,7 +49,7 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     return run(_ASTYPE, (a, dtype, saturate), out)
 
 
-def transpose(a: Array, *, out: Array | None = None) -> Array:
+def transpose(a: Array, *, out: Array | None = None) -> TypedArray:
     """Swap the last two axes of FP8 or E8M0 data, byte for byte, into a new C-contiguous array, at copy
     speed.
 

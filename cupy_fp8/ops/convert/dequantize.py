@@ -16,12 +16,13 @@ from ...arrays import Array, bits, is_array, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, one_array
-from ...formats import FP8_DTYPES, INPUT_DTYPES, float32, lookup
+from ...formats import FP8_DTYPES, INPUT_DTYPES, DType, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Kernel, Launch, Variant, grid_size, shapes
 from ...layouts import LAYOUTS_WITH_STRIDES, SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
 from ...methods import for_methods
 from ...results import Quantized, Scaled
+from ...typed_array import TypedArray
 from ..scales.convert import with_compact_scales
 from .astype import flat_launches
 
@@ -40,8 +41,8 @@ _STEPS, _STEPS_SWIZZLED = 4, 8
 
 @for_methods
 @without_rest
-def dequantize(q: Scaled | Quantized | Grouped, *misplaced: NoReturn, dtype: Any = float32,
-               out: Array | None = None) -> Array:
+def dequantize(q: Scaled | Quantized | Grouped, *misplaced: NoReturn, dtype: DType = float32,
+               out: Array | None = None) -> TypedArray:
     """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
 
     q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of

@@ -21,6 +21,7 @@ from ...layouts import (
     LAYOUTS_WITH_STRIDES,
     SCALE_DTYPES,
     Block,
+    ScaleLayout,
     as_block,
     cdiv,
     scale_dtype,
@@ -47,7 +48,7 @@ _OTHER_LAYOUTS = ("swizzled", "deepgemm_sm100")
 
 @for_methods
 def rebase_scales(q: Scaled | Quantized, *, block: Sequence[int | None], scale_dtype: Any = None,
-                  scale_layout: str = "compact", changed: Array | None = None, check: bool = False,
+                  scale_layout: ScaleLayout = "compact", changed: Array | None = None, check: bool = False,
                   out: Scaled | None = None) -> Scaled:
     """FP8 with other blocks of power-of-two scales: exponents move, nothing is dequantised or quantised
     twice. It makes 1×128 or 128×128 blocks of MX data (1×32), for GPUs that multiply no MX blocks.

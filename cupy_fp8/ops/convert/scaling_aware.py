@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ...reference.convert.scaling_aware import exponents
 from ...results import Quantized, Scaled, row_wise
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .astype import transposed_launches
-from .scaling_aware_tiles import TARGETS, TILE_ROWS, launch, tiles_of, variants
+from .scaling_aware_tiles import TARGETS, TILE_ROWS, Target, launch, tiles_of, variants
 
 __all__ = ["TARGETS", "scaling_aware_transpose", "variants"]
 
@@ -33,9 +33,9 @@ _SQUARE = (128, 128)
 _LAYOUTS = ("gemm_ready", "compact")
 
 
-def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target: str = "column",
-                            scale_layout: str = "gemm_ready", out: Quantized | None = None,
-                            check: bool = False) -> Quantized:
+def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target: Target = "column",
+                            scale_layout: Literal["gemm_ready", "compact"] = "gemm_ready",
+                            out: Quantized | None = None, check: bool = False) -> Quantized:
     """Column-wise FP8 from row-wise FP8 with power-of-two scales: exponents move, nothing is dequantised or
     quantised twice.
 
@@ -68,7 +68,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 
     Returns
     -------
-    Quantized, whose parts are
+    Quantized. With splits its parts have a copy of them, which the same launch makes, and which
+    `grouped_matmul_nt` compares with the sizes of its own call. The parts are
 
     columnwise : block (B, 1), stored transposed. Without splits the data are [K, M] and scale_inv is
         [ceil(M/B), K]. With splits the data are flat, [M * K]: each expert's [K, m_e], one after the other.
@@ -102,20 +103,22 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         return out
     column, *row_scales = made
     if row_scales:
-        given = Scaled._of(given.data, row_scales[0], given.shape, False, given.block, "gemm_ready")
+        given = Scaled._of(given.data, row_scales[0], given.shape, False, given.block, "gemm_ready",
+                           column.splits)
     return Quantized._of(given, column)
 
 
 # ---- the result ----
 class _Result(Description):
-    """Describes the arrays written beside q's own data: the column-wise part, and the row-wise scales if they
-    are written too. A result of an earlier call is recognised by the addresses of q's arrays, so nothing
-    keeps them alive."""
+    """Describes the arrays written beside q's own data: the column-wise part, the sizes of experts, and the
+    row-wise scales if they are written too. A result of an earlier call is recognised by the addresses of q's
+    arrays, so nothing keeps them alive."""
 
-    def __init__(self, s: Scaled, column_block: tuple[int, int], layout: str, *written: Written) -> None:
-        super().__init__(*written)
+    def __init__(self, s: Scaled, column_block: tuple[int, int], layout: str, *written: Written,
+                 splits: Written | None = None, row_scales: Written | None = None) -> None:
+        super().__init__(*written, *(each for each in (splits, row_scales) if each))
         self._column = s.shape, True, column_block, layout
-        self._writes_row_scales = len(written) > 2
+        self._has_splits, self._writes_row_scales = splits is not None, row_scales is not None
         self._row = s.shape, False, s.block, "gemm_ready" if self._writes_row_scales else s.scale_layout
         self._own = self._memory_of(s)
 
@@ -125,8 +128,9 @@ class _Result(Description):
                  address(a) if a.size else 0) for a in ([row.data] if self._writes_row_scales else row)]
 
     def build(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
-        data, scale_inv, *row_scales = arrays
-        return Scaled._of(data, scale_inv, *self._column), *row_scales
+        data, scale_inv, *others = arrays
+        splits = others.pop(0) if self._has_splits else None
+        return Scaled._of(data, scale_inv, *self._column, splits), *others
 
     def arrays_of(self, out: Any) -> list[Array]:
         if not isinstance(out, Quantized):
@@ -144,11 +148,24 @@ class _Result(Description):
             shape, _, block, layout = self._column
             raise ValueError(f"out.columnwise: expected data of shape {shape} stored transposed, block "
                              f"{block}, {layout} scales; got {column!r}, scales {column.scale_layout}")
-        return [*column, *([row.scale_inv] if self._writes_row_scales else [])]
+        self._check_splits(row, column)
+        return self._arrays(column, [row.scale_inv] if self._writes_row_scales else [])
+
+    def _check_splits(self, row: Scaled, column: Scaled) -> None:
+        """Raises ValueError unless both parts have the same array of sizes, or none."""
+        wanted = "sizes" if self._has_splits else "None"
+        if (column.splits is not None) != self._has_splits:
+            raise ValueError(f"out.columnwise.splits: expected {wanted}, got "
+                             f"{'None' if self._has_splits else 'sizes'}")
+        if self._writes_row_scales and row.splits is not column.splits:
+            raise ValueError(f"out.rowwise.splits: expected {wanted}, as out.columnwise has, that very array")
+
+    def _arrays(self, column: Scaled, row_scales: Sequence[Array]) -> list[Array]:
+        return [*column, *([] if column.splits is None else [column.splits]), *row_scales]
 
     def store(self, out: Any, made: Any) -> None:
         column, *row_scales = made
-        for array, computed in zip(self.arrays_of(out), (*column, *row_scales), strict=True):
+        for array, computed in zip(self.arrays_of(out), self._arrays(column, row_scales), strict=True):
             bits(array)[...] = bits(computed)
 
 
@@ -224,13 +241,16 @@ class _TransposeRowBlocks(Op[_Inputs]):
         rows, columns = s.shape
         stored = (columns, rows) if groups is None else (rows * columns,)
         targets = target_rows(rows, groups, block)
-        written = [Written("out.columnwise.data", stored, s.dtype),
-                   Written("out.columnwise.scale_inv", (targets, inputs.pitch), _BLOCKS[1, block])]
+        splits = row_scales = None
+        if groups is not None:
+            splits = Written("out.columnwise.splits", (groups,), inputs.groups.array.dtype)
         if block == 128:
             blocks, padded_rows = cdiv(columns, block), row_scale_rows(rows, groups)
             shape = (blocks, padded_rows) if groups is None else (blocks * padded_rows,)
-            written.append(Written("out.rowwise.scale_inv", shape, float32))
-        return _Result(s, (block, 1), inputs.layout, *written)
+            row_scales = Written("out.rowwise.scale_inv", shape, float32)
+        return _Result(s, (block, 1), inputs.layout, Written("out.columnwise.data", stored, s.dtype),
+                       Written("out.columnwise.scale_inv", (targets, inputs.pitch), _BLOCKS[1, block]),
+                       splits=splits, row_scales=row_scales)
 
     def reference(self, inputs: _Inputs) -> Any:
         s = inputs.s
@@ -247,19 +267,19 @@ class _TransposeRowBlocks(Op[_Inputs]):
             scratch = call.scratch("compact_scales", cdiv(inputs.compact_bytes, 4))
             scales_at = address(scratch)
             yield from conversion_launches(call, inputs.conversion, inputs.scales, scales_at)
-        groups, rows, segments_at = inputs.groups, inputs.s.shape[0], 0
+        groups, rows, segments_at, sizes_out = inputs.groups, inputs.s.shape[0], 0, 0
         splits = {"sizes": groups.at, "groups": -1 if groups.number is None else groups.number,
                   "errors": call.error_word(), "wide": groups.wide}
         if groups.number is not None:
             of_rows = {"splits": splits, "rows": rows, "columns": 1, "result_rows": rows, "across": 1,
                        "align": 1}
             segments = find_segments(call, TILE_ROWS, tiles.down, of_rows, _UNITS)
-            segments_at = segments.at
+            segments_at, sizes_out = segments.at, written[2]
             yield segments.launch
-        row_scales_at = written[2] if inputs.block == 128 else 0
+        row_scales_at = written[-1] if inputs.block == 128 else 0
         yield launch(inputs.data, inputs.block, inputs.target, groups.number, tiles, scales=scales_at,
                      out=written[0], target_scales=written[1], row_scales=row_scales_at,
-                     segments=segments_at, splits=splits, target_pitch=inputs.pitch)
+                     segments=segments_at, splits=splits, sizes_out=sizes_out, target_pitch=inputs.pitch)
 
 
 class _Squares(NamedTuple):

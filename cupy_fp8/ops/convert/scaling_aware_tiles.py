@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from ...formats import FP8_DTYPES, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, row_scale_rows, target_rows
 
-TARGETS = ("column", "tile")
+Target: TypeAlias = Literal["column", "tile"]
+TARGETS: tuple[Target, ...] = get_args(Target)
 TILE_ROWS = 128
 
 _COLUMNS = 128                              # columns of a tile

@@ -13,16 +13,17 @@ from ...arrays import Array
 from ...backend import DeviceError
 from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, one_array
-from ...formats import INPUT_DTYPES, bfloat16, flag, float32, lookup
+from ...formats import INPUT_DTYPES, DType, bfloat16, flag, float32, lookup
 from ...kernels import Launch
 from ...results import Quantized, Scaled
+from ...typed_array import TypedArray
 from . import cublaslt, operands, tiles
 from .operands import Product
 
 
-def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bfloat16,
+def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: DType = bfloat16,
               bias: Array | None = None, fast_accum: bool = False, autotune: bool = False,
-              accumulate: Array | None = None, out: Array | None = None) -> Array:
+              accumulate: Array | None = None, out: Array | None = None) -> TypedArray:
     """The product of two FP8 matrices, the second one transposed, with their scales and rounded once.
 
         out[m, n] = Σ_k (a[m, k] · b[n, k]) + bias[n] + accumulate[m, n]

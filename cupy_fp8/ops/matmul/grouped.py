@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -12,14 +12,14 @@ from ...arrays import Array
 from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, one_array
 from ...calls.group_sizes import Groups
-from ...formats import INPUT_DTYPES, bfloat16, choice, float32, lookup
+from ...formats import INPUT_DTYPES, DType, bfloat16, choice, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Launch
 from ...results import Quantized, Scaled
+from ...typed_array import TypedArray
 from . import tiles
 from .grouped_operands import (
     GroupedOperand,
-    check_scales,
     check_whole_blocks,
     columns_instead,
     counted,
@@ -31,12 +31,13 @@ from .grouped_operands import (
 )
 from .problem import Problem
 
-GROUPS = ("m", "k")
+GroupedAxis: TypeAlias = Literal["m", "k"]
+GROUPS: tuple[GroupedAxis, ...] = get_args(GroupedAxis)
 
 
 def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | Grouped, splits: Any = None,
-                      *, group: str = "m", dtype: Any = bfloat16, accumulate: Array | None = None,
-                      out: Array | None = None, check: bool = False) -> Array:
+                      *, group: GroupedAxis = "m", dtype: DType = bfloat16, accumulate: Array | None = None,
+                      out: Array | None = None, check: bool = False) -> TypedArray:
     """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
     groups of "m" take one launch; on Hopper "k" takes a second one, for groups that begin anywhere.
 
@@ -59,10 +60,10 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
         row-wise part (the ``.T`` of rows), with one scale, a scale for each row, or blocks along K. Groups of
         blocks then begin at multiples of 128
     b : of "m" the weights of all groups, a Scaled (or Quantized) [E, N, K] with one scale, a scale for each
-        row, or blocks 128×128 or 1×128. Of "k" columns of the same groups, as a: if both are Grouped with
-        sizes on the device, a's are taken
+        row, or blocks 128×128 or 1×128. Of "k" columns of the same groups, as a
     splits : rows (columns of "k") of each of E groups: an int32 or int64 array [E] of a's kind, or a list
-        (for CuPy operands it is copied to the GPU). None beside a Grouped, which has its own
+        (for CuPy operands it is copied to the GPU). None beside an operand that is laid out by sizes and has
+        a copy of them, a Grouped or a result of `scaling_aware_transpose`: its own are taken, a's first
     group : what the sizes belong to, 'm' or 'k'
     dtype : of a new result: bfloat16, float16 or float32
     accumulate : float32 array of the result's shape, to which the products are added in place, and which is
@@ -82,7 +83,9 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     ------
     TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing,
     but `device_errors` reports them: a negative size counts as 0, a group that passes the last row ends
-    there, and the product of a group of "k" is 0 if it has to begin at a multiple of 128 and does not.
+    there, and the product of a group of "k" is 0 if it has to begin at a multiple of 128 and does not. Sizes
+    other than those that an operand is laid out by are an error wherever the host knows both; on the device
+    the kernel compares them, and the products are then those of bytes that do not belong together.
 
     Any extents, sizes and addresses are taken, on compute capability 8.0 or later. It is fast on 9.0 with
     NVRTC 12.3 or later, and several times slower elsewhere; on other GPUs it was compiled but never ran.
@@ -143,7 +146,7 @@ class _GroupedMatmulNT(Op[_Inputs]):
             left, right = read_rows(call, a, check), read_weights(call, b)
         else:
             left = read_columns(call, "a", a, check)
-            right = read_columns(call, "b", b, check, left)
+            right = read_columns(call, "b", b, check)
         if left.k != right.k:
             wanted = f"K = {left.k}" if group == "m" else f"{left.k} columns of all groups"
             instead = "" if group == "m" else columns_instead(left, right)
@@ -153,10 +156,8 @@ class _GroupedMatmulNT(Op[_Inputs]):
         if group == "m" and right.unconverted is not None and right.unconverted.batch != groups.number:
             raise ValueError(f"b: expected the weights of {counted(groups.number)}, as many as there "
                              f"are sizes, got {right.unconverted.batch}")
-        for name, operand in (("a", left), ("b", right)):
-            check_scales(name, operand, groups.number)
-            if operand.whole_blocks:
-                check_whole_blocks(groups)
+        if left.whole_blocks or right.whole_blocks:
+            check_whole_blocks(groups)
         return _Inputs(left, right, groups, group, to if accumulate is None else float32, accumulate)
 
     def result(self, inputs: _Inputs) -> Description:
@@ -168,8 +169,8 @@ class _GroupedMatmulNT(Op[_Inputs]):
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         of_rows, n = inputs.group == "m", inputs.b.rows
-        conversions, left = inputs.a.view_for(call)
-        more, right = inputs.b.view_for(call)
+        conversions, left = inputs.a.view_for(call, inputs.groups)
+        more, right = inputs.b.view_for(call, inputs.groups)
         yield from (*conversions, *more)
         m, k = (0, inputs.a.k) if of_rows else (inputs.a.rows, 0)
         yield from tiles.own_kernel_launches(call, Problem(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...advice import listed
-from ...calls import group_sizes, validate
+from ...advice import listed, shown
+from ...calls import group_sizes
 from ...calls.call import Call, Input
 from ...calls.group_sizes import Groups
 from ...formats import FP8_DTYPES, float8_e5m2, float32
 from ...grouped import Grouped
 from ...kernels import Launch
-from ...layouts import cdiv, grouped_scale_shape, round_up, row_scale_rows, target_rows
+from ...layouts import cdiv, grouped_scale_shape, round_up
 from ...results import Quantized, Scaled
+from ...scaled_parts import check_block_scales, check_data_shape, may_be_equal
 from . import operands, tiles
 from .operands import Operand
 from .problem import OperandView
@@ -36,8 +36,7 @@ class GroupedOperand(NamedTuple):
     held              arrays that the view has addresses of: they may be copies
     unconverted       the operand of a dense product if its scales are still to be brought to such a layout
     whole_blocks      scales belong to whole blocks of 128 of all columns, whatever groups they are in
-    own_sizes         the sizes of a Grouped
-    scales_by_groups  scales whose shape depends on the number of groups, and that shape as its function
+    own_sizes         the sizes that data or scales are laid out by
     """
 
     given: Any
@@ -49,10 +48,13 @@ class GroupedOperand(NamedTuple):
     unconverted: Operand | None = None
     whole_blocks: bool = False
     own_sizes: Groups | None = None
-    scales_by_groups: tuple[Input, Callable[[int], tuple[int, ...]]] | None = None
 
-    def view_for(self, call: Call) -> tuple[list[Launch], OperandView]:
-        """Returns the launches that convert scales, and where the kernel finds everything."""
+    def view_for(self, call: Call, groups: Groups) -> tuple[list[Launch], OperandView]:
+        """Returns the launches that convert scales, and where the kernel finds everything. groups: the sizes
+        of the call, which the kernel compares with other ones of the operand."""
+        own = self.own_sizes
+        if own is not None and own is not groups:
+            return [], self.view._replace(own_sizes=own.at, own_wide=own.wide)
         if self.unconverted is None:
             return [], self.view
         conversions, scales = operands.scales_for(call, self.unconverted)
@@ -68,8 +70,8 @@ def read_rows(call: Call, given: Any, check: Any) -> GroupedOperand:
     if isinstance(given, Grouped):
         return _grouped_rows(call, given, check)
     s = given._row if isinstance(given, Quantized) else given
-    if isinstance(s, Scaled) and s.block == (1, 128) and getattr(s.scale_inv, "ndim", 2) == 1:
-        return _rows_with_flat_scales(call, given, s)
+    if isinstance(s, Scaled) and s.splits is not None:
+        return _rows_with_flat_scales(call, given, s, check)
     operand = _matrix(call, "a", given, 2, "[all rows, K]")
     if operand.scaling == "block":
         raise ValueError("a: expected one scale, a scale for each row or blocks 1×128, since groups begin at "
@@ -104,28 +106,28 @@ def _matrix(call: Call, name: str, given: Any, dimensions: int, what: str) -> Op
     return operand
 
 
-def _rows_with_flat_scales(call: Call, given: Any, s: Scaled) -> GroupedOperand:
+def _rows_with_flat_scales(call: Call, given: Any, s: Scaled, check: Any) -> GroupedOperand:
     """Returns the row-wise part that `scaling_aware_transpose` returns for experts."""
-    data = call.read("a.data", s.data, FP8_DTYPES)
-    if s.transposed or data.shape != s.shape or len(s.shape) != 2:
-        raise ValueError(f"a: expected row-wise data [all rows, K], got {s!r}")
+    if s.block != (1, 128) or s.scale_layout != "gemm_ready" or s.transposed:
+        raise ValueError("a: expected row-wise data of groups in blocks (1, 128) with gemm_ready scales, got "
+                         f"{s!r}")
+    data, scales, own = _laid_out(call, "a", s, check)
     rows, k = s.shape
-    scales = call.read("a.scale_inv", s.scale_inv, (float32,))
-    if s.scale_layout != "gemm_ready":
-        raise ValueError(f"a.scale_inv: expected gemm_ready scales of a flat array, got {s.scale_layout}")
-    blocks = cdiv(k, 128)
-    view = OperandView(data.at, scales.at, start_bytes=k, pitch=k, scale_padded=blocks, scale_row=1,
+    view = OperandView(data.at, scales.at, start_bytes=k, pitch=k, scale_padded=cdiv(k, 128), scale_row=1,
                        scale_block=-1, e5m2=int(data.dtype == float8_e5m2))
     return GroupedOperand(given=given, rows=rows, k=k, scaling="vector", view=view, held=(data, scales),
-                          scales_by_groups=(scales, lambda groups: (blocks * row_scale_rows(rows, groups),)))
+                          own_sizes=own)
 
 
-def check_scales(name: str, operand: GroupedOperand, groups: int) -> None:
-    """Raises ValueError unless scales whose shape depends on the number of groups are those of so many."""
-    if operand.scales_by_groups is not None:
-        scales, shape_of = operand.scales_by_groups
-        validate.check_shape(f"{name}.scale_inv", scales.shape, shape_of(groups),
-                             f"as scaling_aware_transpose makes scales for {counted(groups)}")
+def _laid_out(call: Call, name: str, s: Scaled, check: Any) -> tuple[Input, Input, Groups]:
+    """Reads the data, the scales and the sizes of a part that `scaling_aware_transpose` returns for experts.
+    """
+    data = call.read(f"{name}.data", s.data, FP8_DTYPES)
+    scales = call.read(f"{name}.scale_inv", s.scale_inv, (float32,))
+    own = call.splits(f"{name}.splits", s.splits, check)
+    check_data_shape(s, name)
+    check_block_scales(s, name)
+    return data, scales, own
 
 
 def counted(groups: int) -> str:
@@ -151,8 +153,7 @@ def _grouped_rows(call: Call, g: Grouped, check: Any) -> GroupedOperand:
     return _grouped_operand(call, "a", g, data, scaling, view, check)
 
 
-def _grouped_columns(call: Call, name: str, g: Grouped, check: Any,
-                     beside: GroupedOperand | None) -> GroupedOperand:
+def _grouped_columns(call: Call, name: str, g: Grouped, check: Any) -> GroupedOperand:
     scaling = _grouped_scaling(name, g, "columnwise", {None: "tensor", (1, None): "row", (1, 128): "vector"})
     data = _grouped_data(call, name, g, "columnwise")
     if not g.transposed:
@@ -165,7 +166,7 @@ def _grouped_columns(call: Call, name: str, g: Grouped, check: Any,
         "row": {"scale_group": line, "scale_row": 1},
         "vector": {"scale_blocks": line, "scale_row": 1, "scale_block": line}}[scaling]
     view = OperandView(data.at, 0, start_bytes=rows, **strides)
-    return _grouped_operand(call, name, g, data, scaling, view, check, beside, columnwise=True)
+    return _grouped_operand(call, name, g, data, scaling, view, check, columnwise=True)
 
 
 def _grouped_data(call: Call, name: str, g: Grouped, direction: str) -> Input:
@@ -198,12 +199,9 @@ def _makes(direction: str) -> str:
 
 
 def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: str, view: OperandView,
-                     check: Any, beside: GroupedOperand | None = None, *,
-                     columnwise: bool = False) -> GroupedOperand:
+                     check: Any, *, columnwise: bool = False) -> GroupedOperand:
     """Returns the operand of a Grouped whose data are read. Its sizes and scales are read here."""
-    same = beside is not None and isinstance(beside.given, Grouped) and beside.given.splits is g.splits
-    sizes = beside.own_sizes if same and beside else call.splits(f"{name}.splits", g.splits, check)
-    assert sizes is not None
+    sizes = call.splits(f"{name}.splits", g.splits, check)
     assert sizes.number is not None
     part = "scale_inv"
     shape: tuple[int, ...] = (sizes.number,)
@@ -221,42 +219,32 @@ def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: st
 
 
 # ---- "k" ----
-def read_columns(call: Call, name: str, given: Any, check: Any,
-                 beside: GroupedOperand | None = None) -> GroupedOperand:
-    """Reads an operand of "k": columns of all groups, one group after the other. beside: the other operand,
-    which often has the same sizes."""
+def read_columns(call: Call, name: str, given: Any, check: Any) -> GroupedOperand:
+    """Reads an operand of "k": columns of all groups, one group after the other."""
     if isinstance(given, Grouped):
-        return _grouped_columns(call, name, given, check, beside)
-    s = given
-    if isinstance(given, Quantized):
-        column = given._column
-        s = column if column is not None and getattr(column.data, "ndim", 2) == 1 else given
-    if isinstance(s, Scaled) and getattr(s.data, "ndim", 2) == 1 and s.transposed:
-        return _flat_columns(call, name, given, s)
+        return _grouped_columns(call, name, given, check)
+    s = given._column if isinstance(given, Quantized) else given
+    if isinstance(s, Scaled) and s.transposed and (s.splits is not None or getattr(s.data, "ndim", 2) == 1):
+        return _flat_columns(call, name, given, s, check)
     operand = _matrix(call, name, given, 2, "[rows, all columns], or flat column-wise data of groups")
     view = tiles.view_of(operand)._replace(start_bytes=1)
     return GroupedOperand(given=given, rows=operand.rows, k=operand.k, scaling=operand.scaling, view=view,
                           unconverted=operand, whole_blocks=operand.scaling in ("vector", "block"))
 
 
-def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> GroupedOperand:
+def _flat_columns(call: Call, name: str, given: Any, s: Scaled, check: Any) -> GroupedOperand:
     """Returns the column-wise part that `scaling_aware_transpose` returns for experts."""
-    data = call.read(f"{name}.data", s.data, FP8_DTYPES)
     if s.block != (128, 1) or s.scale_layout not in ("compact", "gemm_ready"):
         raise ValueError(f"{name}: expected flat column-wise data in blocks (128, 1) with compact or "
                          f"gemm_ready scales, got block {s.block} with {s.scale_layout} scales; "
-                         "rebase_scales makes such blocks of MX")
+                         "rebase_scales makes blocks (1, 128) of MX before scaling_aware_transpose")
+    data, scales, own = _laid_out(call, name, s, check)
     columns, rows = s.shape
-    scales = call.read(f"{name}.scale_inv", s.scale_inv, (float32,))
     line = rows if s.scale_layout == "compact" else round_up(rows, 4)
-
-    if data.shape != (rows * columns,):
-        raise ValueError(f"{name}.data: expected {rows * columns} values of shape {s.shape}, flat, got "
-                         f"{data.shape}")
     view = OperandView(data.at, scales.at, start_bytes=rows, scale_blocks=line, scale_row=1,
                        scale_block=line, e5m2=int(data.dtype == float8_e5m2))
     return GroupedOperand(given=given, rows=rows, k=columns, scaling="vector", view=view, held=(data, scales),
-                          scales_by_groups=(scales, lambda groups: (target_rows(columns, groups, 128), line)))
+                          own_sizes=own)
 
 
 def columns_instead(a: GroupedOperand, b: GroupedOperand, least: int = 0) -> str:
@@ -280,29 +268,30 @@ def _has_transpose(operand: GroupedOperand) -> bool:
 # ---- sizes ----
 def read_sizes(call: Call, a: GroupedOperand, b: GroupedOperand, splits: Any, check: Any,
                group: str) -> Groups:
-    """Reads the sizes of groups of "m" or "k": those of a Grouped, or `splits`."""
-    found = [(name, sizes) for name, sizes in (("a", a.own_sizes), ("b", b.own_sizes)) if sizes is not None]
-    if not found:
-        if splits is None:
-            raise TypeError("splits: expected the sizes of groups, an int32 or int64 array or a list, got "
-                            "None")
-        found = [("splits", call.splits("splits", splits, check))]
-    elif splits is not None:
-        raise ValueError(f"splits: expected None beside {found[0][0]}, a Grouped, which has its own, got "
-                         f"{type(splits).__name__}")
-    first, second = found[0][1], found[-1][1]
-    for groups in (first, second):
+    """Reads the sizes of groups of "m" or "k": `splits`, or those that an operand is laid out by, which are
+    the same."""
+    found = {f"{name}.splits": operand.own_sizes for name, operand in (("a", a), ("b", b))
+             if operand.own_sizes is not None}
+    if splits is not None:
+        found["splits"] = call.splits("splits", splits, check)
+    elif not found:
+        raise TypeError("splits: expected the sizes of groups, an int32 or int64 array or a list, got None")
+    for groups in found.values():
         if groups.host is not None and group == "m":
             group_sizes.check_at_most(groups.host, a.rows)
         elif groups.host is not None:
             instead = columns_instead(a, b, least=sum(groups.host.tolist()))
             group_sizes.check_at_most(groups.host, a.k, "columns", instead)
-    assert first.number is not None
-    if first.number != second.number:
-        raise ValueError(f"b.splits: expected {counted(first.number)}, as a has, got {second.number}")
-    if first.host is not None and second.host is not None and not np.array_equal(first.host, second.host):
-        raise ValueError("b.splits: expected the sizes of a's groups, got others")
-    return first
+    (owner, first), *others = found.items()
+    for name, groups in others:
+        assert first.number is not None
+        if first.number != groups.number:
+            raise ValueError(f"{name}: expected {counted(first.number)}, as {owner[0]} has, got "
+                             f"{groups.number}")
+        if not may_be_equal(first.host, groups.host):
+            raise ValueError(f"{name}: expected the sizes that {owner[0]} is laid out by, "
+                             f"{shown(first.host.tolist())}, got {shown(groups.host.tolist())}")
+    return found.get("splits", first)
 
 
 def check_whole_blocks(groups: Groups) -> None:

@@ -116,7 +116,8 @@ def read(call: Call, name: str, given: Any) -> Operand:
     s = _row_wise(name, given)
     if s.transposed:
         raise ValueError(f"{name}: expected data stored as is (values along K adjacent), got data stored "
-                         f"transposed; {name}.T of it is an operand of a product over its rows")
+                         f"transposed; {name}.T of it is an operand of a product over its rows"
+                         f"{_for_columns(name)}")
     if len(s.shape) not in (2, 3):
         raise ValueError(f"{name}: expected a matrix [rows, K] or a batch [batch, rows, K], got shape "
                          f"{s.shape}")
@@ -170,7 +171,14 @@ def _row_wise(name: str, given: Any) -> Scaled:
     if not isinstance(given, (Scaled, Quantized)):
         raise TypeError(f"{name}: expected a Scaled or Quantized, got {type(given).__name__}; "
                         "quantize_tensor, quantize_block and quantize_mx make one")
-    return row_wise(given, name, f"; {name}.T has one, an operand of a product over its rows")
+    return row_wise(given, name, f"; {name}.T has one, an operand of a product over its rows"
+                                 f"{_for_columns(name)}")
+
+
+def _for_columns(name: str) -> str:
+    """What .T of a result needs to be an operand: it may have been taken of one that lacks its columns."""
+    return (f". If {name} is q.T, quantise q with columnwise=True (quantize_mx also with transposed=True): "
+            "the columns are the rows of q.T")
 
 
 def _scaling(name: str, s: Scaled) -> str:

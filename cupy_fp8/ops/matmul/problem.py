@@ -30,6 +30,8 @@ class OperandView(NamedTuple):
     scale_block: int = 0
     scale_shift: int = 0
     e5m2: int = 0
+    own_sizes: int = 0
+    own_wide: int = 0
 
     def with_scales(self, view: ScaleView) -> OperandView:
         """Returns the same data with scales that lie as `view` says, for matrices that are all equally large.

@@ -14,12 +14,13 @@ from ...arrays import Array, address, check_dimensions, is_contiguous, is_sequen
 from ...calls import group_sizes
 from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, Written
-from ...calls.group_sizes import DTYPES, Groups, check_at_most, check_offsets, none_negative
+from ...calls.group_sizes import Groups, check_at_most, check_offsets, none_negative
 from ...calls.tables import Records
-from ...formats import as_dtype, flag, integers, names
+from ...formats import SIZE_DTYPES, as_dtype, flag, integers, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 from ...methods import for_methods
+from ...typed_array import TypedArray
 
 _THREADS = 512
 _KERNEL = Kernel("moe/offsets", "splits_to_offsets", block=_THREADS)
@@ -35,7 +36,7 @@ _WORD = np.dtype(np.int64)  # the elements of a buffer
 def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
                       include_leading_zero: bool | Sequence[bool] = True, dtypes: Any = np.int64,
                       bulk_allocate: bool = False, outputs: list[Array] | None = None,
-                      check: bool = False) -> list[Array]:
+                      check: bool = False) -> list[TypedArray]:
     """Find where consecutive groups begin and end, in one unit for each stride, from one read of their sizes.
 
         output[i] = stride * (splits[0] + ... + splits[i])            for each stride; exact, never wrapped
@@ -191,9 +192,9 @@ def _one_for_each(option: Any, number: int, name: str) -> tuple[Any, ...]:
 
 
 def _dtype(given: Any) -> np.dtype[Any]:
-    dtype = as_dtype(given, "dtypes", names(DTYPES))
-    if dtype not in DTYPES:
-        raise TypeError(f"dtypes: expected {names(DTYPES)}, got {shown(given)}")
+    dtype = as_dtype(given, "dtypes", names(SIZE_DTYPES))
+    if dtype not in SIZE_DTYPES:
+        raise TypeError(f"dtypes: expected {names(SIZE_DTYPES)}, got {shown(given)}")
     return dtype
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ...formats import integer
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, padded_rows, round_up
 from ...results import Quantized, Scaled
+from ...typed_array import TypedArray
 from .rows import MovedRows, read_rows, rowwise
 
 _THREADS = 256
@@ -32,6 +33,12 @@ _INDEX_BYTES = 8            # bytes of the index of a row, which the reference f
 _ROWS = 2048                # rows for a block of threads, at most
 
 
+@overload
+def pad_groups(x: Scaled | Quantized, splits: Any, align: int, *,
+               out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+@overload
+def pad_groups(x: Array, splits: Any, align: int, *,
+               out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
 def pad_groups(x: Array | Scaled | Quantized, splits: Any, align: int, *, out: Array | Scaled | None = None,
                check: bool = False) -> Any:
     """Append rows of zeros to each group, so that every group has a multiple of `align` rows.
@@ -78,6 +85,12 @@ def pad_groups(x: Array | Scaled | Quantized, splits: Any, align: int, *, out: A
     return run(_PAD, (rowwise(x, "x"), splits, align, check), out)
 
 
+@overload
+def unpad_groups(y: Scaled | Quantized, splits: Any, align: int, *, rows: int | None = None,
+                 out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+@overload
+def unpad_groups(y: Array, splits: Any, align: int, *, rows: int | None = None,
+                 out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
 def unpad_groups(y: Array | Scaled | Quantized, splits: Any, align: int, *, rows: int | None = None,
                  out: Array | Scaled | None = None,
                  check: bool = False) -> Any:
@@ -106,6 +119,12 @@ def unpad_groups(y: Array | Scaled | Quantized, splits: Any, align: int, *, rows
     return run(_UNPAD, (rowwise(y, "y"), splits, align, rows, check), out)
 
 
+@overload
+def sort_chunks(x: Scaled | Quantized, splits: Any, order: Any, *,
+                out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+@overload
+def sort_chunks(x: Array, splits: Any, order: Any, *,
+                out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
 def sort_chunks(x: Array | Scaled | Quantized, splits: Any, order: Any, *, out: Array | Scaled | None = None,
                 check: bool = False) -> Any:
     """Put chunks of consecutive rows into another order.

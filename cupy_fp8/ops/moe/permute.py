@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from ... import backend, reference
+from ...advice import dtype_instead
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Pair, one_array, pair
@@ -18,11 +19,22 @@ from ...kernels import Launch
 from ...layouts import cdiv
 from ...results import Quantized, Scaled
 from ...routing import Routing
+from ...typed_array import TypedArray
 from . import permute_launches as launching
 from .permute_launches import variants as variants
 from .rows import MovedRows, read_rows, rowwise
 
 
+@overload
+def permute(x: Scaled | Quantized, routing: Routing, *, probs: None = None, out: Any = None) -> Scaled: ...
+@overload
+def permute(x: Scaled | Quantized, routing: Routing, *, probs: Array,
+            out: Any = None) -> tuple[Scaled, TypedArray]: ...
+@overload
+def permute(x: Array, routing: Routing, *, probs: None = None, out: Any = None) -> TypedArray: ...
+@overload
+def permute(x: Array, routing: Routing, *, probs: Array,
+            out: Any = None) -> tuple[TypedArray, TypedArray]: ...
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
             out: Any = None) -> Any:
     """Copy each token to the rows that the routing gives it: data, scales and probs in one launch.
@@ -59,7 +71,8 @@ def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | N
     return run(_PERMUTE, (rowwise(x, "x"), routing, probs), out)
 
 
-def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Array | None = None) -> Array:
+def unpermute(y: Array, routing: Routing, *, probs: Array | None = None,
+              out: Array | None = None) -> TypedArray:
     """Sum each token's rows, weighted by probs: the inverse of `permute`, and the last step of an expert
     layer.
 
@@ -91,6 +104,12 @@ def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Ar
     return result
 
 
+@overload
+def permute_backward(grad: Array, routing: Routing, *, probs_grad: None = None,
+                     out: Any = None) -> TypedArray: ...
+@overload
+def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array,
+                     out: Any = None) -> tuple[TypedArray, TypedArray]: ...
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None = None,
                      out: Any = None) -> Any:
     """The gradients of `permute`'s x and probs, from those of the permuted rows and probs.
@@ -115,7 +134,7 @@ def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None 
 
 
 def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs: Array | None = None,
-                       out: Any = None) -> tuple[Array, Array | None]:
+                       out: Any = None) -> tuple[TypedArray, TypedArray | None]:
     """The gradients of `unpermute`'s y and probs.
 
         grad_y[row_map[t, k]] = grad[t] * probs[t, k]
@@ -126,8 +145,8 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
 
     Parameters
     ----------
-    grad : bfloat16, float16 or float32 array [T, …]
-    y : array [rows, …] of grad's dtype, as `unpermute` had it. Without probs it is not read
+    grad : array [T, …] of y's dtype
+    y : bfloat16, float16 or float32 array [rows, …], as `unpermute` had it. Without probs it is not read
     routing, probs : as `unpermute` had them. Without probs grad_y is `permute` of grad, byte for byte
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
 
@@ -310,8 +329,11 @@ class _UnpermuteBackwardOp(Op[_UnpermuteBackwardInputs]):
         _read_routing(call, routing)
         _check_length(g.array, routing.tokens, "grad", "tokens")
         backend.require_module(y, call.xp, "y")
-        rows = call.read("y", y, (g.dtype,), (routing.rows, *g.shape[1:]),
+        rows = call.read("y", y, INPUT_DTYPES, (routing.rows, *g.shape[1:]),
                          "the routing's rows, and the columns of grad")
+        if g.dtype != rows.dtype:               # y is as the forward pass had it
+            raise TypeError(f"grad: expected dtype {rows.dtype}, as y has, got {g.dtype}"
+                            f"{dtype_instead(g.dtype, (rows.dtype,), 'grad')}")
         return _UnpermuteBackwardInputs(g, rows, routing, _probs(call, probs, routing))
 
     def result(self, inputs: _UnpermuteBackwardInputs) -> Description:

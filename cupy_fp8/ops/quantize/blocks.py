@@ -13,12 +13,18 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, run
 from ...directions import Direction, block_directions
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, FP8DType, flag, float8_e4m3fn, float16, float32
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.shapes import LANE_COLUMNS, WARP_TILE_COLUMNS, WARP_TILE_ROWS, WarpTiles
 from ...layouts import Block, as_block, cdiv
 from ...methods import for_methods
-from ...options import block_eps, block_pow2, check_block_options
+from ...options import (
+    BlockProfileName,
+    BlockScaleLayout,
+    block_eps,
+    block_pow2,
+    check_block_options,
+)
 from ...recipes import BlockScaling
 from ...results import Quantized
 from .block_quantization import (
@@ -63,10 +69,10 @@ _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT =
 
 @for_methods
 def quantize_block(x: Array, block: tuple[int | None, int | None] = (1, 128), *,
-                   dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
+                   dtype: FP8DType = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
                    transposed: bool = True, pow2_scale: bool | None = None, eps: float | None = None,
-                   profile: str = "te", scale_layout: str = "gemm_ready", noop: Array | None = None,
-                   out: Quantized | None = None) -> Quantized:
+                   profile: BlockProfileName = "te", scale_layout: BlockScaleLayout = "gemm_ready",
+                   noop: Array | None = None, out: Quantized | None = None) -> Quantized:
     """Quantise to FP8 in blocks, each with an f32 scale of its own.
 
         s = fp8_max / max |x| over the block      data = cast(x * s)      scale_inv = 1 / s

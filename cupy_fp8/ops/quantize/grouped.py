@@ -12,7 +12,6 @@ from ... import reference
 from ...arrays import Array, check_dimensions
 from ...calls import group_sizes, row_segments
 from ...calls.call import Call, Input, Op, run
-from ...calls.memory import Range
 from ...directions import check_directions, tensor_directions
 from ...formats import INPUT_DTYPES, float32
 from ...grouped import Grouped
@@ -71,20 +70,20 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
         used as they are; without them the same launch computes them. Not with `align`
     align : rows that every group of the result is a multiple of, a power of two from 1 to 65536; 1: groups as
         they are
-    out : an earlier result for the same splits (that very memory, in which sizes may change) and offsets;
-        written in place and returned. A call with it can be captured into a CUDA graph once it has been made
-        before. With `align` the result of as many splits: its own are the aligned sizes, and are written too
-        (in int32 only if M rounded up fits)
+    out : an earlier result for as many splits of their dtype; written in place and returned, with its own
+        splits and offsets. A call with it can be captured into a CUDA graph once it has been made before
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
         always examined)
 
     Returns
     -------
-    Grouped, flat arrays of M * K elements; what follows the last group is 0. The scales of blocks are those
+    Grouped, flat arrays of M * K elements; what follows the last group is 0. Its splits and offsets are
+    copies, which the same launch makes: those given may change. The scales of blocks are those
     of each group, as ``recipe.quantize`` stores them, one group after the other (`Grouped`). Those of whole
     columns are [N, K], K rounded up to 4 except in compact scales: a line for each group, that of zeros for a
     group without rows. With `align` the result has M + (align - 1) * min(N, M) rows, as `pad_groups`,
-    whatever the sizes; its splits are the aligned sizes, of splits' dtype, and its offsets are theirs.
+    whatever the sizes; its splits are the aligned sizes, of splits' dtype (int32 only if M rounded up fits),
+    and its offsets are theirs.
 
     Raises
     ------
@@ -148,7 +147,7 @@ class _GroupQuantize(Op[Inputs]):
             directions = quantization.directions
         else:
             quantization, directions = None, tensor_directions(shape, recipe.dtype, *wanted)
-        result = GroupedResult(directions, not isinstance(recipe, MXScaling), groups, offsets, align > 1)
+        result = GroupedResult(directions, not isinstance(recipe, MXScaling), groups)
         return Inputs(x=read_x, groups=groups, recipe=recipe, rowwise=wanted[0], columnwise=wanted[1],
                       scales=read_scales, amaxes=updated_amaxes, offsets=read_offsets, align=align,
                       quantization=quantization, result=result)
@@ -172,15 +171,13 @@ def _read_scales(call: Call, scales: Any, groups: group_sizes.Groups) -> Input:
 
 
 def _read_offsets(call: Call, offsets: Any, align: int, groups: group_sizes.Groups, check: bool) -> Input:
-    """Reads given offsets. They are never copied, since the result holds them."""
     if align > 1:
         raise ValueError(f"offsets: expected none with align={align}, got {type(offsets).__name__}; the call "
                          "finds those of the padded groups (the result's offsets)")
-    at = group_sizes.check_offsets(offsets, groups, call.x, call.xp)
+    read = call.read("offsets", offsets, (_INT64,), (len(groups.array) + 1,), "one more than splits")
     if groups.host is not None and (call.xp is np or check):
-        group_sizes.compare_offsets(offsets, groups.host, call.x.shape[1])
-    call.memory_ranges.append(Range(at, at + offsets.nbytes, False, "offsets"))
-    return Input(offsets, at)
+        group_sizes.compare_offsets(read.array, groups.host, call.x.shape[1])
+    return read
 
 
 def _result_rows(groups: group_sizes.Groups, rows: int, align: int) -> int:

@@ -13,12 +13,12 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, run
 from ...directions import Direction, mx_directions
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, FP8DType, flag, float8_e4m3fn, float16, float32
 from ...kernels import Kernel, Launch, Variant, shapes
 from ...kernels.shapes import LANE_COLUMNS, WarpTiles
 from ...layouts import SWIZZLE_COLUMNS, as_block, cdiv, scale_grid
 from ...methods import for_methods
-from ...options import check_mx_options
+from ...options import MXMode, MXProfile, MXScaleLayout, check_mx_options
 from ...recipes import MXScaling
 from ...results import Quantized
 from .block_quantization import (
@@ -53,10 +53,10 @@ ANY_SHAPE = _GATHERED
 
 
 @for_methods
-def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
-                transposed: bool = False, mode: str = "rceil", profile: str = "te",
-                block: tuple[int, int] = (1, 32), scale_layout: str = "compact", noop: Array | None = None,
-                out: Quantized | None = None) -> Quantized:
+def quantize_mx(x: Array, *, dtype: FP8DType = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
+                transposed: bool = False, mode: MXMode = "rceil", profile: MXProfile = "te",
+                block: tuple[int, int] = (1, 32), scale_layout: MXScaleLayout = "compact",
+                noop: Array | None = None, out: Quantized | None = None) -> Quantized:
     """Quantise to MXFP8: every 32 neighbouring elements share a scale, a power of two kept as one E8M0 byte.
 
         e = scale byte of max |x| over the block    data = cast(x * 2**(127 - e))    scale_inv = 2**(e - 127)

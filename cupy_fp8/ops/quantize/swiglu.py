@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -18,17 +18,19 @@ from ...formats import INPUT_DTYPES, choice, flag, float32
 from ...kernels import Launch
 from ...recipes import Recipe, check_scales
 from ...results import Quantized
+from ...typed_array import TypedArray
 from .quantized_result import QuantizedResult
 from .swiglu_launches import Inputs, launches, output_of
 from .swiglu_launches import variants as variants
 
-FORMS = ("swiglu", "gpt_oss")
+Form: TypeAlias = Literal["swiglu", "gpt_oss"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 
 def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array | None = None,
                     probs: Array | None = None, bias: Array | None = None, splits: Any = None,
                     rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
-                    form: str = "swiglu", interleaved: bool = False, noop: Array | None = None,
+                    form: Form = "swiglu", interleaved: bool = False, noop: Array | None = None,
                     out: Quantized | None = None) -> Quantized:
     """SwiGLU of both halves of x, quantised by a recipe, from one read of x.
 
@@ -92,9 +94,9 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
 def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: Any = None,
                              amax: Array | None = None, probs: Array | None = None, bias: Array | None = None,
                              splits: Any = None, rowwise: bool = True, columnwise: bool = False,
-                             clamp: float | None = None, form: str = "swiglu", interleaved: bool = False,
+                             clamp: float | None = None, form: Form = "swiglu", interleaved: bool = False,
                              noop: Array | None = None, out: tuple[Quantized, Array | None] | None = None
-                             ) -> tuple[Quantized, Array | None]:
+                             ) -> tuple[Quantized, TypedArray | None]:
     """The gradients of SwiGLU, quantised by a recipe, from one read of grad and x.
 
         da = ((g * p) * b) * (sigma * (1 + a * (1 - sigma)))

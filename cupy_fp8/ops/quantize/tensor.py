@@ -14,7 +14,7 @@ from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...directions import check_directions
-from ...formats import FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
+from ...formats import FP8_DTYPES, INPUT_DTYPES, FP8DType, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, shapes
 from ...methods import for_methods
 from ...options import checked_eps
@@ -36,7 +36,7 @@ _WHOLE = ((3, False), (2, False), (3, True), (1, True))
 
 
 @for_methods
-def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True,
+def quantize_tensor(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m3fn, rowwise: bool = True,
                     columnwise: bool = False, transposed: bool = True, amax: Array | None = None,
                     noop: Array | None = None, dbias: bool = False, eps: float = 0.0,
                     pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
@@ -93,7 +93,7 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
     return result
 
 
-def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, transposed: bool = True,
+def cast_transpose(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m3fn, transposed: bool = True,
                    amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
                    eps: float = 0.0, pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
     """`quantize_tensor` in both directions from one read of x: row-wise data […, M, K] and column-wise data

@@ -16,7 +16,7 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.tables import Records
 from ...calls.tensor_lists import ListResult, TableLayout, check_none_given, checked, each_amax, each_scale
 from ...directions import check_directions
-from ...formats import FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
+from ...formats import FP8_DTYPES, INPUT_DTYPES, FP8DType, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, shapes
 from ...recipes import (
     BlockScaling,
@@ -38,8 +38,8 @@ _CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", block=single_rea
 _SMALL = shapes.SMALL
 
 
-def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float8_e4m3fn, amaxes: Any = None,
-                         noop: Array | None = None,
+def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: FP8DType = float8_e4m3fn,
+                         amaxes: Any = None, noop: Array | None = None,
                          outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
     """`cast_transpose` of any number of matrices, of any shapes, in one launch.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
 from ...formats import INPUT_DTYPES, choice, float32
 from ...kernels import Kernel, Launch, Variant, multiprocessors
+from ...typed_array import TypedArray
 from .scale import TensorScaleRule
 
-NAN_RULES = ("ignore", "propagate")
+NanRule: TypeAlias = Literal["ignore", "propagate"]
+NAN_RULES: tuple[NanRule, ...] = get_args(NanRule)
 
 _THREADS = 512
 _COMPUTE_AMAX = Kernel("scales/amax", "compute_amax", block=_THREADS)
@@ -28,7 +30,7 @@ _WORDS = 4
 _SCALE_OFFSET = 8
 
 
-def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> Array:
+def compute_amax(x: Array, *, nan: NanRule = "ignore", out: Array | None = None) -> TypedArray:
     """max |x| as one f32, starting from 0.
 
     x : bfloat16, float16 or float32 array of any shape (empty: 0).

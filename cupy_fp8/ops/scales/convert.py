@@ -26,6 +26,7 @@ from ...layouts import (
     SWIZZLE_ROWS,
     Block,
     ScaleGrid,
+    ScaleLayout,
     as_block,
     cdiv,
     check_block,
@@ -37,6 +38,7 @@ from ...layouts import (
 from ...methods import for_methods
 from ...reference.scales.convert import is_in_e8m0
 from ...results import Scaled
+from ...typed_array import TypedArray
 from .swizzle import check_aligned, lines_adjacent, matrix_extents, matrix_launches
 
 _KERNEL = Kernel("scales/convert", "convert_scales", block=256)
@@ -45,8 +47,9 @@ _TILE, _SWIZZLED_TILE = (32, 32), (SWIZZLE_ROWS, 2 * SWIZZLE_COLUMNS)
 
 
 @for_methods
-def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[int, ...], block: Block,
-                   dtype: Any = None, out: Array | None = None, check: bool = False) -> Array:
+def convert_scales(scale_inv: Array, *, source: ScaleLayout, target: ScaleLayout,
+                   shape: tuple[int, ...], block: Block, dtype: Any = None,
+                   out: Array | None = None, check: bool = False) -> TypedArray:
     """Convert the scales of blocks to another layout, and to its dtype if that is another: f32 powers of two
     become E8M0, E8M0 becomes f32.
 
@@ -101,7 +104,8 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
 
 def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input]:
     """Returns the Scaled, which the call has read, with compact scales in new memory; and these scales."""
-    if not isinstance(s.scale_inv, np.ndarray) and kernels.capturing(s.scale_inv.data.device_id):
+    given: Array = s.scale_inv
+    if not isinstance(given, np.ndarray) and kernels.capturing(given.data.device_id):
         raise ValueError(f"{name}: {s.scale_layout} scales are made compact in new memory, which cannot be "
                          f"had while a CUDA graph is captured; take {name}.to_layout('compact') before the "
                          "capture")

@@ -13,10 +13,11 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Updated, one_array
-from ...formats import FORMATS, FP8_DTYPES, choice, flag, float8_e4m3fn, float32, integer, lookup
+from ...formats import FORMATS, FP8_DTYPES, FP8DType, choice, flag, float8_e4m3fn, float32, integer, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size, multiprocessors, shapes
-from ...options import ALGORITHMS, checked_eps
+from ...options import ALGORITHMS, Algorithm, checked_eps
 from ...reference.numerics import times_power_of_two
+from ...typed_array import TypedArray
 
 _THREADS = 512
 _COMPUTE_SCALE = Kernel("scales/scale", "compute_scale", block=shapes.ELEMENTWISE_THREADS)
@@ -26,9 +27,9 @@ _MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole cache line of each row
 _MULTIPROCESSORS_OF_CPU = 4
 
 
-def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, eps: float = 0.0,
+def compute_scale(amax: Array, *, dtype: FP8DType = float8_e4m3fn, margin: int = 0, eps: float = 0.0,
                   pow2_scale: bool = False,
-                  out: Array | None = None) -> Array:
+                  out: Array | None = None) -> TypedArray:
     """The scale that brings a largest magnitude to the largest value of an FP8 format.
 
         scale = fl(fl(fp8_max * 2**-margin) / max(amax, eps))
@@ -101,8 +102,9 @@ class _ComputeScale(Op[_Scales]):
 _COMPUTE_SCALE_OP = _ComputeScale()
 
 
-def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: int = 0, algo: str = "max",
-                           amax: Array | None = None) -> tuple[Array, Array]:
+def update_delayed_scaling(history: Array, scale: Array, *, dtype: FP8DType, margin: int = 0,
+                           algo: Algorithm = "max",
+                           amax: Array | None = None) -> tuple[TypedArray, TypedArray]:
     """The end of a training step of delayed scaling: the scales of n tensors from their amax histories, which
     roll.
 

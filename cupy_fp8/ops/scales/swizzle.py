@@ -30,6 +30,7 @@ from ...layouts import (
     round_up,
     swap_last,
 )
+from ...typed_array import TypedArray
 
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales", block=64)
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales", block=64)
@@ -40,7 +41,7 @@ _NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2
 
 
 def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | None = None,
-                   check: bool = False) -> Array:
+                   check: bool = False) -> TypedArray:
     """Store compact E8M0 scales in the layout that block-scaled matrix products read: tiles of 128 lines x 4
     blocks, padded with zeros.
 
@@ -87,7 +88,7 @@ def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | 
 
 
 def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, axis: int = 0,
-                     out: Array | None = None, check: bool = False) -> Array:
+                     out: Array | None = None, check: bool = False) -> TypedArray:
     """The inverse of `swizzle_scales`: compact scales, without the padding.
 
     s : float8_e8m0fnu, of the shape that `swizzle_scales` gives

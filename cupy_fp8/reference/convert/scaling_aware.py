@@ -53,13 +53,13 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         flat = np.concatenate([np.zeros(0, np.uint8), *(bits(piece).reshape(-1) for piece in pieces)])
         stored[:len(flat)] = flat
         stored = stored.view(s.data.dtype)
-    rowwise, layout = s, "compact"
+    rowwise, layout, own = s, "compact", None if splits is None else np.array(splits)
     if s.scale_inv.dtype == float32:
         rowwise = Scaled._of(s.data, _row_scales(s.scale_inv, None if splits is None else ranges), s.shape,
-                             False, s.block, "gemm_ready")
+                             False, s.block, "gemm_ready", own)
         layout = scale_layout
     scale_inv = padded(scale_inv) if layout == "gemm_ready" else scale_inv
-    return Quantized(rowwise, Scaled._of(stored, scale_inv, s.shape, True, (block, 1), layout))
+    return Quantized(rowwise, Scaled._of(stored, scale_inv, s.shape, True, (block, 1), layout, own))
 
 
 def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:

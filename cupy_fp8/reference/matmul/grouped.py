@@ -40,7 +40,7 @@ def grouped_magnitudes(a: _Operand, b: _Operand, splits: Any = None, *, group: s
 def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
                  of: Callable[[np.ndarray], np.ndarray] = np.asarray, nothing: float = 0.0) -> np.ndarray:
     """The sums in f64, with `of` of every value; `nothing` where there is no product."""
-    sizes = next((g.splits for g in (a, b) if isinstance(g, Grouped)), splits)
+    sizes = next((s for s in (splits, _own_sizes(a), _own_sizes(b)) if s is not None), None)
     with np.errstate(invalid="ignore", over="ignore"):
         if group == "k":
             ranges = list(group_ranges(sizes, _columns_total(a), 0))
@@ -64,6 +64,12 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
         return total
 
 
+def _own_sizes(a: _Operand) -> np.ndarray | None:
+    """The sizes that an operand is laid out by, if it is."""
+    parts = [a._row, a._column] if isinstance(a, Quantized) else [a]
+    return next((part.splits for part in parts if part is not None and part.splits is not None), None)
+
+
 _Ranges = list[tuple[int, int]]
 
 
@@ -76,7 +82,7 @@ def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
     s = row_wise(a)
     padded = 0                                          # So many rows of scales lie before the group.
     for start, end in ranges:
-        if s.scale_inv.ndim == 1 and s.block is not None:
+        if s.splits is not None:
             blocks, pitch = cdiv(s.shape[1], 128), round_up(end - start, 4)
             scales = s.scale_inv[padded * blocks:(padded + pitch) * blocks].reshape(blocks, pitch)
             shape = end - start, s.shape[1]
@@ -101,7 +107,7 @@ def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
             yield scaled_values(member.columnwise.T, 0, 0, a.shape[1])
         return
     s = _flat_or_matrix(a)
-    if s.data.ndim == 2:
+    if s.splits is None:
         all_columns = scaled_values(s, 0, 0, s.shape[0])
         for start, end in ranges:
             yield all_columns[:, start:end]
@@ -120,7 +126,7 @@ def _flat_or_matrix(a: Scaled | Quantized) -> Scaled:
     """The flat column-wise data of groups if a Quantized has them, else the row-wise matrix."""
     if isinstance(a, Scaled):
         return a
-    s = a._column if a._column is not None and a._column.data.ndim == 1 else a._row
+    s = a._column if a._column is not None and a._column.splits is not None else a._row
     assert s is not None
     return s
 
@@ -130,7 +136,7 @@ def _of_whole_blocks(a: _Operand) -> bool:
     if isinstance(a, Grouped):
         return False
     s = _flat_or_matrix(a)
-    return s.data.ndim == 2 and s.block is not None and s.block[1] is not None
+    return s.splits is None and s.block is not None and s.block[1] is not None
 
 
 def _columns_total(a: _Operand) -> int:
@@ -138,11 +144,11 @@ def _columns_total(a: _Operand) -> int:
     if isinstance(a, Grouped):
         return a.shape[0]
     s = _flat_or_matrix(a)
-    return s.shape[0] if s.data.ndim == 1 else s.shape[1]
+    return s.shape[1] if s.splits is None else s.shape[0]
 
 
 def _rows_of(a: _Operand) -> tuple[int]:
     if isinstance(a, Grouped):
         return (a.shape[1],)
     s = _flat_or_matrix(a)
-    return (s.shape[1],) if s.data.ndim == 1 else (s.shape[0],)
+    return (s.shape[0],) if s.splits is None else (s.shape[1],)

@@ -44,8 +44,8 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
         for flat, direction in ((row, q.rowwise), (column, q.columnwise)):
             if flat is not None:
                 bits(flat)[here] = bits(direction.data).reshape(-1)
-    return Grouped(np.asarray(splits), starts * columns if offsets is None else offsets, (rows, columns), row,
-                   column, scale_inv)
+    return Grouped(np.array(splits), starts * columns if offsets is None else offsets.copy(), (rows, columns),
+                   row, column, scale_inv)
 
 
 def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, starts: np.ndarray,
@@ -78,6 +78,6 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
     if row and column and recipe.block[0] == recipe.block[1] and not column.transposed:
         flat["columnwise"] = flat["rowwise"]                    # Both directions have the same codes.
     row_block = row.block if row else cast(Scaled, column).T.block
-    return Grouped(np.asarray(splits), starts * columns if offsets is None else offsets, (rows, columns),
+    return Grouped(np.array(splits), starts * columns if offsets is None else offsets.copy(), (rows, columns),
                    block=row_block, scale_layout=recipe.scale_layout,
                    transposed=isinstance(recipe, BlockScaling), **flat)

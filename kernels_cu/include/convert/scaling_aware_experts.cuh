@@ -11,6 +11,7 @@ struct ScalingAwareParams {
     float* row_scales;
     const RowSegment* segments;  // with splits: the segment of each row of tiles; an earlier launch wrote it
     Splits splits;               // groups -1: nothing is split, one expert has all rows
+    void* sizes_out;             // [groups], as wide as the sizes: a copy of them
     i64 rows, columns;
     i64 scale_columns;           // columns of the compact scales
     i64 target_pitch, target_rows;

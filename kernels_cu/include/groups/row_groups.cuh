@@ -16,8 +16,8 @@ struct RowSegment;
 // row start, or points past the end, is skipped.
 struct RowGroups {
     const i64* offsets;          // [groups + 1] in elements, with align 1; or null: sums of the sizes
-    i64* offsets_out;            // [groups + 1] in the results, or null
-    void* sizes_out;             // [groups] rows in the results, as wide as the sizes; or null
+    i64* offsets_out;            // [groups + 1] in the results: `offsets` or the sums; or null
+    void* sizes_out;             // [groups] the sizes (align > 1: rows in the results), as wide; or null
     Splits splits;
     i64 rows, columns;           // shape of x
     i64 result_rows;             // rows of the results, which suffice for any sizes
@@ -213,7 +213,7 @@ __device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stri
     }
 }
 
-// Writes offsets and aligned sizes if there are arrays for them, and reports wrong sizes and offsets. One
+// Writes offsets and sizes if there are arrays for them, and reports wrong sizes and offsets. One
 // whole warp calls it.
 __device__ __forceinline__ void write_offsets(const RowGroups& p) {
     const int lane = threadIdx.x % 32;
@@ -221,28 +221,28 @@ __device__ __forceinline__ void write_offsets(const RowGroups& p) {
     i64 before = 0, to = 0;                      // rows of x and of the results in earlier rounds
     u32 wrong = 0;
     for (i64 round = 0; round < p.splits.groups; round += 32) {
-        const i64 g = round + lane, size = p.size(g);
+        const i64 g = round + lane, given = p.splits.load(g), size = p.size(g);
         const i64 end = before + warp_prefix_sum(size), start = end - size;
-        if (p.splits.load(g) < 0) wrong |= kSplitNegative;
+        i64 kept = given;
+        if (given < 0) wrong |= kSplitNegative;
         if (end > p.rows) wrong |= kSplitSum;
         i64 first = smaller(start, p.rows), end_to = 0;
         if (aligns) {
-            const i64 written = p.aligned(smaller(end, p.rows) - first);
-            end_to = to + warp_prefix_sum(written);
-            first = end_to - written;
-            if (g < p.splits.groups && p.sizes_out) {
-                if (p.splits.wide) static_cast<i64*>(p.sizes_out)[g] = written;
-                else static_cast<i32*>(p.sizes_out)[g] = (i32)written;
-            }
+            kept = p.aligned(smaller(end, p.rows) - first);
+            end_to = to + warp_prefix_sum(kept);
+            first = end_to - kept;
         }
         if (g < p.splits.groups) {
-            if (p.offsets && p.offsets[g] != start * p.columns) wrong |= kSplitSum;
-            if (p.offsets_out) p.offsets_out[g] = first * p.columns;
+            const i64 offset = p.offsets ? p.offsets[g] : first * p.columns;
+            if (p.offsets && offset != start * p.columns) wrong |= kSplitSum;
+            if (p.offsets_out) p.offsets_out[g] = offset;
+            if (p.sizes_out) p.splits.store(p.sizes_out, g, kept);
         }
         before = smaller(__shfl_sync(~0u, end, 31), p.rows + 1);
         to = __shfl_sync(~0u, end_to, 31);
     }
     if (lane == 0 && p.offsets_out)
-        p.offsets_out[p.splits.groups] = (aligns ? to : smaller(before, p.rows)) * p.columns;
+        p.offsets_out[p.splits.groups] =
+            p.offsets ? p.offsets[p.splits.groups] : (aligns ? to : smaller(before, p.rows)) * p.columns;
     report(p.splits.errors, wrong);
 }

@@ -3,6 +3,12 @@
 #include "memory/errors.cuh"
 #include "tile/tile.cuh"
 
+// Loads a size of i32, or of i64 if `wide`.
+__device__ __forceinline__ i64 load_size(const void* sizes, u32 wide, i64 i) {
+    if (wide) return load_read_only(static_cast<const i64*>(sizes) + i);
+    return load_read_only(static_cast<const i32*>(sizes) + i);
+}
+
 struct Splits {
     const void* sizes;           // [groups] i32, or i64 if `wide`; in elements
     i64 groups;
@@ -10,9 +16,12 @@ struct Splits {
     u32 wide;
 
     __device__ __forceinline__ i64 load(i64 i) const {
-        if (i >= groups) return 0;
-        if (wide) return load_read_only(static_cast<const i64*>(sizes) + i);
-        return load_read_only(static_cast<const i32*>(sizes) + i);
+        return i < groups ? load_size(sizes, wide, i) : 0;
+    }
+    // Stores a size in a copy of the sizes, which has their type.
+    __device__ __forceinline__ void store(void* copy, i64 i, i64 size) const {
+        if (wide) static_cast<i64*>(copy)[i] = size;
+        else static_cast<i32*>(copy)[i] = (i32)size;
     }
 };
 
@@ -40,4 +49,18 @@ __device__ __forceinline__ void check_sizes(const Splits& splits, i64 total) {
     const u32 any_negative = __ballot_sync(~0u, negative);
     if (threadIdx.x % 32 == 0)
         report(splits.errors, (any_negative ? kSplitNegative : 0u) | (sum > total ? kSplitSum : 0u));
+}
+
+// Keeps the sizes that a result is laid out by. One whole warp calls it.
+__device__ __forceinline__ void copy_sizes(const Splits& splits, void* copy) {
+    for (i64 g = threadIdx.x % 32; g < splits.groups; g += 32) splits.store(copy, g, splits.load(g));
+}
+
+// Reports sizes that are not those that an operand is laid out by, if it is. One whole warp calls it.
+__device__ __forceinline__ void compare_sizes(const Splits& splits, const void* own, u32 wide) {
+    if (!own) return;
+    bool differs = false;
+    for (i64 g = threadIdx.x % 32; g < splits.groups; g += 32)
+        differs |= splits.load(g) != load_size(own, wide, g);
+    if (differs) report(splits.errors, kSplitOther);
 }

@@ -29,6 +29,8 @@ struct Operand {
     i64 scale_block;               // from one 128 of K to the next; -1: the group's size rounded up to 4
     u32 scale_shift;               // log2 of the rows that share a scale
     u32 e5m2;                      // the format is e5m2, else e4m3fn
+    const void* own_sizes;         // [groups] sizes that it is laid out by; null: those of `splits`, or none
+    u32 own_wide;                  // they are i64, else i32
 
     __device__ __forceinline__ const u8* first(const GroupStart& g) const {
         return data + g.group * group_bytes + g.start * start_bytes;
@@ -66,6 +68,13 @@ struct Product {
         if (bias_type == kOutF32) return reinterpret_cast<const float*>(bias)[column];
         const u32 bits = reinterpret_cast<const u16*>(bias)[column];
         return bias_type == kOutBf16 ? bf16::widen(bits) : f16::widen(bits);
+    }
+    // Reports wrong sizes, and others than an operand is laid out by. One whole warp calls it.
+    __device__ __forceinline__ void check() const {
+        if (!splits.sizes) return;
+        check_sizes(splits, total);
+        compare_sizes(splits, a.own_sizes, a.own_wide);
+        compare_sizes(splits, b.own_sizes, b.own_wide);
     }
     // False for a group that breaks the promise of whole_blocks: its scales lie elsewhere. It becomes a group
     // without K, and the kernel reports it.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from power_of_two_rows import NAN, exponent_of, nearest_code, scaled, value_of
+from scale_arrays import guarded_like
 
 import cupy_fp8 as fp8
 from cupy_fp8 import reference, testing
@@ -31,7 +32,7 @@ def rebased(q: Scaled, block: Any, run: testing.Executor, **options: Any) -> tup
 
 def values(s: Scaled) -> np.ndarray:
     """The values in f64, which holds all of them. Scales are compact."""
-    scales = s.scale_inv.astype(np.float64)
+    scales: Any = s.scale_inv.astype(np.float64)
     assert s.block is not None
     for axis, extent in zip((-2, -1), s.block, strict=True):
         length = s.shape[axis]
@@ -44,6 +45,16 @@ def values(s: Scaled) -> np.ndarray:
 
 def differing(before: np.ndarray, after: np.ndarray) -> int:
     return int(np.count_nonzero((before != after) & ~np.isnan(before)))
+
+
+@pytest.mark.parametrize("lead", [0, 1, 8])
+def test_a_result_at_any_address(lead, run):
+    """Data at a multiple of 16 bytes, and their result elsewhere."""
+    q = fp8.quantize_mx(np.random.default_rng(0).standard_normal((40, 256), np.float32)).rowwise
+    want = reference.rebase_scales(q, block=(1, 128))
+    out, intact = guarded_like(run, want, lead)
+    testing.assert_bytes_equal(run.numpy(fp8.rebase_scales(run.array(q), block=(1, 128), out=out)), want)
+    assert intact()
 
 
 # ---- another way: in exact arithmetic ----
@@ -178,6 +189,7 @@ def test_layouts_are_those_of_to_layout(shape, block, layouts, run):
     q = fp8.quantize_mx(np.random.default_rng(4).standard_normal(shape, np.float32)).rowwise
     assert q is not None
     compact, _ = rebased(q, block, run, scale_dtype=float32)
+    layout: Any
     for layout in layouts:
         assert rebased(q, block, run, scale_layout=layout)[0] == compact.to_layout(layout)
     for layout in ("swizzled", "deepgemm_sm100"):

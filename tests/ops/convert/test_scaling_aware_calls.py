@@ -81,8 +81,9 @@ def test_results_anywhere_in_memory(block, lead, splits, run):
         return fresh
 
     row, column = parts(made)
-    out = Quantized(row if block == 32 else part(row, scale_inv=moved(row.scale_inv)),
-                    part(column, data=moved(column.data), scale_inv=moved(column.scale_inv)))
+    sizes = None if splits is None else moved(column.splits)
+    out = Quantized(row if block == 32 else part(row, scale_inv=moved(row.scale_inv), splits=sizes),
+                    part(column, data=moved(column.data), scale_inv=moved(column.scale_inv), splits=sizes))
     assert fp8.scaling_aware_transpose(given, splits=splits, out=out) is out
     testing.assert_bytes_equal(run.numpy(out), reference.scaling_aware_transpose(q, splits=splits))
     assert all(intact() for intact in checked)

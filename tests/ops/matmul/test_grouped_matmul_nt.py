@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from product_operands import integers, scaled
+from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, Grouped, MXScaling, Quantized, Scaled, reference, testing
@@ -18,7 +19,7 @@ from cupy_fp8.calls import group_sizes, remembered
 from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import FP8_DTYPES, float8_e4m3fn, float32
 from cupy_fp8.kernels import errors
-from cupy_fp8.ops.matmul import grouped_operands, tiles
+from cupy_fp8.ops.matmul import grouped, grouped_operands, tiles
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 
 SPLITS = np.array([0, 37, 0, 130, 8, 0], np.int64)
@@ -91,6 +92,33 @@ def test_small_integers_are_exact(group, dtypes, run):
     added = run.array(np.full(shape, 3, np.float32))
     assert fp8.grouped_matmul_nt(a, b, splits, group=group, accumulate=added) is added
     testing.assert_bytes_equal(fp8.asnumpy(added), want + np.float32(3))
+
+
+@where_kernels_run
+@pytest.mark.parametrize("m", [13, 16])
+def test_an_empty_group_may_begin_anywhere(m, run):
+    """Scales of whole blocks of all columns need groups that begin at multiples of 128, but for empty ones.
+    """
+    sizes = np.array([128, 100, 0])
+    a, b = (run.array(scaled((rows, 240), "vector", rows)) for rows in (m, N))
+    fp8.device_errors(clear=True)
+    got = fp8.grouped_matmul_nt(a, b, run.array(sizes), group="k", dtype=float32)
+    assert fp8.device_errors() == ()
+    assert not bits(fp8.asnumpy(got))[2].any()
+
+
+@where_kernels_run
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_few_blocks_take_the_tiles_of_all_groups_at_odd_addresses(blocks, run, monkeypatch):
+    """Beside a launch that takes the other groups, one of few blocks computes the tiles that are left."""
+    monkeypatch.setattr(tiles, "_BLOCKS_FOR_OTHERS", blocks)
+    remembered.forget()
+    sizes = np.array([3, 16, 0, 5, 1, 7, 16, 0, 2, 9, 4])
+    a, b = (integers((rows, 64), float8_e4m3fn, rows) for rows in (130, N))
+    want = reference.grouped_matmul_nt(a, b, sizes, group="k", dtype=float32)
+    out = run.array(np.full(want.shape, np.nan, np.float32))
+    fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(sizes), group="k", out=out, dtype=float32)
+    testing.assert_bytes_equal(fp8.asnumpy(out) + np.float32(0), want + np.float32(0))
 
 
 @pytest.mark.full
@@ -193,13 +221,14 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
     """Sizes in NumPy arrays are looked at as little as those on a device."""
     monkeypatch.setattr(group_sizes, "check_at_most", lambda *_: None)
     monkeypatch.setattr(grouped_operands, "check_whole_blocks", lambda *_: None)
-    monkeypatch.setattr(fp8.ops.matmul.grouped, "check_whole_blocks", lambda *_: None)
+    monkeypatch.setattr(grouped, "check_whole_blocks", lambda *_: None)
     return run
 
 
-def test_groups_that_begin_within_a_block_of_scales(unchecked):
+@pytest.mark.parametrize("pair", [("vector", "row"), ("row", "vector")], ids="-".join)
+def test_groups_that_begin_within_a_block_of_scales(pair, unchecked):
     run, sizes = unchecked, np.array([128, 100, 0, 52, 0])
-    a, b = scaled((N, 280), "vector", 1), scaled((13, 280), "row", 2)
+    a, b = scaled((N, 280), pair[0], 1), scaled((13, 280), pair[1], 2)
     got = fp8.asnumpy(fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(sizes), group="k"))
     want = reference.grouped_matmul_nt(a, b, sizes, group="k")
     magnitudes = grouped_magnitudes(a, b, sizes, group="k")
@@ -215,6 +244,8 @@ X, W = scaled((TOTAL, K), "vector", 1), scaled((6, N, K), "block", 2)
 XT, GT = scaled((13, TOTAL), "vector", 1), scaled((N, TOTAL), "vector", 2)
 G = fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, BlockScaling())
 GC = fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, BlockScaling(), rowwise=False,
+                        columnwise=True)
+GO = fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS[::-1].copy(), BlockScaling(), rowwise=False,
                         columnwise=True)
 GX, GR = (fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, recipe, columnwise=True)
           for recipe in (MXScaling(), BlockScaling((128, 1))))
@@ -236,7 +267,8 @@ GX, GR = (fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, recipe, co
     (ValueError, "splits: expected sizes that add up to at most the 180 rows", (X, W, SPLITS + 2), {}),
     (ValueError, "splits: expected sizes that add up to at most the 180 columns there are, got 187",
      (GT, XT, SPLITS + 2), {"group": "k"}),
-    (ValueError, "splits: expected None beside a, a Grouped", (G, W, SPLITS), {}),
+    (ValueError, "splits: expected the sizes that a is laid out by, [0, 37, 0, 130, 8, 0], got [0, 37, 130, "
+     "0, 8, 0]", (G, W, SPLITS[[0, 1, 3, 2, 4, 5]]), {}),
     (ValueError, "a: expected one scale, a scale for each row or blocks 1×128, since groups begin at any row",
      (scaled((TOTAL, K), "block", 1), W, SPLITS), {}),
     (ValueError, "a: expected one scale, a scale for each row, or blocks of 128, got MX blocks",
@@ -257,6 +289,7 @@ GX, GR = (fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, recipe, co
      "gemm_ready scales, got block (128, 1) with ", (GC, GR), {"group": "k"}),
     (ValueError, "a: expected column-wise data stored transposed, got data stored as is; group_quantize(",
      (dataclasses.replace(GC, transposed=False), GC), {"group": "k"}),
+    (ValueError, "b.splits: expected the sizes that a is laid out by, ", (GC, GO), {"group": "k"}),
     (ValueError, "out: expected None beside accumulate", (X, W, SPLITS),
      {"accumulate": np.zeros((TOTAL, N), np.float32), "out": np.zeros((TOTAL, N), np.float32)}),
 ])
@@ -296,5 +329,15 @@ def test_operands_of_equal_extents_that_should_be_transposed():
 def test_scales_of_another_number_of_groups():
     x = fp8.quantize_block(np.ones((TOTAL, K), np.float32), scale_layout="compact")
     q = fp8.scaling_aware_transpose(x, splits=SPLITS)
-    with pytest.raises(ValueError, match=r"^a\.scale_inv: expected shape .* makes scales for 2 groups"):
+    with pytest.raises(ValueError, match=r"^splits: expected 6 groups, as a has, got 2$"):
         fp8.grouped_matmul_nt(Quantized(None, q.columnwise), q, [100, 80], group="k")
+
+
+def test_columns_of_weights_that_were_not_made_are_what_it_asks_for():
+    """The gradient of an expert layer's input is a product with w.T."""
+    w, g, sizes = np.ones((2, 256, 128), np.float32), np.ones((256, 256), np.float32), [128, 128]
+    gq, wq = fp8.quantize_block(g), fp8.quantize_block(w, block=(128, 128), columnwise=True)
+    assert fp8.grouped_matmul_nt(gq, wq.T, sizes).shape == (256, 128)
+    for wrong in (fp8.Quantized(wq.rowwise).T, wq.rowwise.T):
+        with pytest.raises(ValueError, match=r"^b: expected .* If b is q\.T, quantise q with columnw"):
+            fp8.grouped_matmul_nt(gq, wrong, sizes)

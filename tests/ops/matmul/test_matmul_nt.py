@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupy_fp8 as fp8
-from cupy_fp8 import DeviceError, Scaled, reference, testing
+from cupy_fp8 import DeviceError, Quantized, Scaled, reference, testing
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.matmul.dense import operand
 from cupy_fp8.cases.matmul.tolerance import SUMS, assert_within, ulp
@@ -158,9 +159,10 @@ def test_recipes(run):
 
 
 def test_mx_of_numpy_arrays():
+    layouts: Any = ((5, "compact"), (7, "swizzled"))
     x, w = (fp8.quantize_mx(np.random.default_rng(i).standard_normal((2, n, 96)).astype(np.float32),
                             scale_layout=layout)
-            for i, (n, layout) in enumerate(((5, "compact"), (7, "swizzled"))))
+            for i, (n, layout) in enumerate(layouts))
     want = np.einsum("bmk,bnk->bmn", x.dequantize(np.float32), w.dequantize(np.float32))
     np.testing.assert_allclose(fp8.matmul_nt(x, w, dtype=float32), want, rtol=1e-5, atol=1e-5)
 
@@ -211,6 +213,8 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (ValueError, "bias: expected shape (8,), a value for each row of b, got (12,)", (A, B),
      {"bias": np.ones(12, np.float32)}),
     (ValueError, "fast_accum: expected False for operands in blocks", (A, B), {"fast_accum": True}),
+    (ValueError, "fast_accum: expected False for operands in blocks", pair(("tensor", "vector")),
+     {"fast_accum": True}),
     (ValueError, "out: expected None beside accumulate, which is the result", (A, B),
      {"accumulate": np.ones((12, 8), np.float32), "out": np.ones((12, 8), np.float32)}),
 ]
@@ -221,6 +225,22 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
 def test_refused(error, message, given, options):
     with pytest.raises(error, match="^" + re.escape(message)):
         CALL(*given, **options)
+
+
+@pytest.mark.parametrize("quantize", [
+    fp8.quantize_tensor, fp8.quantize_block, functools.partial(fp8.quantize_block, block=(128, 128)),
+    functools.partial(fp8.quantize_block, block=(1, None)),
+    functools.partial(fp8.quantize_mx, transposed=True)],
+    ids=["tensor", "1x128", "128x128", "row", "mx"])
+def test_columns_that_were_not_made_are_what_it_asks_for(quantize):
+    """The gradient of activations is a product with w.T, whose rows are the columns of w."""
+    w, g = np.ones((256, 384), np.float32), np.ones((128, 256), np.float32)
+    wq, gq = quantize(w, columnwise=True), quantize(g)
+    lacking = Quantized(wq.rowwise).T
+    assert fp8.matmul_nt(gq, wq.T).shape == (128, 384)
+    for wrong in (lacking, lacking.columnwise):
+        with pytest.raises(ValueError, match=r"^b: expected .* If b is q\.T, quantise q with columnw"):
+            fp8.matmul_nt(gq, wrong)
 
 
 def test_columns_of_blocks_are_refused():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from product_machine import M, Machine, N, machine
+from product_machine import K, M, Machine, N, machine
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled
@@ -80,6 +80,20 @@ def test_the_first_algorithm_that_runs_is_taken(gpu_stand_in):
     gpu_stand_in.fake.refuses = {1}
     gpu_stand_in.checked(*gpu_stand_in.both(("tensor", "tensor")))
     assert [p.algorithm for p in gpu_stand_in.fake.products] == [1, 2, 2]
+
+
+def test_an_algorithm_that_the_heuristic_itself_doubts_is_not_tried(gpu_stand_in):
+    gpu_stand_in.fake.proposes_in_vain = {1, 3}
+    gpu_stand_in.checked(*gpu_stand_in.both(("tensor", "tensor")))
+    assert [p.algorithm for p in gpu_stand_in.fake.products] == [2, 2]
+
+
+def test_a_plan_serves_every_matrix_of_a_batch(gpu_stand_in):
+    """The first one is at a multiple of 256 bytes, and the second one at none."""
+    assert N * K % 256
+    a, b = gpu_stand_in.both(("vector", "block"), batch=(2,))
+    gpu_stand_in.checked(a, b)
+    assert promised(gpu_stand_in) == [16]
 
 
 def test_autotune_takes_the_fastest(gpu_stand_in, monkeypatch):

@@ -198,7 +198,7 @@ def test_one_buffer(number, run):
     want = reference.splits_to_offsets(host, **TYPICAL)
     got = fp8.splits_to_offsets(run.array(host), **TYPICAL, bulk_allocate=True)
     assert_equal(got, want)
-    base = got[0].base
+    base: Any = got[0].base
     assert all(a.base is base and base is not None for a in got)
     ends = 0
     for a in got:

@@ -277,12 +277,15 @@ def test_wrong_orders_are_harmless_and_noted(order, wide, unchecked):
     noted(run, [] if order == [0, 1, 2, 3] else [ORDER])
 
 
-@pytest.mark.parametrize("twice", [None, (5, 69_990), (65_535, 65_536), (69_999, 0)])
+@pytest.mark.parametrize("twice", [None, (5, 69_990), (65_535, 65_536), (69_999, 0), "a far one"])
 def test_orders_of_many_chunks(twice, unchecked):
-    """More than are looked at at a time, for indices that come twice."""
+    """More than are looked at at a time, for indices that come twice: those at two positions, or one that is
+    looked at last."""
     run, number = unchecked, 70_000
     splits, order = np.zeros(number, np.int32), np.random.default_rng(0).permutation(number)
     splits[::7000] = 3
+    if twice == "a far one":
+        twice = 0, int(np.argmax(order[1:] >= 1 << 16)) + 1
     if twice:
         order[twice[0]] = order[twice[1]]
     x = fp8_array((30, 16))
@@ -303,3 +306,16 @@ def test_sizes_of_nothing_are_looked_at(shape, unchecked):
     nothing = run.array(np.zeros(0, np.int64))
     assert fp8.pad_groups(x, nothing, 16).shape == shape
     noted(run, [SUM] if shape[0] else [])
+
+
+# ---- many rows ----
+@needs_host
+@pytest.mark.full
+def test_groups_of_more_rows_than_sums_of_32_bits_are_for():
+    """Rounds of 32 groups are then added up in 64 bits."""
+    rows, number = (1 << 24) + 5, 70
+    x = np.resize(np.arange(251, dtype=np.uint8), (rows, 1)).view(float8_e4m3fn)
+    splits = np.full(number, rows // number)
+    splits[-1] += rows % number
+    with testing.executor("host"):
+        assert_equal(fp8.pad_groups(x, splits, 16), reference.pad_groups(x, splits, 16))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_arrays import array, assert_equal, expect, normal
 from moe_loops import gathered, moved, moved_probs, routings, summed
-from scale_arrays import guarded, raw
+from scale_arrays import guarded, guarded_like, raw
 from tiers import needs_host
 
 import cupy_fp8 as fp8
@@ -152,15 +152,19 @@ def routed_by_hand(row: int, options: dict[str, Any]) -> Routing:
 
 
 @pytest.mark.parametrize("options", [{}, {"form": "mask"}, {"align": 16}], ids=str)
-@pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 100])
+@pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 100, "rows"])
 def test_a_row_outside_of_the_routing_is_none(row, options, run):
     """A map that leads out of bounds is read as one that leads nowhere, by all four ops, by the reference as
-    by the kernels."""
-    host, nowhere = routed_by_hand(row, options), routed_by_hand(-1, options)
+    by the kernels. "rows": one past the last."""
+    nowhere = routed_by_hand(-1, options)
+    host = routed_by_hand(nowhere.rows if row == "rows" else row, options)
     x, y, probs, by_row = normal((20, 24)), normal((host.rows, 24),
                                                    seed=1), normal((20, 2)), normal((host.rows,), seed=2)
     r, given_x, given_y, given_probs = map(run.array, (host, x, y, probs))
-    assert_equal(fp8.permute(given_x, r, probs=given_probs), moved(x, nowhere, probs))
+    wanted = moved(x, nowhere, probs)
+    out, intact = guarded_like(run, wanted)
+    assert_equal(fp8.permute(given_x, r, probs=given_probs, out=out), wanted)
+    assert intact()
     assert_equal(fp8.unpermute(given_y, r, probs=given_probs), summed(y, nowhere, probs))
     assert_equal(fp8.permute_backward(given_y, r, probs_grad=run.array(by_row)),
                  (summed(y, nowhere), gathered(by_row, nowhere)))
@@ -197,7 +201,7 @@ def test_scales_that_are_made_compact_first_overlap_nothing():
     """The scales given share one element with those of the result."""
     q, r = fp8.quantize_block(normal((9, 256)))._any, routed(9, 2, 3)
     out, size = fp8.permute(q, r), q.scale_inv.size
-    memory = np.full(size + out.scale_inv.size - 1, 3, np.float32)
+    memory: Any = np.full(size + out.scale_inv.size - 1, 3, np.float32)
     given = dataclasses.replace(q, scale_inv=memory[:size].reshape(q.scale_inv.shape))
     over = dataclasses.replace(out, scale_inv=memory[size - 1:].reshape(out.scale_inv.shape))
     with pytest.raises(ValueError, match=r"^out\.scale_inv: overlaps x\.scale_inv in memory"):

@@ -184,7 +184,7 @@ def test_given_offsets_are_used(recipe, run):
     x, splits, offsets = matrix(60, 16), [20, 0, 40], run.array(np.array([0, 320, 320, 960]))
     g = fp8.group_quantize(run.array(x), splits, recipe, columnwise=True, scales=scales_for(recipe, 3, run),
                            offsets=offsets)
-    assert g.offsets is offsets
+    offsets[...] = 0                                            # The result has copies.
     expect_groups(g, x, splits, recipe, scales_for(recipe, 3), columnwise=True)
 
 

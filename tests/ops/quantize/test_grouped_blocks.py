@@ -18,16 +18,17 @@ from cupy_fp8 import BlockScaling, MXScaling, cases, testing
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float32
 from cupy_fp8.layouts import group_scales, group_unit, grouped_scale_shape, scale_shape
 
+EACH: Any = product
 BLOCKS: list[Any] = [
     *(BlockScaling(block, scale_layout=layout)
-      for block, layout in product(((1, 128), (128, 1), (1, 32), (128, 128)), ("gemm_ready", "compact"))),
+      for block, layout in EACH(((1, 128), (128, 1), (1, 32), (128, 128)), ("gemm_ready", "compact"))),
     BlockScaling(profile="vllm"),
     BlockScaling(dtype=float8_e5m2, profile="deepgemm", scale_layout="deepgemm_sm90"),
     *(MXScaling(block=block, scale_layout=layout)
-      for block, layout in product(((1, 32), (32, 32)), ("compact", "swizzled")))]
+      for block, layout in EACH(((1, 32), (32, 32)), ("compact", "swizzled")))]
 LINES: list[Any] = [
     *(BlockScaling(block, scale_layout=layout)
-      for block, layout in product((ROWS, COLUMNS), ("gemm_ready", "compact", "deepgemm_sm90"))),
+      for block, layout in EACH((ROWS, COLUMNS), ("gemm_ready", "compact", "deepgemm_sm90"))),
     *(BlockScaling(ROWS, profile=profile, scale_layout="compact")
       for profile in ("deepgemm", "tilekernels", "vllm", "sglang", "torchao")),
     BlockScaling(COLUMNS, float8_e5m2, eps=0.5, pow2_scale=False),

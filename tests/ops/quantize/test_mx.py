@@ -238,7 +238,7 @@ def expected_bytes(words: Any, first: Any, profile: str, xp: Any) -> Any:
     return xp.where(magnitude == 0x7F800000, 254, xp.where(magnitude > 0x7F800000, 0, e)).astype(np.uint8)
 
 
-def check_amaxes(run: testing.Executor, start: int, count: int, dtype: Any, mode: str, profile: str,
+def check_amaxes(run: testing.Executor, start: int, count: int, dtype: Any, mode: Any, profile: Any,
                  out: Any = None) -> Any:
     """The scale bytes of `count` f32 values by their bits, each a block of its own."""
     xp = backend.cupy() if run.name == "cuda" else np

@@ -35,6 +35,7 @@ from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, fl
 from cupy_fp8.kernels import shapes
 from cupy_fp8.ops.quantize import single_read
 
+EACH: Any = product
 #: These have every layout, block and mode, and the profiles that divide.
 BLOCK_RECIPES: tuple[Any, ...] = (
     *(BlockScaling(scale_layout=layout) for layout in ("gemm_ready", "compact", "deepgemm_sm90")),
@@ -43,7 +44,7 @@ BLOCK_RECIPES: tuple[Any, ...] = (
     *(BlockScaling(dtype=float8_e5m2, profile=profile)
       for profile in ("deepgemm", "tilekernels", "vllm", "sglang", "torchao")),
     *(MXScaling(scale_layout=layout, block=block)
-      for layout, block in product(("compact", "swizzled"), ((1, 32), (32, 32)))),
+      for layout, block in EACH(("compact", "swizzled"), ((1, 32), (32, 32)))),
     *(MXScaling(float8_e5m2, mode=mode, profile="torchao") for mode in ("floor", "ceil", "even")))
 DIRECTIONS = ((True, False), (False, True), (True, True))
 

@@ -38,6 +38,8 @@ SHAPES = {ROW: [(1, 1), (5, 300), (130, 96), (33, 1100), (260, 33)], (1, 128): [
 
 @pytest.mark.parametrize("block", SHAPES, ids=str)
 def test_every_scale_is_where_it_belongs(block, run):
+    source: Any
+    target: Any
     for shape in SHAPES[block]:
         values = powers(shape, block)
         for source, target in product(layouts_of(block), repeat=2):
@@ -134,7 +136,7 @@ def column_of(words: Any) -> np.ndarray:
     return np.array(list(words), np.uint32).view(np.float32).reshape(-1, 1)
 
 
-def to_bytes(s: Any, target: str = "compact", **options: Any) -> Any:
+def to_bytes(s: Any, target: Any = "compact", **options: Any) -> Any:
     dtype = SCALE_DTYPES[target][0]
     return fp8.convert_scales(s, source="compact", target=target, shape=(s.shape[0], 32), block=ROW,
                               dtype=dtype, **options)

@@ -57,7 +57,7 @@ def next_step(history: np.ndarray, scale: np.ndarray, dtype: Any, margin: int, a
 
 def assert_updates(run: testing.Executor, history: np.ndarray, scale: np.ndarray, amax: np.ndarray
                    | None = None, *,
-                   dtype: Any = float8_e4m3fn, margin: int = 0, algo: str = "max") -> tuple[np.ndarray,
+                   dtype: Any = float8_e4m3fn, margin: int = 0, algo: Any = "max") -> tuple[np.ndarray,
                                                                                             np.ndarray]:
     """The op does what the loop does, in place, and leaves amax alone. Returns the new history and scale."""
     desired = next_step(history, scale, dtype, margin, algo, amax)

@@ -54,6 +54,20 @@ extern "C" __global__ void __launch_bounds__(kThreads) misaligned(const __grid_c
     }
 }
 
+extern "C" __global__ void __launch_bounds__(kThreads) misaligned_load(const __grid_constant__ Params p) {
+    const int i = blockIdx.x * kThreads + threadIdx.x;
+    if (4 * i + 4 + kSlip <= p.n) {
+        const int4 v = __ldg(reinterpret_cast<const int4*>(p.in + 4 * i + kSlip));  // planted
+        p.out[i] = v.x + v.w;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) misaligned_store(const __grid_constant__ Params p) {
+    const int i = blockIdx.x * kThreads + threadIdx.x;
+    if (4 * i + 4 + kSlip <= p.n)
+        *reinterpret_cast<int4*>(p.out + 4 * i + kSlip) = make_int4(i, i + 1, i + 2, i + 3);  // planted
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads) int_overflow(const __grid_constant__ Params p) {
     const int i = blockIdx.x * kThreads + threadIdx.x;
 #ifdef BUG

@@ -92,6 +92,8 @@ CASES = {
     "dynamic_shared": Case("memory", copy, shared_mem=4 * THREADS),
     "local_array": Case("memory", lambda x: i32 % THREADS + (i32 & 7)),
     "misaligned": Case("memory", vector_pick),
+    "misaligned_load": Case("memory", vector_pick),
+    "misaligned_store": Case("memory", lambda x: i32 // 4 + i32 % 4),
     "int_overflow": Case("memory", lambda x: (i32 + 50000) ** 2 >> 8),
     "bad_shift": Case("memory", lambda x: (1 << i32 % 32).astype(np.uint32).view(np.int32)),
     "stack_overflow": Case("memory", lambda x: i32 % THREADS * 3),

@@ -1,0 +1,120 @@
+"""Every kind of result that an op returns is loaded as it was saved, and `save` refuses what `load` would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from declared import ALIGNED, EXAMPLES, Example
+from perturbed import anew
+from tiers import quick_if
+
+import cupy_fp8 as fp8
+from cupy_fp8 import testing
+from cupy_fp8.arrays import Result
+from cupy_fp8.cases import OPS, base
+from cupy_fp8.formats import float32
+from cupy_fp8.io import archive
+from cupy_fp8.results import Quantized, Scaled
+
+_LARGEST = 10_000                # elements of a case whose result is saved
+EVERY = [example for example in (*EXAMPLES, *ALIGNED) if not example.updates]
+
+
+def results_in(made: Any) -> Iterator[Any]:
+    """A result, its parts and what its methods make of it, where they do."""
+    yield made
+    if isinstance(made, (tuple, list)):
+        for one in made:
+            yield from results_in(one)
+    if isinstance(made, Quantized):
+        yield from (each for part in made.parts.values() for each in results_in(part))
+    parts = [made] if isinstance(made, Scaled) else made.parts.values() if isinstance(made, Quantized) else []
+    if parts and all(part.splits is None for part in parts):
+        yield made.T
+    if isinstance(made, fp8.Grouped) and int(made.offsets[-1]) == made.splits.sum() * made.shape[1]:
+        yield list(made)
+
+
+def same_again(path: Any, saved: dict[str, Any], like: Any = None) -> None:
+    fp8.save(path, **saved)
+    loaded = fp8.load(path, like=like)
+    testing.assert_bytes_equal(list(loaded.values()), list(saved.values()))
+    for name, a in saved.items():
+        assert type(loaded[name]) is type(a), name
+        assert not isinstance(a, Result) or loaded[name] == a, name
+
+
+@pytest.mark.parametrize("example", quick_if(lambda example: example.quick, EVERY), ids=str)
+def test_every_kind_of_result(example: Example, tmp_path):
+    for i, result in enumerate(results_in(anew(example))):
+        if result is not None:
+            same_again(tmp_path / f"{i}.npz", {"result": result})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", OPS)
+def test_results_of_every_case(op, tmp_path):
+    """The contents of arrays do not matter here."""
+    for case in OPS[op].cases():
+        if np.prod(case.shape, dtype=np.float64) <= _LARGEST:
+            with base.values_made_by(base.zeros):
+                args, kwargs = OPS[op].inputs(case)
+            made = OPS[op].function(*args, **kwargs)
+            saved = {f"r{i}": one for i, one in enumerate(results_in(made)) if one is not None}
+            if saved:
+                same_again(tmp_path / "results.npz", saved)
+
+
+def laid_out(layout: Any = "gemm_ready") -> Quantized:
+    q = fp8.quantize_block(np.ones((150, 140), float32), scale_layout="compact")
+    return fp8.scaling_aware_transpose(q, splits=[70, 0, 60], scale_layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["gemm_ready", "compact"])
+def test_sizes_are_kept(layout, tmp_path, run):
+    q = run.array(laid_out(layout))
+    fp8.save(tmp_path / "q.npz", q=q, row=q.rowwise)
+    loaded = fp8.load(tmp_path / "q.npz", like=q.rowwise.data)
+    assert loaded["q"] == q
+    assert loaded["q"].rowwise.splits is loaded["q"].columnwise.splits is loaded["row"].splits
+    fp8.grouped_matmul_nt(loaded["q"], q, group="k", check=True)
+    with pytest.raises(ValueError, match=r"^splits: expected the sizes that a is laid out by"):
+        fp8.grouped_matmul_nt(loaded["q"], q, run.array(np.array([60, 0, 70])), group="k", check=True)
+    # As a result of its own memory it is one that can be written to again.
+    row = loaded["q"].rowwise
+    rows = fp8.quantize_block(np.ones((150, 140), float32), scale_layout="compact").rowwise
+    given = Scaled(row.data, run.array(rows.scale_inv), row.shape, False, (1, 128), "compact")
+    fp8.scaling_aware_transpose(given, splits=[60, 0, 70], scale_layout=layout, out=loaded["q"])
+    assert fp8.asnumpy(row.splits).tolist() == [60, 0, 70]
+
+
+def test_absent_fields_are_left_out(tmp_path):
+    """A version that knows no sizes reads all other results."""
+    q = fp8.quantize_block(np.ones((4, 140), float32))
+    fp8.save(tmp_path / "q.npz", q=q, laid_out=laid_out())
+    with np.load(tmp_path / "q.npz") as file:
+        values = json.loads(str(file[archive.MANIFEST]))["values"]
+    assert set(values["q"]["fields"]) == {"rowwise"}
+    assert "splits" not in values["q"]["fields"]["rowwise"]["fields"]
+    assert "splits" in values["laid_out"]["fields"]["columnwise"]["fields"]
+
+
+def test_data_in_another_order_are_saved_in_that_of_c(tmp_path):
+    row = fp8.quantize_tensor(np.arange(12, dtype=float32).reshape(3, 4), 1.0).rowwise
+    for data in (np.asfortranarray(row.data), np.repeat(row.data, 2, axis=1)[:, ::2]):
+        same_again(tmp_path / "q.npz", {"q": Scaled(data, row.scale_inv, row.shape)})
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"splits": None}, ValueError, r"^weights\.q\.columnwise\.data: expected shape \(140, 150\)"),
+    ({"splits": np.zeros(2, np.int64)}, ValueError, r"^weights\.q\.columnwise\.scale_inv: expected shape"),
+    ({"scale_inv": np.zeros(3, np.int8)}, TypeError, r"^weights\.q\.columnwise\.scale_inv: expected dtype")])
+def test_what_load_would_refuse_is_not_written(changes, error, message, tmp_path):
+    column = Scaled._of(**{**laid_out().columnwise.__getstate__(), **changes})
+    with pytest.raises(error, match=message):
+        fp8.save(tmp_path / "q.npz", weights={"q": Quantized._of(None, column)})
+    assert not list(tmp_path.iterdir())
