@@ -234,13 +234,15 @@ def planted(kind: str) -> None:
                  vector=int(kind == "misaligned")).run()
 
 
+#: Kind: (sanitizer, what it says, where, the child's exit code). Of a misaligned vector the executor itself
+#: speaks first.
 PLANTED = {
-    "short-output": ("asan", "heap-buffer-overflow", "store_partial"),
-    "short-input": ("asan", "heap-buffer-overflow", "load_partial"),
-    "misaligned": ("asan", "misaligned address", "chunks.cuh"),
-    "overlapping": ("tsan", "data race", "write_scale_inv"),
-    "none-asan": ("asan", "", ""),
-    "none-tsan": ("tsan", "", ""),
+    "short-output": ("asan", "heap-buffer-overflow", "store_partial", FOUND),
+    "short-input": ("asan", "heap-buffer-overflow", "load_partial", FOUND),
+    "misaligned": ("asan", "is not a multiple of 16", "elementwise.cuh", 1),
+    "overlapping": ("tsan", "data race", "write_scale_inv", FOUND),
+    "none-asan": ("asan", "", "", 0),
+    "none-tsan": ("tsan", "", "", 0),
 }
 
 
@@ -309,12 +311,12 @@ def test_every_case_is_in_a_job():
 
 @pytest.mark.parametrize("job", PLANTED)
 def test_planted_error_is_found(job, background_result):
-    _, finding, place = PLANTED[job]
+    _, finding, place, code = PLANTED[job]
     done = background_result(job)
     if not finding:
         assert executed(done) == 1
         return
-    assert done.returncode == FOUND, (done.returncode, done.stdout, done.stderr[-3000:])
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr[-3000:])
     assert finding in done.stderr, done.stderr[-3000:]
     assert place in done.stderr, done.stderr[-3000:]
     assert done.stdout == "", "the launch came back"
