@@ -38,7 +38,7 @@ from .ops.scales.amax import compute_amax
 from .ops.scales.convert import convert_scales
 from .ops.scales.scale import compute_scale, update_delayed_scaling
 from .ops.scales.swizzle import swizzle_scales, unswizzle_scales
-from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, quantize
 from .results import Quantized, Scaled
 from .routing import Routing
 from .state import DelayedScalingState
@@ -49,7 +49,7 @@ __all__ = [
     "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Grouped",
     "MXScaling", "Quantized", "Routing", "Scaled", "WeightCache",
     "asarray", "asnumpy", "bytes_equal", "concatenate", "device_errors", "empty", "empty_like",
-    "from_dlpack", "full", "load", "save", "to_dlpack", "zeros",
+    "from_dlpack", "full", "load", "quantize", "save", "to_dlpack", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
     "diagnostics", "io", "plot",
 ]  # fmt: skip

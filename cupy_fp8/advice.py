@@ -27,7 +27,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gemm", "mm", "scaled_mm", "fp8_gemm", "linear", "dot"),
                     ("matmul_nt", "grouped_matmul_nt")),
     **dict.fromkeys(("cast", "to_fp8"), ("quantize_tensor", "astype")),
-    **dict.fromkeys(("quantize", "quantise"), ("quantize_block", "quantize_mx", "quantize_tensor")),
+    "quantise": ("quantize",),
     **dict.fromkeys(("array", "tensor", "from_numpy"), ("asarray",)),
     **dict.fromkeys(("numpy", "to_numpy"), ("asnumpy",)),
     **dict.fromkeys(("from_torch", "from_jax"), ("from_dlpack",)),
@@ -160,11 +160,19 @@ def list_instead(a: Any, name: str) -> str:
 
 # ---- instead of a call ----
 def without_rest(function: _Function) -> _Function:
-    """Shows a function without its `*rest`, which is there to answer misplaced arguments alone."""
+    """Shows a function without what takes no argument, and is there to answer misplaced ones alone: a `*rest`
+    or `**renamed` of NoReturn."""
     shown = inspect.signature(function)
-    named = [each for each in shown.parameters.values() if each.kind is not each.VAR_POSITIONAL]
+    named = [each for each in shown.parameters.values() if each.annotation != "NoReturn"]
     vars(function)["__signature__"] = shown.replace(parameters=named)
     return function
+
+
+def renamed(function: str, given: Iterable[str], **names: str) -> TypeError:
+    """The error for keywords that a function does not have. names: of those that it had before."""
+    name = next(iter(given))
+    advice = f"; write {names[name]}=" if name in names else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
 
 
 # ---- instead of a name ----
@@ -181,8 +189,8 @@ def meant(name: str, public: Iterable[str]) -> str:
 
 def _meant(name: str, public: list[str]) -> Iterable[str]:
     """The names that may be meant, best first: the same name in another spelling, a synonym, names that it
-    begins or that begin it, names that have it inside, names with its first word, names with similar letters.
-    A name in lower case is no class, if anything else has such a name."""
+    begins, the longest one that begins it, names that have it inside, names with its first word, names with
+    similar letters. A name in lower case is no class, if anything else has such a name."""
     from difflib import get_close_matches
 
     plain, first_word = _plain(name), _plain(name.partition("_")[0])
@@ -193,8 +201,10 @@ def _meant(name: str, public: list[str]) -> Iterable[str]:
         return [spelled[plain]]
     if known := [each for each in _ELSEWHERE.get(name.lower(), ()) if each in public]:
         return known
+    longest = max((other for other in spelled if len(other) >= 4 and plain.startswith(other)), key=len,
+                  default="")
     rules: list[Callable[[str], bool]] = [
-        lambda other: other.startswith(plain) or (len(other) >= 4 and plain.startswith(other)),
+        lambda other: other.startswith(plain) or other == longest,
         lambda other: plain in other or (len(other) >= 4 and other in plain),
         lambda other: len(first_word) >= 4 and other.startswith(first_word)]
     similar = [spelled[each] for each in get_close_matches(plain, spelled, _MOST, 0.7)]

@@ -277,7 +277,7 @@ def _numbered(indices: list[int]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(re.sub(r"\b(xs|scales|amaxes|outputs)\[(\d+)\]", renamed, str(error))) from None
+        raise type(error)(re.sub(r"\b(xs|scales|amaxes|out)\[(\d+)\]", renamed, str(error))) from None
 
 
 def _owner(weight: Any) -> Any:

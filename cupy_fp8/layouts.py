@@ -116,7 +116,7 @@ def grouped_rows(lines: int, groups: int) -> int:
     >>> grouped_rows(300, 1), grouped_rows(300, 4), grouped_rows(3, 1000)
     (384, 768, 384)
     """
-    return _grouped(lines, groups, SWIZZLE_ROWS)
+    return padded_rows(lines, groups, SWIZZLE_ROWS)
 
 
 def grouped_columns(blocks: int, groups: int) -> int:
@@ -125,7 +125,7 @@ def grouped_columns(blocks: int, groups: int) -> int:
     >>> grouped_columns(30, 4)
     40
     """
-    return _grouped(blocks, groups, SWIZZLE_COLUMNS)
+    return padded_rows(blocks, groups, SWIZZLE_COLUMNS)
 
 
 def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, ...]:
@@ -142,18 +142,14 @@ def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, 
 
 
 def padded_rows(rows: int, groups: int, align: int) -> int:
-    """Rows of `groups` groups that have `rows` rows together, each rounded up to a multiple of `align`: a
-    bound for groups of any sizes. It need not be a multiple itself.
+    """Rows of `groups` groups that have `rows` rows together, each rounded up to a multiple of `align`: the
+    largest sum, for groups of any sizes. At most min(groups, rows) of them are not empty, and rounding one up
+    adds at most align - 1.
 
     >>> padded_rows(300, 4, 128), padded_rows(3, 1000, 16)
-    (808, 48)
+    (768, 48)
     """
-    return rows + (align - 1) * min(groups, rows)
-
-
-def _grouped(total: int, groups: int, multiple: int) -> int:
-    """At most min(groups, total) groups are not empty, and rounding one up adds at most multiple - 1."""
-    return padded_rows(total, groups, multiple) // multiple * multiple
+    return (rows + (align - 1) * min(groups, rows)) // align * align
 
 
 def target_rows(rows: int, groups: int | None, block: int) -> int:
@@ -173,7 +169,7 @@ def row_scale_rows(rows: int, groups: int | None) -> int:
     >>> row_scale_rows(301, None), row_scale_rows(301, 4)
     (304, 312)
     """
-    return round_up(rows, PADDED_TO) if groups is None else _grouped(rows, groups, PADDED_TO)
+    return round_up(rows, PADDED_TO) if groups is None else padded_rows(rows, groups, PADDED_TO)
 
 
 def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .advice import listed, meant, public_only, shown, type_name
@@ -36,7 +36,7 @@ from .options import (
 )
 from .results import Quantized
 
-__all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling"]
+__all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling", "quantize"]
 
 
 def _as_matrices(shape: Shape) -> tuple[int, ...]:
@@ -118,6 +118,7 @@ class CurrentScaling(_PerTensor):
 
     dtype: Any = float8_e4m3fn
     eps: float = 0.0
+    _: KW_ONLY
     pow2_scale: bool = False
 
     def __post_init__(self) -> None:
@@ -200,6 +201,7 @@ class BlockScaling:
     block: tuple[int | None, int | None] = (1, 128)
     dtype: Any = float8_e4m3fn
     eps: float | None = None
+    _: KW_ONLY
     pow2_scale: bool | None = None
     profile: BlockProfileName = "te"
     scale_layout: BlockScaleLayout = "gemm_ready"
@@ -234,6 +236,35 @@ class BlockScaling:
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 RECIPES = DelayedScaling, CurrentScaling, BlockScaling, MXScaling
+
+
+def quantize(x: Array, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,
+             amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
+             out: Quantized | None = None) -> Quantized:
+    """Quantise to FP8 by any recipe: ``recipe.quantize(x, …)``.
+
+    x : bfloat16, float16 or float32 array of a shape that the recipe takes: one scale is for any array,
+        blocks are of matrices and batches of matrices
+    recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling
+    scale, amax, dbias : with recipes of one scale only, as for `quantize_tensor`; DelayedScaling needs a
+        scale
+    rowwise, columnwise, noop, out : as for `quantize_tensor`, `quantize_block` and `quantize_mx`, which
+        define every byte
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.ones((2, 128), np.float32)
+    >>> fp8.quantize(x, fp8.BlockScaling()).rowwise.scale_inv.tolist()      # gemm_ready: [blocks, rows to 4]
+    [[0.00390625, 0.00390625, 0.0, 0.0]]
+    """
+    check_recipe(recipe)
+    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "scale": scale, "amax": amax,
+                               "noop": noop, "out": out}
+    if isinstance(recipe, _PerTensor):
+        options["dbias"] = dbias
+    elif flag(dbias, "dbias"):
+        raise ValueError("dbias: belongs to per-tensor recipes, whose launch adds up columns; "
+                         f"{type(recipe).__name__} has none")
+    return recipe.quantize(x, **options)
 
 
 def check_recipe(recipe: Any, kinds: tuple[type, ...] = RECIPES) -> None:

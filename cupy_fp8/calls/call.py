@@ -84,7 +84,7 @@ def validate_call(op: Op[Any], given: tuple[Any, ...],
         result, arrays, ranges = given_result(result, out, call.x, call.xp)
         call.memory_ranges += ranges
     elif call.noop_at:
-        raise ValueError(f"noop: needs {result.argument}=, since nothing may be written")
+        raise ValueError("noop: needs out=, since nothing may be written")
     memory.check_separate(call.memory_ranges)
     return call, inputs, result, arrays
 

@@ -33,9 +33,6 @@ class Description:
     """What an op returns: here one array; other kinds of results replace `build` and `arrays_of`. It holds no
     array, since later calls that are alike build their results with it."""
 
-    #: The name of the argument that such a result is given as.
-    argument = "out"
-
     def __init__(self, *arrays: Written) -> None:
         self.arrays = arrays
 

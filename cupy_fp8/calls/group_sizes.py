@@ -63,7 +63,7 @@ def read_first(splits: Any, beside: Any, check: bool, name: str = "splits") -> G
     list goes to; None: it goes to where `cupy_fp8.xp` makes arrays."""
     if not isinstance(splits, (list, tuple)):
         return read(splits, None, backend.module_of(splits, name, SIZE_DTYPES[1].name, 1), check, name)
-    xp = backend.default_module() if beside is None else backend.module_of(beside, "outputs[0]")
+    xp = backend.default_module() if beside is None else backend.module_of(beside, "out[0]")
     return read(splits, beside, xp, check, name)
 
 

@@ -73,7 +73,7 @@ def table(result: Array, x: Array, records: Records, in_use: Sequence[DeviceTabl
     found = next((known for known in tables if known.records == records), None)
     if found is None:
         if not isinstance(x, np.ndarray) and capturing(x.data.device_id):
-            raise ValueError("outputs: used with these arrays for the first time while a CUDA graph is "
+            raise ValueError("out: used with these arrays for the first time while a CUDA graph is "
                              "captured; call once before the capture")
         free = [known for known in tables if not known.captured and known not in in_use]
         for old in free[:1 - _MOST]:

@@ -91,12 +91,10 @@ def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list
 class ListResult(Description):
     """A list of results, each with a description of its own."""
 
-    argument = "outputs"
-
     def __init__(self, members: Sequence[Description]) -> None:
         self.members = members
         self._ends = list(accumulate(len(member.arrays) for member in members))
-        super().__init__(*(a._replace(name=f"outputs[{i}]{a.name[3:]}") for i, member in enumerate(members)
+        super().__init__(*(a._replace(name=f"out[{i}]{a.name[3:]}") for i, member in enumerate(members)
                            for a in member.arrays))
 
     def divide(self, values: Sequence[_T]) -> Iterator[Sequence[_T]]:
@@ -110,7 +108,7 @@ class ListResult(Description):
         return [member.build(own) for member, own in zip(self.members, self.divide(arrays), strict=True)]
 
     def for_out(self, out: Any) -> ListResult:
-        checked(out, "outputs", len(self.members))
+        checked(out, "out", len(self.members))
         pairs = enumerate(zip(self.members, out, strict=True))
         return ListResult([_numbered(i, member.for_out, one) for i, (member, one) in pairs])
 
@@ -120,13 +118,13 @@ class ListResult(Description):
 
 
 def _numbered(i: int, check: Callable[[Any], _T], out: Any) -> _T:
-    """What an op says of `out` is said of one of `outputs`."""
+    """What an op says of `out` of a result is said of one of the list."""
     try:
         return check(out)
     except (TypeError, ValueError) as error:
         message = str(error)
         message = message[3:] if message.startswith("out") else f": {message}"
-        raise type(error)(f"outputs[{i}]{message}") from None
+        raise type(error)(f"out[{i}]{message}") from None
 
 
 # ---- tables ----

@@ -205,9 +205,9 @@ def _arrays(result: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     elif isinstance(result, list):
         for i, part in enumerate(result):
             if isinstance(part, Quantized):
-                yield from ((f"outputs[{i}].{name}", a) for name, a in _arrays(part, {}))
+                yield from ((f"out[{i}].{name}", a) for name, a in _arrays(part, {}))
             else:
-                yield f"outputs[{i}]", part
+                yield f"out[{i}]", part
     else:
         yield "result", result
 

@@ -53,11 +53,10 @@ class HostCalls(NamedTuple):
     allocating: Callable[[], Any] | None = None
 
     @classmethod
-    def both(cls, label: str, function: Callable[..., Any], *args: Any, into: str = "out",
-             **options: Any) -> HostCalls:
-        """A call that allocates, and one whose option `into` gets the result of another."""
+    def both(cls, label: str, function: Callable[..., Any], *args: Any, **options: Any) -> HostCalls:
+        """A call that allocates, and one whose `out` is the result of another."""
         allocating = functools.partial(function, *args, **options)
-        return cls(label, functools.partial(allocating, **{into: allocating()}), allocating)
+        return cls(label, functools.partial(allocating, out=allocating()), allocating)
 
 
 @dataclass(frozen=True)

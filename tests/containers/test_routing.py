@@ -37,10 +37,10 @@ def test_arrays_that_make_no_routing():
 
 def test_what_a_routing_shows():
     r = fp8.route(mask(1000, 8, 2), topk=2, align=16)
-    assert repr(r) == "Routing(1,000 tokens x 2 slots -> 2,120 rows of 8 experts, aligned to 16, numpy)"
-    assert "<td>2,120</td>" in r._repr_html_()
+    assert repr(r) == "Routing(1,000 tokens x 2 slots -> 2,112 rows of 8 experts, aligned to 16, numpy)"
+    assert "<td>2,112</td>" in r._repr_html_()
     assert "<td>mask</td>" in r._repr_html_()
-    assert r.nbytes == 4 * (2000 + 2000 + 8 + 8 + 2120) + 8 * 9
+    assert r.nbytes == 4 * (2000 + 2000 + 8 + 8 + 2112) + 8 * 9
     for again in (copy.copy(r), copy.deepcopy(r), pickle.loads(pickle.dumps(r))):
         assert_equal(again, r)
         assert repr(again) == repr(r)

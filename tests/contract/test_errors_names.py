@@ -112,8 +112,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
                                 {"scales": X[0, :2].copy()}),
     "splits_to_offsets": (fp8.splits_to_offsets, (SPLITS,), {}),
     "splits_to_offsets, two": (fp8.splits_to_offsets, (SPLITS,), {"strides": (1, 2)}),
-    "pad_groups": (fp8.pad_groups, (X, [30, 34], 16), {}),
-    "unpad_groups": (fp8.unpad_groups, (X, [30, 20], 16), {}), "sort_chunks": (fp8.sort_chunks,
+    "pad_groups": (fp8.pad_groups, (X, [30, 34]), {"align": 16}),
+    "unpad_groups": (fp8.unpad_groups, (X, [30, 20]), {"align": 16}), "sort_chunks": (fp8.sort_chunks,
         (X, [32, 32], [1, 0]), {}),
     "route": (fp8.route, (np.zeros((64, 2), np.int64),), {"num_experts": 4}),
     "route of a mask": (fp8.route, (np.zeros((64, 4), bool),), {"topk": 2}), "permute": (fp8.permute,
@@ -174,7 +174,7 @@ def test_nonsense_is_refused_by_name(name):
     """Whether there is a result to write into or not; and nothing is written."""
     function, args, options = CALLS[name]
     parameters = inspect.signature(function).parameters
-    out = {of: function(*args, **options) for of in ("out", "outputs") if of in parameters}
+    out = {"out": function(*args, **options)} if "out" in parameters else {}
     assert refusal(function, *args, **options, **out) is None
     arguments = {id(a) for a in leaves((args, options))}
     for a in leaves(out):
@@ -245,7 +245,7 @@ HOLDS_ITSELF.append(HOLDS_ITSELF)
      "fill_value: expected a real number, got "),
     (lambda: ANY.asarray(np.ma.ones(2)), TypeError, "a: expected .* got MaskedArray; a.filled"),
     (lambda: ANY.swiglu_quantize(X, BlockScaling(), bias=np), TypeError, "bias: expected .* got module"),
-    (lambda: ANY.unpad_groups(X, [64], 16, out=np), TypeError, "out: expected .* got module"),
+    (lambda: ANY.unpad_groups(X, [64], align=16, out=np), TypeError, "out: expected .* got module"),
     (lambda: ANY.quantize_tensor(HOLDS_ITSELF, 1.0), TypeError, "x: expected a numpy"),
     (lambda: ANY.bytes_equal(HOLDS_ITSELF, X), ValueError, "a: lists are nested too deeply"),
     (lambda: ANY.astype(X, CurrentScaling), TypeError, "dtype: expected "),

@@ -135,7 +135,7 @@ MISTAKES: dict[str, Mistake] = {
     "a generator": (lambda: F8.quantize_mx(row for row in X), TypeError, "cupy_fp8.asarray(list(x), "),
     "a number of sizes": (lambda: F8.splits_to_offsets(5),
         TypeError, 'cupy_fp8.asarray([splits], "int64") makes an array'),
-    "the size of a group": (lambda: F8.pad_groups(X, 64, 16),
+    "the size of a group": (lambda: F8.pad_groups(X, 64, align=16),
         TypeError, 'cupy_fp8.asarray([splits], "int64") makes an array'),
     "a count": (lambda: F8.rebase_scales(MX, block=(1, 128), changed=5),
         TypeError, 'cupy_fp8.asarray([changed], "int64") makes an array'),
@@ -315,8 +315,8 @@ def test_arrays_that_only_look_different():
 # ---- names ----
 @pytest.mark.parametrize(("name", "meant"), [
     ("quantise_block", "quantize_block?"), ("dequantise", "dequantize?"), ("Quantised", "Quantized?"),
-    ("quantize", "quantize_block, quantize_mx or quantize_tensor?"), ("quantize_mxfp8", "quantize_mx?"),
-    ("quantize_fp8", "quantize_mx, quantize_block or quantize_tensor?"), ("matmul", "matmul_nt?"),
+    ("quantise", "quantize?"), ("quantize_mxfp8", "quantize_mx?"),
+    ("quantize_fp8", "quantize?"), ("matmul", "matmul_nt?"),
     ("qunatize_block", "quantize_block"), ("gemm", "matmul_nt or grouped_matmul_nt?"),
     ("scaled_mm", "matmul_nt"), ("cast", "quantize_tensor or astype?"), ("mx_scaling", "MXScaling?"),
     ("float8_e4m3", "float8_e4m3fn?"), ("bf16", "bfloat16?"), ("from_torch", "from_dlpack?"),

@@ -37,8 +37,9 @@ SIZES = "splits: expected sizes "
 
 MOVES: list[Line] = [
     # ---- pad_groups, unpad_groups, sort_chunks, permute ----
-    *[line(error, message.replace("X", "y" if call is UNPAD else "x"), call, x, *rest)
-      for call, rest in ((PAD, ([9], 4)), (UNPAD, ([9], 4)), (SORT, ([9], [0])), (PERMUTE, (R,)))
+    *[line(error, message.replace("X", "y" if call is UNPAD else "x"), call, x, *rest,
+           **({"align": 4} if call in (PAD, UNPAD) else {}))
+      for call, rest in ((PAD, ([9],)), (UNPAD, ([9],)), (SORT, ([9], [0])), (PERMUTE, (R,)))
       for error, message, x in (
           (T, "X: expected a dtype of 1, 2, 4 or 8 bytes, got complex128", ones(9, 2, dtype=np.complex128)),
           (V, "X: expected an array of one or more dimensions, got shape ()", np.array(1, np.float32)),
@@ -47,29 +48,32 @@ MOVES: list[Line] = [
           (V, "X.scale_inv: expected shape (9, 8), compact scales of blocks (1, 32) of shape (9, 256)",
            OTHER_SCALES),
           (V, "X.data: expected shape (10, 256) for the logical shape (10, 256), got (9, 256)", OTHER_ROWS))],
-    line(V, "x.scale_inv: expected one element, got shape (2,)", PAD, ONE_SCALE_TOO_MANY, [9], 4),
+    line(V, "x.scale_inv: expected one element, got shape (2,)", PAD, ONE_SCALE_TOO_MANY, [9], align=4),
     line(V, "x: per-tensor data has a single scale, which does not move; permute x.data", PERMUTE, TENSOR, R),
-    line(V, SIZES + "of 0 or more, got -5 for group 1", PAD, X, [14, -5], 4, out=ones(15, 16)),
-    line(V, SIZES + "that add up to the 9 rows of x, got 10", PAD, X, [4, 6], 4, out=ones(15, 16)),
+    line(V, SIZES + "of 0 or more, got -5 for group 1", PAD, X, [14, -5], align=4, out=ones(15, 16)),
+    line(V, SIZES + "that add up to the 9 rows of x, got 10", PAD, X, [4, 6], align=4, out=ones(15, 16)),
     line(V, SIZES + "that add up to the 9 rows of x, got 8", SORT, X, np.array([4, 4]), [0, 1], out=X.copy()),
     line(V, SIZES + "that, each rounded up to 4, add up to at most the 9 rows of y, got 12", UNPAD, X, [4, 5],
-         4, rows=9, out=X.copy()),
+         align=4, rows=9, out=X.copy()),
     line(V, SIZES + "that add up to at most the 4 rows of the result, got 5; give rows= or an out=", UNPAD, X,
-         [4, 1], 4, rows=4),
-    line(V, "splits: expected an array of one dimension, got shape (1, 2)", PAD, X, np.array([[4, 5]]), 4),
-    line(T, "splits: expected integers ('float' object", PAD, X, [4.0, 5], 4),
-    line(V, "splits: expected integers of 64 bits, got [9223372036854775808]", PAD, X, [2**63], 4),
-    line(V, "rows: expected 0 or more, got -1", UNPAD, X, [4], 4, rows=-1),
+         [4, 1], align=4, rows=4),
+    line(V, "splits: expected an array of one dimension, got shape (1, 2)", PAD, X, np.array([[4, 5]]),
+         align=4),
+    line(T, "splits: expected integers ('float' object", PAD, X, [4.0, 5], align=4),
+    line(V, "splits: expected integers of 64 bits, got [9223372036854775808]", PAD, X, [2**63], align=4),
+    line(V, "rows: expected 0 or more, got -1", UNPAD, X, [4], align=4, rows=-1),
     line(V, f"rows: expected a result of less than 2**63 bytes, got {2**62} rows of 64 bytes", UNPAD,
-         X, [4], 4, rows=2**62),
-    line(V, "rows: expected less than 2**63", UNPAD, X, [4], 4, rows=2**63),
-    *[line(V, f"align: expected a power of two from 1 to 65536, got {align}", call, X, [4, 5], align)
+         X, [4], align=4, rows=2**62),
+    line(V, "rows: expected less than 2**63", UNPAD, X, [4], align=4, rows=2**63),
+    *[line(V, f"align: expected a power of two from 1 to 65536, got {align}", call, X, [4, 5],
+           align=align)
       for align in (0, 12, 1 << 17) for call in (PAD, UNPAD)],
     *[line(V, f"order: expected a permutation of 0 to 1, got {found}", SORT, X, [4, 5], order, out=X.copy())
       for order, found in (([0, 0], "0 at 1, for a second time"), ([1, 2], "2 at 1"), ([-1, 0], "-1 at 0"))],
     line(V, "order: expected 2 indices, one for each of splits, got 3", SORT, X, [4, 5], [0, 1, 2]),
-    line(T, "out: expected an array of rows (an earlier result), got list", UNPAD, X, [4], 4, out=[]),
-    line(T, "out: expected a Scaled (an earlier result), got ndarray", PAD, Q.rowwise, [4, 5], 4, out=CODES),
+    line(T, "out: expected an array of rows (an earlier result), got list", UNPAD, X, [4], align=4, out=[]),
+    line(T, "out: expected a Scaled (an earlier result), got ndarray", PAD, Q.rowwise, [4, 5], align=4,
+         out=CODES),
     # ---- unpermute and gradients ----
     line(V, "x: expected 9 rows, the tokens of the routing, got shape (8, 16)", PERMUTE, X[:8], R),
     *[line(V, f"{name}: expected 18 rows, the rows of the routing, got shape (9, 16)", call, X, R)
@@ -126,7 +130,7 @@ ROUTES: list[Line] = [
          [2**63 - 1, 1, 0]),
     line(V, "splits: output 1 would end with 8 * 268435456, more than int32 holds; ask for int64 there",
          OFFSETS, [3, 0, 5], strides=(1, 2**28), dtypes=("int64", "int32"),
-         outputs=[np.ones(4, np.int64), np.ones(4, np.int32)]),
+         out=[np.ones(4, np.int64), np.ones(4, np.int32)]),
     line(T, "strides: expected integers, one for each output, got 1", OFFSETS, [3], strides=1),
     *[line(V, f"strides: expected 0 to 2**63 - 1, got {stride} for output 1", OFFSETS, [3],
            strides=(1, stride)) for stride in (-1, 2**63)],
@@ -136,10 +140,10 @@ ROUTES: list[Line] = [
          strides=(1, 2), dtypes=("int32",)),
     *[line(T, "dtypes: expected int32, int64, got", OFFSETS, [3], dtypes=wrong)
       for wrong in (np.float64, "uint32", None, ">i8", (np.int16,))],
-    line(T, "outputs: expected a list of arrays (an earlier result), got ndarray", OFFSETS, [3],
-         outputs=np.ones(2, np.int64)),
-    line(V, "outputs: expected 2 arrays, one for each stride, got 1", OFFSETS, [3], strides=(1, 2),
-         outputs=[np.ones(2, np.int64)]),
+    line(T, "out: expected a list of arrays (an earlier result), got ndarray", OFFSETS, [3],
+         out=np.ones(2, np.int64)),
+    line(V, "out: expected 2 arrays, one for each stride, got 1", OFFSETS, [3], strides=(1, 2),
+         out=[np.ones(2, np.int64)]),
 ]
 
 SPLITS, SCALES = np.array([4, 5], np.int32), ones(2)
@@ -190,7 +194,7 @@ GROUPS: list[Line] = [
           out=OF_DELAYED),
     group(T, "out: expected a Grouped (an earlier result), got ndarray", out=X.copy()),
     group(V, "out: expected shape (10, 16), got (9, 16)", x=ones(10, 16), columnwise=True, out=OF_DELAYED),
-    group(V, "out: expected shape (23, 16), got (9, 16)", columnwise=True, align=8, out=OF_DELAYED),
+    group(V, "out: expected shape (16, 16), got (9, 16)", columnwise=True, align=8, out=OF_DELAYED),
     group(V, "out.columnwise: expected none for these options, got one", out=OF_DELAYED),
     group(V, "out.columnwise: expected one for these options, got none", columnwise=True,
           out=poisoned_groups(GROUP(X, SPLITS, DELAYED, scales=SCALES))),
@@ -204,7 +208,7 @@ GROUPS: list[Line] = [
 
 XS = [ones(24, 16), ones(9, 24), ones(9, 8)]
 OUTPUTS = poisoned(CAST(XS, [1.0] * 3))
-RIGHT: dict[str, Any] = {"scales": [1.0] * 3, "outputs": OUTPUTS}
+RIGHT: dict[str, Any] = {"scales": [1.0] * 3, "out": OUTPUTS}
 
 LISTS: list[Line] = [
     *[line(error, message, CAST, **{"xs": XS, **RIGHT, **wrong}) for error, message, wrong in (
@@ -215,16 +219,16 @@ LISTS: list[Line] = [
         (T, "scales[1]: expected a number or a float32 array of one element, got str",
          {"scales": [1.0, "two", 1.0]}),
         (T, "amaxes[0]: expected a numpy.ndarray or cupy.ndarray, got float", {"amaxes": [1.0] * 3}),
-        (V, "outputs[0].rowwise: expected per-tensor data of shape (24, 16) not stored transposed",
-         {"outputs": OUTPUTS[::-1]}),
-        (V, "outputs[1]: no columnwise part", {
-            "outputs": [OUTPUTS[0], DELAYED.empty((9, 24), like=np), OUTPUTS[2]]}),
+        (V, "out[0].rowwise: expected per-tensor data of shape (24, 16) not stored transposed",
+         {"out": OUTPUTS[::-1]}),
+        (V, "out[1]: no columnwise part", {
+            "out": [OUTPUTS[0], DELAYED.empty((9, 24), like=np), OUTPUTS[2]]}),
         (T, "xs[1]: expected dtype float32, that of xs[0], got bfloat16",
          {"xs": [XS[0], XS[1].astype(bfloat16), XS[2]]}),
         (V, "xs[2]: expected an array of two dimensions, got shape (72,)",
          {"xs": [*XS[:2], XS[2].reshape(-1)]}),
-        (V, "noop: needs outputs=, since nothing may be written", {"outputs": None, "noop": ones(1)}),
-        (V, "scales: expected none for no arrays, got 3", {"xs": [], "outputs": []}))],
+        (V, "noop: needs out=, since nothing may be written", {"out": None, "noop": ones(1)}),
+        (V, "scales: expected none for no arrays, got 3", {"xs": [], "out": []}))],
     line(V, "scales: delayed scaling needs the scales", MANY, XS, DELAYED),
     line(V, "scales: current scaling takes them from the values themselves", MANY, XS, CURRENT,
          scales=[1.0] * 3),

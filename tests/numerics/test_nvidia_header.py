@@ -109,7 +109,7 @@ class TestEncode:
 
 
 def check_fp8(x: np.ndarray, theirs: np.ndarray, saturate: bool) -> None:
-    ours = astype(x, theirs.dtype, saturate)
+    ours = astype(x, theirs.dtype, saturate=saturate)
     if theirs.dtype == E4M3FN.dtype and not saturate:
         beyond = astype(x, np.float32) < -464
         assert set(theirs.view(np.uint8)[beyond]) <= {0xFF}

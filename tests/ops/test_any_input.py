@@ -67,7 +67,7 @@ def dequantize(draw: Any) -> Any:
 def astype(draw: Any) -> Any:
     a = draw(st.sampled_from(list(FORMATS)).flatmap(testing.arrays))
     to, saturate = draw(st.sampled_from(list(FORMATS))), draw(st.booleans())
-    return lambda m: m.astype(a, to, saturate)
+    return lambda m: m.astype(a, to, saturate=saturate)
 
 
 @st.composite

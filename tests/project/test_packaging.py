@@ -163,7 +163,7 @@ rows, probs = fp8.permute(x, routing, probs=np.ones((256, 2), np.float32))
 print(fp8.permute(fp8.quantize_block(x), routing).scale_inv, rows.T, probs.sum())
 grouped = fp8.group_quantize(x, sizes, fp8.BlockScaling(), columnwise=True)
 print(fp8.grouped_matmul_nt(grouped, grouped, sizes, group="k").dtype, grouped.dequantize().nbytes)
-print(fp8.pad_groups(fp8.quantize_mx(x).rowwise, sizes, 64).T, fp8.pad_groups(x, sizes, 64).sum())
+print(fp8.pad_groups(fp8.quantize_mx(x).rowwise, sizes, align=64).T, fp8.pad_groups(x, sizes, align=64).sum())
 print(fp8.diagnostics.compare(x, kind="weights").verdict, fp8.diagnostics.error(x, q).sqnr_db, fp8.io.load)
 with fp8.testing.executor("reference") as run:
     fp8.testing.assert_bytes_equal(run.array(q), q)

@@ -199,7 +199,8 @@ def _rows() -> Iterator[tuple[str, Far]]:
 
 def _padded(op: str, m: Any, x: np.ndarray) -> Any:
     sizes = _beside(x, np.array([len(x)]))
-    return getattr(m, op)(x, sizes, _beside(x, np.array([0])) if op == "sort_chunks" else 4)
+    return m.sort_chunks(x, sizes, _beside(x, np.array([0]))) if op == "sort_chunks" else getattr(m, op)(
+        x, sizes, align=4)
 
 
 def _grouped(recipe: Any, m: Any, x: np.ndarray, groups: int = 1, **options: Any) -> Any:

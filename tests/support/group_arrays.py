@@ -95,4 +95,10 @@ def follow_one_another(flat: Any, parts: list[Any]) -> None:
 def padded(x: np.ndarray, sizes: Any, align: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows of groups, each followed by rows of zeros, and their sizes."""
     sizes = np.asarray(sizes, np.int64)
-    return reference.pad_groups(x[: sizes.sum()], sizes, align), -(-sizes // align) * align
+    return reference.pad_groups(x[: sizes.sum()], sizes, align=align), -(-sizes // align) * align
+
+
+def most_rows(rows: int, groups: int, align: int) -> int:
+    """The most rows of padded groups: as many groups as can have one of the rows, and the rest whole."""
+    full = min(groups, rows)
+    return align * (full + (rows - full) // align)

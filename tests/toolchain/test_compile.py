@@ -251,6 +251,6 @@ def test_astype_launches_known_variants():
     """`saturate` means something for FP8 only: the other formats have one variant, not two."""
     with launches() as seen:
         for source, to, saturate in itertools.product(FORMATS, FORMATS, (True, False)):
-            astype(zeros(3, source, like="numpy"), to, saturate)
+            astype(zeros(3, source, like="numpy"), to, saturate=saturate)
     assert seen
     assert seen <= LAUNCHED.keys()

@@ -46,7 +46,7 @@ def _inputs(case: Case) -> Arguments:
 
 
 def _offsets(splits: Array, *, out: Any = None, **options: Any) -> list[Array]:
-    return offsets.splits_to_offsets(splits, outputs=out, **options)
+    return offsets.splits_to_offsets(splits, out=out, **options)
 
 
 def _reference(splits: np.ndarray, *, bulk_allocate: bool = False, **options: Any) -> list[np.ndarray]:
@@ -105,7 +105,7 @@ def _host_calls(x: Array) -> Iterator[HostCalls]:
     """Their offsets have a leading zero."""
     five = functools.partial(offsets.splits_to_offsets, asarray([4, 12], np.int64, like=x),
                              strides=TYPICAL["strides"], dtypes=TYPICAL["dtypes"])
-    yield HostCalls("five outputs", functools.partial(five, outputs=five()),
+    yield HostCalls("five outputs", functools.partial(five, out=five()),
                     functools.partial(five, bulk_allocate=True))
 
 

@@ -40,21 +40,21 @@ def _splits(case: Case) -> tuple[np.ndarray, dict[str, Any]]:
 
 def _pad_inputs(case: Case) -> Arguments:
     splits, options = _splits(case)
-    return (_source(case, options), splits, options.pop("align")), options
+    return (_source(case, options), splits), options
 
 
 def _unpad_inputs(case: Case) -> Arguments:
     """Padding is not 0 here, since no result may depend on it."""
     splits, options = _splits(case)
-    x, align = _source(case, options), options.pop("align")
-    used = reference.pad_groups(np.ones(x.shape[0], np.uint8), splits, align)
+    x = _source(case, options)
+    used = reference.pad_groups(np.ones(x.shape[0], np.uint8), splits, align=options["align"])
     if options.pop("exact", True):
         options["rows"] = x.shape[0]
     if not isinstance(x, Scaled):
-        return (_spread(x, used), splits, align), options
+        return (_spread(x, used), splits), options
     scale_inv = x.scale_inv if x.block is None else _spread(x.scale_inv, used)
     y = _spread(x.data, used)
-    return (Scaled(y, scale_inv, y.shape, False, x.block, x.scale_layout), splits, align), options
+    return (Scaled(y, scale_inv, y.shape, False, x.block, x.scale_layout), splits), options
 
 
 def _spread(rows: Any, used: np.ndarray) -> Any:
@@ -161,7 +161,7 @@ def _unpad_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
 
 
 def _host_calls(x: Array) -> Iterator[HostCalls]:
-    yield HostCalls.both("", pad.pad_groups, x, asarray([4, 12], np.int64, like=x), 16)
+    yield HostCalls.both("", pad.pad_groups, x, asarray([4, 12], np.int64, like=x), align=16)
 
 
 register(

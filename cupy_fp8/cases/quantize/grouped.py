@@ -45,7 +45,8 @@ def _inputs(case: Case) -> Arguments:
     if options.pop("with_offsets", False):
         options["offsets"] = np.concatenate([[0], np.cumsum(splits, dtype=np.int64)]) * case.shape[1]
     if recipe is None:
-        per_tensor = DelayedScaling(dtype) if rule is None else CurrentScaling(dtype, *rule)
+        per_tensor = DelayedScaling(dtype) if rule is None else CurrentScaling(
+            dtype, **dict(zip(("eps", "pow2_scale"), rule, strict=False)))
         return (source(case), splits, per_tensor), options
     return (source(case), splits, recipe(dtype=dtype)), options
 

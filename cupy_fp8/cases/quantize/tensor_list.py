@@ -73,7 +73,7 @@ def _inputs(case: Case) -> Arguments:
 
 
 def _cast(*xs: Any, scales: Any, amax: Any = None, out: Any = None, **options: Any) -> Any:
-    return tensor_list.multi_cast_transpose(list(xs), scales, amaxes=amax, outputs=out, **options)
+    return tensor_list.multi_cast_transpose(list(xs), scales, amaxes=amax, out=out, **options)
 
 
 def _cast_reference(*xs: Any, scales: Any, amax: Any = None, **options: Any) -> Any:
@@ -81,7 +81,7 @@ def _cast_reference(*xs: Any, scales: Any, amax: Any = None, **options: Any) -> 
 
 
 def _quantize(*xs: Any, amax: Any = None, out: Any = None, recipe: Any, **options: Any) -> Any:
-    return tensor_list.multi_quantize(list(xs), recipe, amaxes=amax, outputs=out, **options)
+    return tensor_list.multi_quantize(list(xs), recipe, amaxes=amax, out=out, **options)
 
 
 def _quantize_reference(*xs: Any, amax: Any = None, recipe: Any, **options: Any) -> Any:
@@ -124,7 +124,7 @@ def _quantize_cases() -> Iterator[Case]:
     for rowwise, columnwise in _DIRECTIONS:
         directions = {"rowwise": rowwise, "columnwise": columnwise}
         own_scales: dict[str, Any] = {"scaled": False, **directions}
-        current, powers = CurrentScaling(), CurrentScaling(float8_e5m2, 1e3, True)
+        current, powers = CurrentScaling(), CurrentScaling(float8_e5m2, 1e3, pow2_scale=True)
         for dtype in INPUT_DTYPES:
             for group in ("mixed", "whole"):
                 yield _case("multi_quantize", dtype, group, recipe=current, amax=0.0, **own_scales)
@@ -173,8 +173,7 @@ def _timed() -> Iterator[Timed]:
 def _host_calls_of_cast(x: Array) -> Iterator[HostCalls]:
     weights, scales = [empty_like(x) for _ in range(64)], full(64, 1, float32, like=x)
     for n in (8, 64):
-        yield HostCalls.both(f"{n} arrays", tensor_list.multi_cast_transpose, weights[:n], scales[:n],
-                             into="outputs")
+        yield HostCalls.both(f"{n} arrays", tensor_list.multi_cast_transpose, weights[:n], scales[:n])
 
 
 def _host_calls(x: Array) -> Iterator[HostCalls]:

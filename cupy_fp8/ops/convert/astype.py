@@ -26,7 +26,7 @@ _BYTES = shapes.Tile(256, 256, down_first=True)
 
 
 @for_methods
-def astype(a: Array, dtype: DType, saturate: bool = True, *, out: Array | None = None) -> TypedArray:
+def astype(a: Array, dtype: DType, *, saturate: bool = True, out: Array | None = None) -> TypedArray:
     """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any
     direction.
 
@@ -81,10 +81,10 @@ class _AsType(Op[_Inputs]):
         return one_array(inputs.a.shape, inputs.to)
 
     def reference(self, inputs: _Inputs) -> np.ndarray:
-        return reference.astype(inputs.a.array, inputs.to, inputs.saturate)
+        return reference.astype(inputs.a.array, inputs.to, saturate=inputs.saturate)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        yield from flat_launches(inputs.a, written[0], 0, inputs.to, inputs.saturate)
+        yield from flat_launches(inputs.a, written[0], 0, inputs.to, saturate=inputs.saturate)
 
 
 class _Transpose(Op[_Inputs]):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ... import backend, reference
-from ...advice import shown
+from ... import advice, backend, reference
+from ...advice import shown, without_rest
 from ...arrays import Array, address, check_dimensions, is_contiguous, is_sequence
 from ...calls import group_sizes
 from ...calls.call import Call, Op, run
@@ -33,10 +33,11 @@ _ALIGNED = 16               # bytes: outputs in a buffer begin at multiples of t
 _WORD = np.dtype(np.int64)  # the elements of a buffer
 
 
+@without_rest
 def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
                       include_leading_zero: bool | Sequence[bool] = True, dtypes: Any = np.int64,
-                      bulk_allocate: bool = False, outputs: list[Array] | None = None,
-                      check: bool = False) -> list[TypedArray]:
+                      bulk_allocate: bool = False, out: list[Array] | None = None,
+                      check: bool = False, **renamed: NoReturn) -> list[TypedArray]:
     """Find where consecutive groups begin and end, in one unit for each stride, from one read of their sizes.
 
         output[i] = stride * (splits[0] + ... + splits[i])            for each stride; exact, never wrapped
@@ -54,7 +55,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
         all, or one for each
     dtypes : int32 or int64; one for all, or one for each
     bulk_allocate : the outputs are views of one buffer, each beginning at a multiple of 16 bytes
-    outputs : an earlier result (or arrays of these shapes and dtypes), written and returned; needed while a
+    out : an earlier result (or arrays of these shapes and dtypes), written and returned; needed while a
         CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
         always examined)
@@ -78,11 +79,13 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     >>> ends.tolist(), elements.tolist()
     ([3, 3, 8], [0, 768, 768, 2048])
     """
+    if renamed:
+        raise advice.renamed("splits_to_offsets", renamed, outputs="out")
     beside = None
-    if isinstance(splits, (list, tuple)) and isinstance(outputs, (list, tuple)) and outputs:
-        beside = outputs[0]
+    if isinstance(splits, (list, tuple)) and isinstance(out, (list, tuple)) and out:
+        beside = out[0]
     options = _options(strides, include_leading_zero, dtypes)
-    result: list[Array] = run(_OFFSETS, (splits, beside, options, bulk_allocate, check), outputs)
+    result: list[Array] = run(_OFFSETS, (splits, beside, options, bulk_allocate, check), out)
     return result
 
 
@@ -117,7 +120,7 @@ class _Output(NamedTuple):
         return int(np.iinfo(self.dtype).max)
 
     def written(self, i: int, groups: int) -> Written:
-        return Written(f"outputs[{i}]", (groups + self.lead,), self.dtype)
+        return Written(f"out[{i}]", (groups + self.lead,), self.dtype)
 
     def packed(self, at: int) -> bytes:
         """Returns the struct Output."""
@@ -211,17 +214,17 @@ def _check_sizes(sizes: np.ndarray, options: _Options) -> None:
 
 # ---- results ----
 class _Arrays(Description):
-    """Describes a list of arrays, which users give as `outputs`."""
+    """Describes a list of arrays, which users give as `out`."""
 
     def build(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
 
     def arrays_of(self, out: Any) -> Sequence[Array]:
         if not isinstance(out, (list, tuple)):
-            raise TypeError("outputs: expected a list of arrays (an earlier result), got "
+            raise TypeError("out: expected a list of arrays (an earlier result), got "
                             f"{type(out).__name__}")
         if len(out) != len(self.arrays):
-            raise ValueError(f"outputs: expected {len(self.arrays)} arrays, one for each stride, got "
+            raise ValueError(f"out: expected {len(self.arrays)} arrays, one for each stride, got "
                              f"{len(out)}")
         return out
 
@@ -240,7 +243,7 @@ class _Buffer(_Arrays):
             end = start + view.nbytes
             self._starts.append(start)
             self._parts.append((view.dtype, slice(start // itemsize, end // itemsize)))
-        super().__init__(Written("outputs", (cdiv(end + _ALIGNED, _WORD.itemsize),), _WORD))
+        super().__init__(Written("out", (cdiv(end + _ALIGNED, _WORD.itemsize),), _WORD))
 
     def for_out(self, out: Any) -> Description:
         return _Arrays(*self._views)

@@ -34,12 +34,12 @@ _ROWS = 2048                # rows for a block of threads, at most
 
 
 @overload
-def pad_groups(x: Scaled | Quantized, splits: Any, align: int, *,
+def pad_groups(x: Scaled | Quantized, splits: Any, *, align: int,
                out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
 @overload
-def pad_groups(x: Array, splits: Any, align: int, *,
+def pad_groups(x: Array, splits: Any, *, align: int,
                out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
-def pad_groups(x: Array | Scaled | Quantized, splits: Any, align: int, *, out: Array | Scaled | None = None,
+def pad_groups(x: Array | Scaled | Quantized, splits: Any, *, align: int, out: Array | Scaled | None = None,
                check: bool = False) -> Any:
     """Append rows of zeros to each group, so that every group has a multiple of `align` rows.
 
@@ -61,9 +61,9 @@ def pad_groups(x: Array | Scaled | Quantized, splits: Any, align: int, *, out: A
 
     Returns
     -------
-    Array [M + (align - 1) * min(E, M), …] of x's dtype: a bound that does not depend on the sizes. A `Scaled`
-    becomes a `Scaled` of so many rows with compact scales. The same launch writes zeros as padding and after
-    the last group, in data and scales.
+    Array of x's dtype, of M + (align - 1) * min(E, M) rows rounded down to a multiple of `align`: a bound
+    that does not depend on the sizes. A `Scaled` becomes a `Scaled` of so many rows with compact scales. The
+    same launch writes zeros as padding and after the last group, in data and scales.
 
     Raises
     ------
@@ -75,10 +75,10 @@ def pad_groups(x: Array | Scaled | Quantized, splits: Any, align: int, *, out: A
     x and the result once.
 
     >>> import numpy as np, cupy_fp8 as fp8
-    >>> fp8.pad_groups(np.array([[1], [2], [3]], np.float32), [1, 0, 2], 2).ravel().tolist()
+    >>> fp8.pad_groups(np.array([[1], [2], [3]], np.float32), [1, 0, 2], align=2).ravel().tolist()
     [1.0, 0.0, 2.0, 3.0, 0.0, 0.0]
     >>> q = fp8.quantize_mx(np.ones((3, 64), np.float32))
-    >>> padded = fp8.pad_groups(q.rowwise, [1, 0, 2], 2)
+    >>> padded = fp8.pad_groups(q.rowwise, [1, 0, 2], align=2)
     >>> padded.shape, padded.scale_inv.view(np.uint8)[:, 0].tolist()
     ((6, 64), [119, 0, 119, 119, 0, 0])
     """
@@ -86,14 +86,13 @@ def pad_groups(x: Array | Scaled | Quantized, splits: Any, align: int, *, out: A
 
 
 @overload
-def unpad_groups(y: Scaled | Quantized, splits: Any, align: int, *, rows: int | None = None,
+def unpad_groups(y: Scaled | Quantized, splits: Any, *, align: int, rows: int | None = None,
                  out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
 @overload
-def unpad_groups(y: Array, splits: Any, align: int, *, rows: int | None = None,
+def unpad_groups(y: Array, splits: Any, *, align: int, rows: int | None = None,
                  out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
-def unpad_groups(y: Array | Scaled | Quantized, splits: Any, align: int, *, rows: int | None = None,
-                 out: Array | Scaled | None = None,
-                 check: bool = False) -> Any:
+def unpad_groups(y: Array | Scaled | Quantized, splits: Any, *, align: int, rows: int | None = None,
+                 out: Array | Scaled | None = None, check: bool = False) -> Any:
     """Move the rows of each group together again: the inverse of `pad_groups`. Padding is not read.
 
         group g goes from row sum(round_up(splits[:g], align)) to row sum(splits[:g])
@@ -110,8 +109,8 @@ def unpad_groups(y: Array | Scaled | Quantized, splits: Any, align: int, *, rows
     end of the result are skipped.
 
     >>> import numpy as np, cupy_fp8 as fp8
-    >>> y = fp8.pad_groups(np.array([[1], [2], [3]], np.float32), [1, 0, 2], 2)
-    >>> fp8.unpad_groups(y, [1, 0, 2], 2, rows=3).ravel().tolist()
+    >>> y = fp8.pad_groups(np.array([[1], [2], [3]], np.float32), [1, 0, 2], align=2)
+    >>> fp8.unpad_groups(y, [1, 0, 2], align=2, rows=3).ravel().tolist()
     [1.0, 2.0, 3.0]
     """
     if rows is None and out is not None:
@@ -206,7 +205,7 @@ class _PadOp(_MoveGroupsOp):
         return _MoveInputs(rows, groups, padded_rows(rows.number, len(groups.array), align), align)
 
     def reference(self, inputs: _MoveInputs) -> Any:
-        return reference.pad_groups(inputs.rows.given, inputs.groups.host, inputs.align)
+        return reference.pad_groups(inputs.rows.given, inputs.groups.host, align=inputs.align)
 
 
 class _UnpadOp(_MoveGroupsOp):
@@ -231,7 +230,8 @@ class _UnpadOp(_MoveGroupsOp):
         return _MoveInputs(rows, groups, number, align)
 
     def reference(self, inputs: _MoveInputs) -> Any:
-        return reference.unpad_groups(inputs.rows.given, inputs.groups.host, inputs.align, rows=inputs.number)
+        return reference.unpad_groups(inputs.rows.given, inputs.groups.host, align=inputs.align,
+                                      rows=inputs.number)
 
 
 class _SortOp(_MoveGroupsOp):

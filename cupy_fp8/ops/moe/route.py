@@ -15,7 +15,7 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written
 from ...formats import flag, integer
 from ...kernels import Kernel, Launch, Variant
-from ...layouts import cdiv, round_up
+from ...layouts import cdiv, padded_rows, round_up
 from ...routing import MOST_EXPERTS, Routing
 
 _WARPS = 8
@@ -42,7 +42,8 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
     topk : slots of a token, 0 to 1024. Of a mask the most experts that a token has (None: E, which needs
         `rows`); else the second extent
     rows : of what `permute` will write, the caller's bound of the sum of all sizes, each rounded up to a
-        multiple of `align`. None: what always suffices, T * topk + E * (align - 1)
+        multiple of `align`. None: what always suffices, T * topk + min(E, T * topk) * (align - 1) rounded
+        down to a multiple of `align`
     align : a power of two from 1 to 128: 16, 32 and 128 are what block scales and matrix products of groups
         want
     check : wait for the device and raise ValueError if the assignment there is wrong. (NumPy arrays are
@@ -110,7 +111,7 @@ def _extents(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, top
     align = integer(align, "align")
     if not 1 <= align <= _MOST_ALIGN or align & align - 1:
         raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {shown(align)}")
-    bound = tokens * slots + experts * (align - 1) if rows is None else integer(rows, "rows")
+    bound = padded_rows(tokens * slots, experts, align) if rows is None else integer(rows, "rows")
     if bound < 0:
         raise ValueError(f"rows: expected 0 or more, got {shown(bound)}")
     if max(bound, tokens * slots) > _MOST:

@@ -49,9 +49,9 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     launches, for both directions together: the first finds the groups, the second all maxima, and the third
     quantises; x is read twice.
 
-    With `align` the same launches pad: the groups are those of ``group_quantize(pad_groups(x, splits, align),
-    aligned sizes, recipe)``, each followed by what the recipe makes of rows of zeros, up to a multiple of
-    `align` rows.
+    With `align` the same launches pad: the groups are those of ``group_quantize(pad_groups(x, splits,
+    align=), aligned sizes, recipe)``, each followed by what the recipe makes of rows of zeros, up to a
+    multiple of `align` rows.
 
     Parameters
     ----------
@@ -81,8 +81,8 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     copies, which the same launch makes: those given may change. The scales of blocks are those
     of each group, as ``recipe.quantize`` stores them, one group after the other (`Grouped`). Those of whole
     columns are [N, K], K rounded up to 4 except in compact scales: a line for each group, that of zeros for a
-    group without rows. With `align` the result has M + (align - 1) * min(N, M) rows, as `pad_groups`,
-    whatever the sizes; its splits are the aligned sizes, of splits' dtype (int32 only if M rounded up fits),
+    group without rows. With `align` the result has as many rows as that of `pad_groups`, whatever the
+    sizes; its splits are the aligned sizes, of splits' dtype (int32 only if M rounded up fits),
     and its offsets are theirs.
 
     Raises

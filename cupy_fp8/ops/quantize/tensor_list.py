@@ -6,11 +6,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product, repeat
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 
-from ... import reference
+from ... import advice, reference
+from ...advice import without_rest
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.tables import Records
@@ -38,9 +39,10 @@ _CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", block=single_rea
 _SMALL = shapes.SMALL
 
 
+@without_rest
 def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: FP8DType = float8_e4m3fn,
                          amaxes: Any = None, noop: Array | None = None,
-                         outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
+                         out: Sequence[Quantized] | None = None, **renamed: NoReturn) -> list[Quantized]:
     """`cast_transpose` of any number of matrices, of any shapes, in one launch.
 
         data = cast(x * scale)      column-wise: data transposed      scale_inv = 1 / scale
@@ -56,15 +58,15 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: FP8DType = 
     dtype : float8_e4m3fn or float8_e5m2
     amaxes : f32 array [n], or a list of one-element f32 arrays: each is raised to the largest |x| before
         scaling (NaN ignored)
-    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `outputs`.
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`.
         Must not change while the launches run
-    outputs : earlier results for the same shapes, or those of ``recipe.empty(…)``; written in place and
+    out : earlier results for the same shapes, or those of ``recipe.empty(…)``; written in place and
         returned. A call with the arrays of an earlier call costs little, since their table is on the device
         already: it allocates and copies nothing, and can be captured into a CUDA graph
 
     Returns
     -------
-    list of Quantized (`outputs` itself where given), whose directions share one scale_inv each.
+    list of Quantized (`out` itself where given), whose directions share one scale_inv each.
 
     Raises
     ------
@@ -81,13 +83,16 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: FP8DType = 
     >>> first.columnwise.data.astype(np.float32).tolist(), second.dequantize().tolist()
     ([[1.0, 3.0], [2.0, 4.0]], [[0.5, 224.0]])
     """
-    results: list[Quantized] = run(_CAST_TRANSPOSE, (xs, scales, amaxes, noop, dtype), outputs)
+    if renamed:
+        raise advice.renamed("multi_cast_transpose", renamed, outputs="out")
+    results: list[Quantized] = run(_CAST_TRANSPOSE, (xs, scales, amaxes, noop, dtype), out)
     return results
 
 
+@without_rest
 def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False,
                    scales: Any = None, amaxes: Any = None, noop: Array | None = None,
-                   outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
+                   out: Sequence[Quantized] | None = None, **renamed: NoReturn) -> list[Quantized]:
     """Quantise any number of arrays: the bytes are those of ``recipe.quantize`` for each.
 
     All arrays take one launch together. With CurrentScaling, 16-bit arrays whose rows are multiples of 8
@@ -105,11 +110,11 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
     rowwise, columnwise : the directions of every result
     scales : of DelayedScaling, which needs them: as for `multi_cast_transpose`
     amaxes : of per-tensor recipes: as for `multi_cast_transpose`
-    noop, outputs : as for `multi_cast_transpose`
+    noop, out : as for `multi_cast_transpose`
 
     Returns
     -------
-    list of Quantized (`outputs` itself where given).
+    list of Quantized (`out` itself where given).
 
     Raises
     ------
@@ -124,9 +129,11 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
     >>> [q.scale_inv.tolist() for q in fp8.multi_quantize(xs, fp8.CurrentScaling())]
     [[0.015625], [0.0011160714784637094]]
     """
+    if renamed:
+        raise advice.renamed("multi_quantize", renamed, outputs="out")
     op, given = call_of(xs, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales, amaxes=amaxes,
                         noop=noop)
-    results: list[Quantized] = run(op, given, outputs)
+    results: list[Quantized] = run(op, given, out)
     return results
 
 

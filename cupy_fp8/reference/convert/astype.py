@@ -9,7 +9,7 @@ import numpy as np
 from .. import numerics
 
 
-def astype(a: np.ndarray, dtype: Any, saturate: bool = True) -> np.ndarray:
+def astype(a: np.ndarray, dtype: Any, *, saturate: bool = True) -> np.ndarray:
     """The elements, exact in f32, rounded to dtype."""
     return numerics.narrow(numerics.widen(a), np.dtype(dtype), saturate)
 

@@ -12,11 +12,11 @@ from ...results import Scaled
 from ..scales.convert import rows_of_scales
 
 
-def pad_groups(x: Any, splits: Any, align: int) -> Any:
+def pad_groups(x: Any, splits: Any, *, align: int) -> Any:
     return _move_all(x, padded_rows(_rows(x), len(splits), align), splits, 1, align)
 
 
-def unpad_groups(y: Any, splits: Any, align: int, *, rows: int | None = None) -> Any:
+def unpad_groups(y: Any, splits: Any, *, align: int, rows: int | None = None) -> Any:
     return _move_all(y, _rows(y) if rows is None else rows, splits, align, 1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...layouts import padded_rows
 from ...routing import Routing
 
 
@@ -19,7 +20,7 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
     experts = slots_of(assignment, topk) if mask else assignment.astype(np.int64)
     tokens, slots = experts.shape
     if rows is None:
-        rows = tokens * slots + number * (align - 1)
+        rows = padded_rows(tokens * slots, number, align)
     entry = np.flatnonzero((experts >= 0) & (experts < number))
     expert = experts.reshape(-1)[entry]
     order = np.argsort(expert, kind="stable")           # Routes of an expert keep the order of tokens.

@@ -28,7 +28,7 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
     if align > 1:
         sizes = np.diff(starts)                             # Wrong sizes count as these.
         aligned = (-(-sizes // align) * align).astype(getattr(splits, "dtype", np.int64))
-        return group_quantize(pad_groups(x, sizes, align), aligned, recipe, rowwise=rowwise,
+        return group_quantize(pad_groups(x, sizes, align=align), aligned, recipe, rowwise=rowwise,
                               columnwise=columnwise, scales=scales, amaxes=amaxes)
     if isinstance(recipe, (BlockScaling, MXScaling)):
         return _in_blocks(x, splits, recipe, starts, offsets, rowwise, columnwise)

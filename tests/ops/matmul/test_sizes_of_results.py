@@ -225,7 +225,7 @@ def test_parts_of_groups_are_no_tensor(layout, use, run):
 def test_rows_of_groups_are_no_matrix(use, run):
     row = aware(run, SIZES).rowwise
     call = {"matmul_nt": lambda: fp8.matmul_nt(row, row),
-            "pad_groups": lambda: fp8.pad_groups(row, run.array(SIZES), 16),
+            "pad_groups": lambda: fp8.pad_groups(row, run.array(SIZES), align=16),
             "scaling_aware_transpose": lambda: fp8.scaling_aware_transpose(row)}[use]
     with pytest.raises(ValueError, match=r"^[aqx]: expected data of one piece, got data of 3 groups"):
         call()

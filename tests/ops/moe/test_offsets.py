@@ -39,7 +39,7 @@ def by_loop(splits: Any, stride: int = 1, lead: bool = True, dtype: Any = INT64)
 
 def expect_offsets(run: testing.Executor, host: Any, wanted: list[np.ndarray], **options: Any) -> None:
     splits = run.array(np.asarray(host))
-    expect(run, wanted, fp8.splits_to_offsets, splits, out_name="outputs", **options)
+    expect(run, wanted, fp8.splits_to_offsets, splits, **options)
 
 
 # ---- values ----
@@ -124,7 +124,7 @@ def test_no_outputs(run, launched):
         splits = run.array(np.ones(number, np.int64))
         assert fp8.splits_to_offsets(splits, strides=(), bulk_allocate=number == 2) == []
     nothing: list[Any] = []
-    assert fp8.splits_to_offsets(splits, strides=(), outputs=nothing, bulk_allocate=True) is nothing
+    assert fp8.splits_to_offsets(splits, strides=(), out=nothing, bulk_allocate=True) is nothing
     assert fp8.splits_to_offsets(splits, strides=(), dtypes=(), include_leading_zero=[]) == []
     assert launched == []
 
@@ -175,7 +175,7 @@ def test_options_that_the_caller_changes(run):
         strides[1] = stride
         option: Any
         for option in (strides, list(strides)):
-            fp8.splits_to_offsets(splits, strides=option, outputs=outputs)
+            fp8.splits_to_offsets(splits, strides=option, out=outputs)
             assert_equal(outputs, [by_loop([2, 3]), by_loop([2, 3], stride)])
 
 
@@ -187,7 +187,7 @@ def test_lists_of_sizes(run):
         assert isinstance(made[0], fp8.xp.ndarray)
         # The outputs are of run's kind, whatever fp8.xp is.
         outputs = fp8.splits_to_offsets(run.array(np.array([1, 1, 1])), **TYPICAL)
-        assert fp8.splits_to_offsets(given_splits, **TYPICAL, outputs=outputs) is outputs
+        assert fp8.splits_to_offsets(given_splits, **TYPICAL, out=outputs) is outputs
         assert_equal(outputs, want)
 
 
@@ -210,7 +210,7 @@ def test_one_buffer(number, run):
     for a in got:
         cases.poison(a)
     # The option concerns allocation.
-    assert fp8.splits_to_offsets(run.array(host), **TYPICAL, bulk_allocate=True, outputs=got) is got
+    assert fp8.splits_to_offsets(run.array(host), **TYPICAL, bulk_allocate=True, out=got) is got
     assert_equal(got, want)
     apart = fp8.splits_to_offsets(run.array(host), **TYPICAL)
     assert len({id(a if a.base is None else a.base) for a in apart}) == 5

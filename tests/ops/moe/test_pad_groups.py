@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from group_arrays import most_rows
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from moe_arrays import array, assert_equal, expect, noted, on_the_cpu
@@ -49,7 +50,7 @@ def of_parts(function: Any, x: Any, *how: Any) -> Any:
 
 def padded_by_slices(x: Any, splits: Any, align: int) -> Any:
     def padded(a: np.ndarray) -> np.ndarray:
-        rows = len(a) + (align - 1) * min(len(splits), len(a))
+        rows = most_rows(len(a), len(splits), align)
         out, at = np.zeros((rows, *a.shape[1:]), raw(a).dtype), 0
         for chunk in chunks(a, splits):
             out[at:at + len(chunk)] = chunk
@@ -72,8 +73,9 @@ def expect_all(run: testing.Executor, x: Any, splits: Any, align: int, order: An
     them."""
     host, host_order = (a if isinstance(a, list) else fp8.asnumpy(a).tolist() for a in (splits, order))
     given_x, leads = run.array(x), (lead,)
-    y = expect(run, padded_by_slices(x, host, align), fp8.pad_groups, given_x, splits, align, leads=leads)
-    expect(run, x, fp8.unpad_groups, y, splits, align, rows=x.shape[0], leads=leads)
+    y = expect(run, padded_by_slices(x, host, align), fp8.pad_groups, given_x, splits, align=align,
+               leads=leads)
+    expect(run, x, fp8.unpad_groups, y, splits, align=align, rows=x.shape[0], leads=leads)
     expect(run, sorted_by_slices(x, host, host_order), fp8.sort_chunks, given_x, splits, order, leads=leads)
 
 
@@ -86,8 +88,8 @@ def test_rows_of_any_length(columns, run):
         data, _ = guarded(run, x.shape, x.dtype, lead)
         data[...] = run.array(x)
         for align in (1, 4):
-            out, intact = guarded(run, (9 + 4 * (align - 1), columns), x.dtype, lead)
-            fp8.pad_groups(data, run.array(np.array(splits)), align, out=out)
+            out, intact = guarded(run, (most_rows(9, 4, align), columns), x.dtype, lead)
+            fp8.pad_groups(data, run.array(np.array(splits)), align=align, out=out)
             testing.assert_bytes_equal(out, padded_by_slices(x, splits, align))
             assert intact()
 
@@ -100,7 +102,7 @@ def test_a_row_for_every_byte(run):
         x = np.resize(array((251,), np.uint8), number)
         splits, order = [3, 1 << 23, 0, number - (1 << 23) - 10, 7], [4, 1, 3, 2, 0]
         data, given_splits = run.array(x), run.array(np.array(splits))
-        assert_equal(fp8.pad_groups(data, given_splits, 16), padded_by_slices(x, splits, 16))
+        assert_equal(fp8.pad_groups(data, given_splits, align=16), padded_by_slices(x, splits, 16))
         assert_equal(fp8.sort_chunks(data, given_splits, run.array(np.array(order))),
                      sorted_by_slices(x, splits, order))
 
@@ -112,9 +114,9 @@ def test_many_groups_before_a_row(run):
     splits = np.where(rng.random(700) < 0.3, 0, rng.integers(0, 40, 700))
     x = array((int(splits.sum()), 72), bfloat16)
     for align in (1, 16):
-        y = fp8.pad_groups(run.array(x), run.array(splits), align)
+        y = fp8.pad_groups(run.array(x), run.array(splits), align=align)
         assert_equal(y, padded_by_slices(x, splits, align))
-        assert_equal(fp8.unpad_groups(y, run.array(splits), align, rows=len(x)), x)
+        assert_equal(fp8.unpad_groups(y, run.array(splits), align=align, rows=len(x)), x)
 
 
 SPLITS: list[list[int]] = [[5], [0, 3, 0, 0, 2], [0, 0], [], [128, 1, 0, 127], [1] * 300,
@@ -129,8 +131,8 @@ def test_there_and_back(splits, align, run):
         given_splits: Any = splits if dtype is list else run.array(np.array(splits, dtype))
         expect_all(run, x, given_splits, align, order.tolist() if dtype is list
                    else run.array(order.astype(dtype)))
-    y = fp8.pad_groups(run.array(x), splits, align)
-    everything = fp8.unpad_groups(y, splits, align)  # By default there are as many rows as y has.
+    y = fp8.pad_groups(run.array(x), splits, align=align)
+    everything = fp8.unpad_groups(y, splits, align=align)  # By default there are as many rows as y has.
     assert everything.shape == y.shape
     assert_equal(fp8.asnumpy(everything)[:len(x)], x)
     assert not raw(everything)[len(x):].any()
@@ -149,8 +151,8 @@ def test_more_chunks_than_a_window(run):
                                    np.complex64, float8_e4m3fn, float8_e8m0fnu], ids=str)
 def test_any_dtype(dtype, run):
     x = array((20, 3), dtype)
-    y = fp8.pad_groups(run.array(x), [7, 13], 16)
-    assert (y.dtype, y.shape) == (x.dtype, (50, 3))
+    y = fp8.pad_groups(run.array(x), [7, 13], align=16)
+    assert (y.dtype, y.shape) == (x.dtype, (48, 3))
     assert_equal(y, padded_by_slices(x, [7, 13], 16))
 
 
@@ -158,19 +160,19 @@ def test_any_dtype(dtype, run):
 def test_float32_of_one_column_is_moved_in_words(run):
     """Probabilities of tokens: rows of four bytes."""
     x, splits = array((3000, 1), float32), sizes(3000, 8)
-    y = fp8.pad_groups(x, splits, 16)
+    y = fp8.pad_groups(x, splits, align=16)
     assert_equal(y, padded_by_slices(x, splits, 16))
     with kernels.forced_executor("reference"):
-        assert_equal(fp8.unpad_groups(y, splits, 16, rows=3000), x)
+        assert_equal(fp8.unpad_groups(y, splits, align=16, rows=3000), x)
 
 
 def test_one_launch_each(run, launched):
     x, splits = run.array(fp8_array((5000, 64))), run.array(sizes(5000, 900))
-    y = fp8.pad_groups(x, splits, 128)
-    fp8.unpad_groups(y, splits, 128)
+    y = fp8.pad_groups(x, splits, align=128)
+    fp8.unpad_groups(y, splits, align=128)
     fp8.sort_chunks(x, splits, run.array(np.arange(900)[::-1].copy()))
     for block in ((1, 32), None):
-        fp8.pad_groups(run.array(quantised(5000, 64, block, float8_e8m0fnu)), splits, 128)
+        fp8.pad_groups(run.array(quantised(5000, 64, block, float8_e8m0fnu)), splits, align=128)
     assert launched == ([] if run.name == "reference" else ["move_groups"] * 5)
 
 
@@ -196,9 +198,9 @@ def test_scales_move_with_their_rows(splits, block, dtype, columns, run):
     q, rows = quantised(sum(splits), columns, block, dtype), sum(splits)
     order = np.random.default_rng(3).permutation(len(splits)).tolist()
     expect_all(run, q, run.array(np.array(splits, np.int64)), 16, order)
-    y = fp8.pad_groups(run.array(q), splits, 16)
+    y = fp8.pad_groups(run.array(q), splits, align=16)
     assert (y.shape, y.transposed, y.block, y.scale_layout) == (y.data.shape, False, block, q.scale_layout)
-    everything = fp8.unpad_groups(y, splits, 16, out=fp8.unpad_groups(y, splits, 16))
+    everything = fp8.unpad_groups(y, splits, align=16, out=fp8.unpad_groups(y, splits, align=16))
     for a, want in zip(everything, q, strict=True) if block else ((everything.data, q.data),):
         assert_equal(fp8.asnumpy(a)[:rows], want)
         assert not raw(a)[rows:].any()
@@ -258,10 +260,10 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
 def test_wrong_sizes_by_hand():
     """The harmless reading, in rows that can be seen."""
     x = np.arange(1, 6)
-    assert reference.pad_groups(x, [1, 9], 2).tolist() == [1, 0, 2, 3, 4, 5, 0]
-    assert reference.pad_groups(x, [-3, 2], 4).tolist() == [1, 2, *[0] * 9]
-    assert reference.unpad_groups(x, [1, 2], 2, rows=4).tolist() == [1, 3, 4, 0]
-    assert reference.unpad_groups(x, [1, 9], 2, rows=7).tolist() == [1, 3, 4, 5, 0, 0, 0]
+    assert reference.pad_groups(x, [1, 9], align=2).tolist() == [1, 0, 2, 3, 4, 5]
+    assert reference.pad_groups(x, [-3, 2], align=4).tolist() == [1, 2, *[0] * 6]
+    assert reference.unpad_groups(x, [1, 2], align=2, rows=4).tolist() == [1, 3, 4, 0]
+    assert reference.unpad_groups(x, [1, 9], align=2, rows=7).tolist() == [1, 3, 4, 5, 0, 0, 0]
     assert reference.sort_chunks(x, [2, 2, 1], [2, 7, 0]).tolist() == [5, 1, 2, 0, 0]
     assert reference.sort_chunks(x, [2, 2, 1], [1, 1, 0]).tolist() == [3, 4, 3, 4, 1]
     assert reference.sort_chunks(x, [2, 2, 9], [2, 0, 1]).tolist() == [5, 0, 0, 0, 0]
@@ -299,12 +301,12 @@ def test_sizes_of_nothing_are_looked_at(shape, unchecked):
     run, x = unchecked, unchecked.array(fp8_array(shape))
     for splits, found in (([shape[0], 0], []), ([shape[0] + 1, 0], [SUM]), ([-1, shape[0]], [NEGATIVE])):
         given_splits = run.array(np.array(splits))
-        assert fp8.pad_groups(x, given_splits, 16).shape == (shape[0] + 15 * min(2, shape[0]), *shape[1:])
+        assert fp8.pad_groups(x, given_splits, align=16).shape == (most_rows(shape[0], 2, 16), *shape[1:])
         noted(run, found)
         assert fp8.sort_chunks(x, given_splits, run.array(np.array([1, 0]))).shape == shape
         noted(run, found)
     nothing = run.array(np.zeros(0, np.int64))
-    assert fp8.pad_groups(x, nothing, 16).shape == shape
+    assert fp8.pad_groups(x, nothing, align=16).shape == (0, *shape[1:])
     noted(run, [SUM] if shape[0] else [])
 
 
@@ -318,4 +320,4 @@ def test_groups_of_more_rows_than_sums_of_32_bits_are_for():
     splits = np.full(number, rows // number)
     splits[-1] += rows % number
     with testing.executor("host"):
-        assert_equal(fp8.pad_groups(x, splits, 16), reference.pad_groups(x, splits, 16))
+        assert_equal(fp8.pad_groups(x, splits, align=16), reference.pad_groups(x, splits, align=16))

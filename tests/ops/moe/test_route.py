@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from group_arrays import most_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launches import note_launches
@@ -68,7 +69,7 @@ def test_indices(tokens, topk, number, align, run):
             continue
         for dtype in (np.dtype(np.int32), np.dtype(np.int64)):
             host = indices(tokens, topk, number, kind, dtype)
-            want = by_loops(host, number, align, tokens * topk + number * (align - 1))
+            want = by_loops(host, number, align, most_rows(tokens * topk, number, align))
             r = expect(run, want, fp8.route, run.array(host), num_experts=number, align=align)
             facts = tokens, topk, number, align, want.rows
             assert (r.tokens, r.topk, r.num_experts, r.align, r.rows) == facts
@@ -83,7 +84,7 @@ def test_masks(tokens, number, topk, align, run):
         chosen = mask(tokens, number, topk, kind)
         for given_topk, rows in ((topk, None), (None, tokens * topk + number * align)):
             slots = slots_by_loops(chosen, number if given_topk is None else topk)
-            bound = tokens * topk + number * (align - 1) if rows is None else rows
+            bound = most_rows(tokens * topk, number, align) if rows is None else rows
             want = by_loops(slots, number, align, bound, True)
             options: dict[str, Any] = {"topk": given_topk, "rows": rows, "align": align}
             expect(run, want, fp8.route, run.array(chosen), **options)
@@ -152,7 +153,7 @@ def test_experts_that_do_not_exist(wrong, tokens, unchecked):
         host[tokens // 2, 1] = wrong
         given_host = run.array(host.copy())
         host[tokens // 2, 1] = -1
-        want = by_loops(host, 7, 4, tokens * 2 + 7 * 3)
+        want = by_loops(host, 7, 4, most_rows(tokens * 2, 7, 4))
         expect(run, want, fp8.route, given_host, num_experts=7, align=4)
         noted(run, [EXPERT])
 
@@ -173,7 +174,7 @@ def test_rows_that_do_not_suffice(tokens, topk, align, unchecked):
 @pytest.mark.parametrize("topk", [0, 1, 3, 4])
 def test_masks_of_more_experts_than_topk(topk, unchecked):
     run, chosen = unchecked, mask(90, 9, 4)
-    want = by_loops(slots_by_loops(chosen, topk), 9, 2, 90 * topk + 9, True)
+    want = by_loops(slots_by_loops(chosen, topk), 9, 2, most_rows(90 * topk, 9, 2), True)
     expect(run, want, fp8.route, run.array(chosen), topk=topk, align=2)
     noted(run, [BOUND] if topk < chosen.sum(1).max() else [])
 

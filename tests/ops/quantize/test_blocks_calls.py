@@ -147,7 +147,8 @@ def test_results_at_any_address(op, layout, lead, run):
 
 @pytest.mark.parametrize(("op", "recipe"), [
     (BLOCK, BlockScaling()),
-    (BLOCK, BlockScaling((128, 128), float8_e5m2, 1e-3, False, "deepgemm", "compact")),
+    (BLOCK, BlockScaling((128, 128), float8_e5m2, 1e-3, pow2_scale=False, profile="deepgemm",
+                         scale_layout="compact")),
     (BLOCK, BlockScaling((1, None), profile="vllm")),
     (BLOCK, BlockScaling(block=(128, 1), dtype="float8_e5m2", profile="sglang",
                          scale_layout="deepgemm_sm90")),

@@ -148,7 +148,7 @@ def test_the_largest_element_is_found_wherever_it_is(run):
                 changed[i] = xs[i].copy()
                 changed[i][row, column] = -3.5
                 bits(moved[i])[...] = bits(run.array(changed[i]))
-                fp8.multi_quantize(moved, CURRENT, columnwise=True, outputs=results)
+                fp8.multi_quantize(moved, CURRENT, columnwise=True, out=results)
                 got = [float(fp8.asnumpy(q.scale_inv)[0]) for q in results]
                 want = [np.float32(1) / (np.float32(448) / np.float32(3.5 if j == i else 0.25))
                         for j in range(len(shapes))]
@@ -187,7 +187,7 @@ def test_large_and_larger_matrices():
     for rowwise, columnwise in ((True, True), (True, False), (False, True)):
         results: list[Any] = fp8.multi_quantize(xs, recipe, rowwise=rowwise, columnwise=columnwise)
         for _ in range(3):
-            fp8.multi_quantize(xs, recipe, rowwise=rowwise, columnwise=columnwise, outputs=results)
+            fp8.multi_quantize(xs, recipe, rowwise=rowwise, columnwise=columnwise, out=results)
         for x, q in zip(xs, results, strict=True):
             assert fp8.bytes_equal(q, recipe.quantize(x, rowwise=rowwise, columnwise=columnwise))
     rows = [2048] * 3 + [0, 4100, 16, 2048, 777]

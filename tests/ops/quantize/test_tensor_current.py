@@ -110,7 +110,7 @@ def test_launches_of_several_streams_do_not_block_each_other(listed, monkeypatch
         for stream, out in zip(streams, outs, strict=True):
             with stream:
                 if listed:
-                    fp8.multi_quantize(xs, fp8.CurrentScaling(), columnwise=True, outputs=out)
+                    fp8.multi_quantize(xs, fp8.CurrentScaling(), columnwise=True, out=out)
                 else:
                     fp8.quantize_tensor(x, out=out[0])
     for stream, out in zip(streams, outs, strict=True):

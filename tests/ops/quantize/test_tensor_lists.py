@@ -92,7 +92,7 @@ def test_lists_in_blocks(recipe, directions, run, launched):
         desired = [recipe.quantize(x, **options) for x in host]
         outputs = outputs_for(xs, recipe, **options)
         launched.clear()
-        assert multi(xs, recipe, outputs=outputs, **options) is outputs
+        assert multi(xs, recipe, out=outputs, **options) is outputs
         if run.name != "reference" and None not in recipe.block:
             assert launched == LAUNCHES[type(recipe)]
         assert_all_same(run, outputs, desired)
@@ -116,7 +116,7 @@ def test_dtypes_and_memory_of_lists_in_blocks(recipe, run, launched):
         wanted = [0, 1, 2, 3, 4, 6] if len(listed) < 7 else range(7)
         for _ in range(2):
             launched.clear()
-            multi(listed, recipe, outputs=[outputs[i] for i in wanted])
+            multi(listed, recipe, out=[outputs[i] for i in wanted])
             assert launched == ([] if run.name == "reference" else [*LAUNCHES[type(recipe)] * 3, single])
             assert_all_same(run, [outputs[i] for i in wanted], [desired[i] for i in wanted])
             poison(outputs)
@@ -128,7 +128,7 @@ def test_no_arrays_and_no_elements(recipe, run, launched):
         given = scales_of(recipe, list(xs))
         results = multi(xs, recipe, **given)
         assert [q.shape for q in results] == [x.shape for x in xs]
-        assert multi(xs, recipe, outputs=results, noop=run.array(one_element(0)), **given) is results
+        assert multi(xs, recipe, out=results, noop=run.array(one_element(0)), **given) is results
     assert run.name == "reference" or bool(launched) == (recipe in KINDS[:2])   # There are scales to write.
 
 
@@ -237,5 +237,5 @@ def test_more_blocks_than_a_launch_can_have(recipe, monkeypatch):
     outputs = outputs_for(xs, recipe)
     with (testing.executor("host"),
           pytest.raises(ValueError, match=r"^xs: more than the 2 blocks that a launch can")):
-        multi(xs, recipe, outputs=outputs, **scales_of(recipe, xs))
+        multi(xs, recipe, out=outputs, **scales_of(recipe, xs))
     assert all((a.view(np.uint8) == 0xAA).all() for a in arrays(*outputs))

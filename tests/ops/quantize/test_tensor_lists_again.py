@@ -56,7 +56,7 @@ def test_calls_that_come_again_make_no_table(recipe, uploads, launched):
         outputs, others = outputs_for(xs, recipe), outputs_for(xs, recipe)
 
         def call(xs: list[Any], outputs: list[Quantized]) -> None:
-            multi(xs, recipe, outputs=outputs, **given)
+            multi(xs, recipe, out=outputs, **given)
             with testing.executor("reference"):
                 assert_all_same(run, outputs, expected(recipe, xs, 1.0))
 
@@ -87,7 +87,7 @@ def test_a_table_makes_no_room_for_another_of_the_same_call(recipe, run):
     others = [cases.values("normal", (16, 40), host[-1].dtype, i) for i in range(2 * tables._MOST)]
     in_memory = [run.array(x) for x in others]              # They exist at once, so each has its own.
     for x, other in zip(others * 2, in_memory * 2, strict=True):
-        multi([*xs[:-1], other], recipe, outputs=outputs, **given)
+        multi([*xs[:-1], other], recipe, out=outputs, **given)
         assert_all_same(run, outputs, expected(recipe, [*host[:-1], x]))
         poison(outputs)
 
@@ -168,10 +168,10 @@ def test_a_shape_that_is_assigned_is_noticed(recipe):
     with testing.executor("host"):
         x = cases.values("normal", (16, 24), bfloat16)
         outputs = outputs_for([x], recipe)
-        multi([x], recipe, outputs=outputs, **scales_of(recipe, [x]))
+        multi([x], recipe, out=outputs, **scales_of(recipe, [x]))
         x.shape = (24, 16)
-        with pytest.raises(ValueError, match=r"outputs\[0\]\.rowwise: "):
-            multi([x], recipe, outputs=outputs, **scales_of(recipe, [x]))
+        with pytest.raises(ValueError, match=r"out\[0\]\.rowwise: "):
+            multi([x], recipe, out=outputs, **scales_of(recipe, [x]))
 
 
 @pytest.mark.parametrize("recipe", KINDS, ids=kind)
@@ -181,14 +181,14 @@ def test_a_table_is_there_for_every_replay(recipe, device):
     xs = [device.array(x) for x in matrices("mixed")]
     outputs, scales = outputs_for(xs, recipe), device.array(np.ones(len(xs), np.float32))
     given = {"scales": scales} if recipe is DELAYED else {}
-    multi(xs, recipe, outputs=outputs, **given)
+    multi(xs, recipe, out=outputs, **given)
     cp.cuda.get_current_stream().synchronize()
     with cp.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
-        multi(xs, recipe, outputs=outputs, **given)
+        multi(xs, recipe, out=outputs, **given)
         graph = stream.end_capture()
         for _ in range(tables._MOST + 2):
-            multi([device.array(fp8.asnumpy(x)) for x in xs], recipe, outputs=outputs, **given)
+            multi([device.array(fp8.asnumpy(x)) for x in xs], recipe, out=outputs, **given)
         scales.fill(3)
         poison(outputs)
         graph.launch(stream)
