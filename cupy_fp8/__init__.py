@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import advice as _advice
 from . import backend as _backend
-from . import diagnostics, io, plot
+from . import diagnostics, io, moe, plot
 from .arrays import asarray, asnumpy, bytes_equal, concatenate, empty, empty_like, full, zeros
 from .backend import DeviceError
 from .cache import WeightCache
@@ -51,7 +51,7 @@ __all__ = [
     "asarray", "asnumpy", "bytes_equal", "concatenate", "device_errors", "empty", "empty_like",
     "from_dlpack", "full", "load", "quantize", "save", "to_dlpack", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
-    "diagnostics", "io", "plot",
+    "diagnostics", "io", "moe", "plot",
 ]  # fmt: skip
 # The ops. `python -m cupy_fp8 list --write` writes this list and their imports.
 __all__ += [
@@ -75,7 +75,7 @@ else:
             return _backend.default_module()
         if name == "testing":
             return import_module(".testing", __name__)
-        inside = (f"{module.__name__.rpartition('.')[2]}.{public}" for module in (diagnostics, io, plot)
+        inside = (f"{module.__name__.rpartition('.')[2]}.{public}" for module in (diagnostics, io, moe, plot)
                   for public in module.__all__)
         raise _advice.no_attribute("module 'cupy_fp8'", name, [*__all__, "xp", "testing", *inside])
 

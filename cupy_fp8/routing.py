@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,6 +51,8 @@ class Routing(Result):
     rows: int
     align: int
     experts: Array | None = None
+    #: How often `route` has written it: what a step has saved belongs to one time.
+    _written: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         xp = backend.module_of(self.row_map, "row_map")

@@ -28,7 +28,7 @@ LAYERS = (
     {"reference"},
     {"ops"},
     {"state", "cache"},
-    {"cases", "testing", "diagnostics", "io"},
+    {"cases", "testing", "diagnostics", "io", "moe"},
     {"bench", "plot"},
     {"__init__"},
     {"cli"},

@@ -73,6 +73,7 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
     Routing(3 tokens x 2 slots -> 12 rows of 2 experts, aligned to 4, numpy)
     """
     result: Routing = run(_ROUTE, (assignment, num_experts, topk, rows, align, check), out)
+    result.__dict__["_written"] = result._written + 1
     return result
 
 

@@ -1,0 +1,129 @@
+"""What can be wrong with a call of the layer is found here, before anything is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import backend
+from ..advice import listed, shown, type_name
+from ..arrays import is_contiguous
+from ..formats import INPUT_DTYPES, float32, names
+from ..options import block_pow2
+from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, check_recipe
+from ..results import Quantized, Scaled
+from ..routing import Routing
+from .dataflow import DATAFLOWS, GROUP
+from .step import Buffers, Saved
+
+if TYPE_CHECKING:
+    from .experts import Experts
+
+
+def recipe(given: Any, dataflow: str) -> None:
+    check_recipe(given, (BlockScaling, CurrentScaling, DelayedScaling))
+    if not isinstance(given, BlockScaling):
+        return
+    if given.block != (1, GROUP) or given.scale_layout not in ("gemm_ready", "compact"):
+        raise ValueError(f"recipe: expected blocks of {(1, GROUP)} with gemm_ready or compact scales, got "
+                         f"{given}")
+    if dataflow == "casting_free" and not block_pow2(given.pow2_scale, given.profile):
+        raise ValueError("recipe: the casting-free dataflow moves exponents, so scales are powers of two; "
+                         f"expected pow2_scale=True, got {given}; or dataflow="
+                         f"{listed([repr(each) for each in DATAFLOWS[1:]])}")
+
+
+def tokens(experts: Experts, x: Any, name: str, shape: tuple[int | None, int], *,
+           dispatched: bool = False) -> None:
+    """Tokens as `forward` takes them, or rows as they are dispatched."""
+    flow, xp = experts._flow, experts._xp
+    quantised = isinstance(x, (Scaled, Quantized))
+    if quantised and not flow.dispatches_fp8:
+        raise TypeError(f"{name}: expected an array, which {experts.dataflow!r} quantises in both "
+                        f"directions once it is permuted, got a {type(x).__name__}")
+    if dispatched and flow.dispatches_fp8 and not quantised:
+        raise TypeError(f"{name}: expected rows in FP8 (a Scaled), got {type_name(x)}; quantise them with "
+                        "the recipe before the dispatch")
+    if quantised:
+        row = x._row if isinstance(x, Quantized) else x
+        block = (1, GROUP) if flow.blocks else None
+        if row is None or row.transposed or row.block != block or row.splits is not None:
+            raise ValueError(f"{name}: expected row-wise data with "
+                             f"{'blocks ' + str(block) if block else 'one scale'}, got {x!r}")
+        array, given = row.data, row.shape
+    else:
+        backend.require_module(x, xp, name)
+        array, given = x, x.shape
+        if x.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name}: expected {names(INPUT_DTYPES)}, got {x.dtype}")
+    backend.require_module(array, xp, name)
+    if len(given) != 2 or given[1] != shape[1] or shape[0] not in (None, given[0]):
+        wanted = f"({'rows' if shape[0] is None else shape[0]}, {shape[1]})"
+        raise ValueError(f"{name}: expected shape {wanted}, got {given}")
+
+
+def routing(experts: Experts, given: Any) -> None:
+    if not isinstance(given, Routing):
+        raise TypeError(f"routing: expected a Routing, as route gives it, got {type_name(given)}")
+    if given.num_experts != experts.num_experts:
+        raise ValueError(f"routing: expected {experts.num_experts} experts, got {given.num_experts}")
+    backend.require_module(given.row_map, experts._xp, "routing")
+    if experts._flow.blocks and given.align % GROUP and experts.dataflow != "casting_free":
+        raise ValueError(f"routing: expected align={GROUP}, since {experts.dataflow!r} makes blocks of "
+                         f"columns across groups, got {given.align}")
+
+
+def probs(experts: Experts, given: Any, name: str, *shapes: tuple[int, ...]) -> None:
+    if given is None:
+        return
+    backend.require_module(given, experts._xp, name)
+    if given.dtype != float32 or given.shape not in shapes:
+        wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name}: expected a float32 array of shape {wanted}, got {given.dtype} "
+                         f"{given.shape}")
+
+
+def buffers(experts: Experts, out: Any, **facts: Any) -> None:
+    """facts: what they have been made for."""
+    if out is None:
+        return
+    if not isinstance(out, Buffers):
+        raise TypeError(f"out: expected Buffers, as empty() makes them, got {type_name(out)}")
+    if out._owner is not experts:
+        raise ValueError("out: these buffers belong to another layer")
+    for name, value in facts.items():
+        if out._facts[name] != value:
+            raise ValueError(f"out: made for {name}={out._facts[name]}, got {name}={value}")
+
+
+def saved(experts: Experts, given: Any, out: Any, accumulate: Any, *, of_rows: bool) -> Any:
+    """Returns the routing of the forward pass."""
+    if not isinstance(given, Saved):
+        what = "None, since forward kept nothing (keep=None)" if given is None else type_name(given)
+        raise TypeError(f"saved: expected what forward returned, got {what}")
+    if given.experts is not experts:
+        raise ValueError("saved: belongs to another layer")
+    if given.weights != experts._updates:
+        raise ValueError("saved: the weights have been updated since that forward pass")
+    if of_rows == (given.routing is not None):
+        right, got = ("backward", "forward") if of_rows else ("backward_rows", "forward_rows")
+        raise ValueError(f"saved: comes from {got}, whose gradients {right} computes")
+    if given.routing is not None and given.routing._written != given.routed:
+        raise ValueError("saved: its routing has been written again since that forward pass")
+    if given.buffers is not out:
+        had = "no buffers" if given.buffers is None else "the buffers"
+        raise ValueError(f"out: expected {had} that the forward pass had")
+    if out is not None and out._step != given.step:
+        raise ValueError("saved: a later forward pass has written its buffers")
+    if accumulate is not None:
+        _accumulate(experts, accumulate)
+    return given.routing
+
+
+def _accumulate(experts: Experts, accumulate: Any) -> None:
+    if not isinstance(accumulate, (tuple, list)) or len(accumulate) != 2:
+        raise TypeError(f"accumulate: expected two arrays, for up and down, got {shown(accumulate)}")
+    for name, a, held in zip(("up", "down"), accumulate, experts._held, strict=True):
+        backend.require_module(a, experts._xp, f"accumulate ({name})")
+        if a.dtype != float32 or a.shape != held.shape or not is_contiguous(a):
+            raise ValueError(f"accumulate ({name}): expected a C-contiguous float32 array of shape "
+                             f"{held.shape}, got {a.dtype} {a.shape}")

@@ -1,0 +1,93 @@
+"""How FP8 values reach the products: what is quantised, and where the weight gradients' columns come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+from ..arrays import Array
+from ..ops.convert.astype import transpose
+from ..ops.convert.dequantize import dequantize
+from ..ops.convert.scaling_aware import scaling_aware_transpose
+from ..ops.moe.permute import permute
+from ..recipes import BlockScaling, Recipe, quantize
+from ..results import Quantized, Scaled
+from ..routing import Routing
+from .step import Calls
+
+Dataflow: TypeAlias = Literal["casting_free", "both_directions", "requantize"]
+DATAFLOWS: tuple[Dataflow, ...] = get_args(Dataflow)
+#: Blocks along the rows of a group are this long, and do not cross groups that begin at multiples of it.
+GROUP = 128
+
+
+class CastingFree:
+    """Tokens are quantised before they are dispatched, and once: exponents move where columns are needed."""
+
+    #: Tokens are FP8 when they are dispatched.
+    dispatches_fp8 = True
+    #: The activation is quantised in both directions.
+    both = False
+
+    def __init__(self, recipe: Recipe, scales: Mapping[str, dict[str, Any]]) -> None:
+        self.recipe, self.scales = recipe, scales
+        self.blocks = isinstance(recipe, BlockScaling)
+
+    def tokens(self, call: Calls, name: str, x: Any) -> Any:
+        """What is dispatched. A Scaled was quantised before."""
+        if isinstance(x, (Scaled, Quantized)):
+            return x if isinstance(x, Scaled) else x.rowwise
+        return call(f"{name} tokens", quantize, x, self.recipe, **self.scales[name]).rowwise
+
+    def dispatch(self, call: Calls, name: str, tokens: Any, routing: Routing, probs: Array | None) -> Any:
+        """(rows, their probs)"""
+        moves_codes = isinstance(tokens, Scaled) and tokens.block is None
+        given = tokens.data if moves_codes else tokens
+        moved = call(f"{name} permuted", permute, given, routing, probs=probs)
+        rows, row_probs = moved if probs is not None else (moved, None)
+        if moves_codes:
+            rows = Scaled._of(rows, tokens.scale_inv, rows.shape)
+        return rows, row_probs
+
+    def enter(self, call: Calls, name: str, rows: Any) -> Any:
+        """The rows that products take."""
+        return rows
+
+    def columns(self, call: Calls, name: str, q: Any, splits: Array) -> Any:
+        """An operand of the product over the rows of each group."""
+        rows = q.rowwise if isinstance(q, Quantized) else q
+        if self.blocks:
+            return call(f"{name} columns", scaling_aware_transpose, rows, splits=splits)
+        data = call(f"{name} columns", transpose, rows.data)
+        return Scaled._of(data, rows.scale_inv, data.shape)
+
+
+class BothDirections(CastingFree):
+    """Values are dispatched as they are, and quantised in both directions where they are used."""
+
+    dispatches_fp8, both = False, True
+
+    def tokens(self, call: Calls, name: str, x: Any) -> Any:
+        return x
+
+    def enter(self, call: Calls, name: str, rows: Any) -> Any:
+        return call(f"{name} rows", quantize, rows, self.recipe, columnwise=True, **self.scales[name])
+
+    def columns(self, call: Calls, name: str, q: Any, splits: Array) -> Any:
+        return q.T
+
+
+class Requantize(CastingFree):
+    """Tokens are quantised before they are dispatched; columns are made by dequantising and quantising again.
+    """
+
+    def columns(self, call: Calls, name: str, q: Any, splits: Array) -> Any:
+        rows = q.rowwise if isinstance(q, Quantized) else q
+        values = call(f"{name} values", dequantize, rows, dtype="bfloat16")
+        scale = {key: value for key, value in self.scales[name].items() if key == "scale"}
+        return call(f"{name} columns", quantize, values, self.recipe, rowwise=False, columnwise=True,
+                    **scale).T
+
+
+FLOWS: dict[str, type[CastingFree]] = {
+    "casting_free": CastingFree, "both_directions": BothDirections, "requantize": Requantize}

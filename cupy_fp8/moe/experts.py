@@ -1,0 +1,368 @@
+"""The layer: one call forward, one call backward."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, zeros
+from ..formats import INPUT_DTYPES, DType, bfloat16, choice, flag, float32, integer, lookup
+from ..ops.convert.dequantize import dequantize
+from ..ops.matmul.grouped import grouped_matmul_nt
+from ..ops.moe.permute import permute_backward, unpermute
+from ..ops.moe.route import route
+from ..ops.quantize.swiglu import FORMS, Form, swiglu_backward_quantize, swiglu_quantize
+from ..recipes import (
+    BlockScaling,
+    DelayedScaling,
+    Recipe,
+    quantize,
+)
+from ..results import Quantized, Scaled
+from ..routing import Routing
+from ..state import DelayedScalingState
+from ..typed_array import TypedArray
+from . import checks, weights
+from .dataflow import DATAFLOWS, FLOWS, GROUP, Dataflow
+from .step import Buffers, Calls, Saved
+
+Keep: TypeAlias = Literal["bf16", "fp8", "input"]
+KEEPS: tuple[Keep, ...] = get_args(Keep)
+
+#: h that is kept in FP8: scales are powers of two, so widening it is exact.
+_HIDDEN = BlockScaling((1, GROUP), pow2_scale=True, scale_layout="compact")
+#: What delayed scaling has a scale and an amax history for, in this order.
+TENSORS = ("x", "activation", "grad", "hidden_grad", "up", "down")
+
+
+class Experts:
+    """The experts of a mixture of experts, with FP8 from the dispatch to the weight gradients.
+
+        h = x · upᵀ        a, b = the halves of h        y = Σ_k (act(a, b) · p_k) · downᵀ
+
+    for each token and its k experts, with p_k before the second product. Forward and backward quantise four
+    times (x, the activation, the gradients of y and of h), and dequantise nothing: each value is rounded to
+    FP8 once, before it is dispatched or in the launch that computes it, and only exponents move where a
+    product needs it along the other axis (`scaling_aware_transpose`).
+
+    Parameters
+    ----------
+    up, down : the weights [E, 2 F, H] and [E, H, F]: bfloat16, float16 or float32 arrays, which are quantised
+        in both directions from one read; or a `Scaled` of an FP8 checkpoint (blocks of 128 x 128, or one
+        scale), which is taken as it is
+    recipe : BlockScaling with blocks of (1, 128), whose weights have blocks of 128 x 128; or CurrentScaling
+        or DelayedScaling. There are no products of groups of MX blocks
+    form, clamp, interleaved : of the activation, as for `swiglu_quantize`
+    dtype_out : of h, of results and of gradients: bfloat16, float16 or float32
+    dataflow : 'casting_free'. To compare with: 'both_directions' dispatches values as they are and quantises
+        rows and columns from them, as TransformerEngine does; 'requantize' dispatches FP8, and dequantises
+        and quantises again for columns, which rounds twice
+
+    Attributes
+    ----------
+    up, down : the quantised weights
+    state : of DelayedScaling, the DelayedScalingState of x, the activation, the gradients of y and of h, up
+        and down; ``state.update()`` ends a step. Else None
+
+    Groups of rows begin at multiples of 128 with ``route(…, align=128)``, which is the fast way. Nothing
+    waits for the GPU; with `empty` nothing is allocated, and a whole step can be captured into a CUDA graph
+    and replayed with other routings. The same arguments give the same bytes on every run. NumPy arrays are
+    computed by the references.
+
+    Source: FP8-Flow-MoE (arXiv 2511.02302); DeepSeek-V3 (arXiv 2412.19437); docs/numerics.md section 12.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> experts = fp8.moe.Experts(np.ones((2, 256, 128), np.float32), np.ones((2, 128, 128), np.float32))
+    >>> routing = fp8.route(np.array([[0], [1], [1]]), num_experts=2, align=128)
+    >>> y, saved = experts.forward(np.ones((3, 128), np.float32), routing, np.ones((3, 1), np.float32))
+    >>> y.shape, saved
+    ((3, 128), Saved(keep='bf16': rows, hidden, activation, 264,192 bytes))
+    """
+
+    def __init__(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized,
+                 recipe: Recipe | None = None, *, form: Form = "swiglu", clamp: float | None = None,
+                 interleaved: bool = False, dtype_out: DType = bfloat16,
+                 dataflow: Dataflow = "casting_free") -> None:
+        self.recipe = BlockScaling() if recipe is None else recipe
+        self.dataflow = choice(dataflow, "dataflow", DATAFLOWS)
+        checks.recipe(self.recipe, dataflow)
+        self._activation: dict[str, Any] = {
+            "form": choice(form, "form", FORMS), "clamp": clamp,
+            "interleaved": flag(interleaved, "interleaved")}
+        self.dtype_out = lookup(dtype_out, INPUT_DTYPES, "dtype_out").dtype
+        shape, other = weights.check(up, "up"), weights.check(down, "down")
+        self._extents = experts, inner, hidden = shape[0], other[2], shape[2]
+        if shape[1] != 2 * inner or other != (experts, hidden, inner):
+            raise ValueError(f"up, down: expected [E, 2 F, H] and [E, H, F], got {shape} and {other}")
+        array = weights.kind(up)
+        self._xp = backend.module_of(array, "up")
+        backend.require_module(weights.kind(down), self._xp, "down")
+        self.state: DelayedScalingState | None = None
+        if isinstance(self.recipe, DelayedScaling):
+            self.state = DelayedScalingState(len(TENSORS), self.recipe, like=array)
+        self._scales = {name: self._scale_of(i) for i, name in enumerate(TENSORS)}
+        self._weights = self.recipe
+        if isinstance(self.recipe, BlockScaling):
+            r = self.recipe
+            self._weights = BlockScaling((GROUP, GROUP), r.dtype, r.eps, pow2_scale=r.pow2_scale,
+                                         profile=r.profile)
+        self._flow = FLOWS[dataflow](self.recipe, self._scales)
+        self._own = [not isinstance(given, (Scaled, Quantized)) for given in (up, down)]
+        self._held = [weights.take(given, self._weights, **self._scales[name])
+                      for given, name in ((up, "up"), (down, "down"))]
+        self._updates = 0
+
+    def _scale_of(self, i: int) -> dict[str, Any]:
+        if self.state is None:
+            return {}
+        return {"scale": self.state.scale[i:i + 1], "amax": self.state.amax_history[0, i:i + 1]}
+
+    @property
+    def num_experts(self) -> int:
+        """E, the number of experts."""
+        return self._extents[0]
+
+    @property
+    def inner(self) -> int:
+        """F, the elements between both products."""
+        return self._extents[1]
+
+    @property
+    def hidden(self) -> int:
+        """H, the elements of a token."""
+        return self._extents[2]
+
+    @property
+    def up(self) -> Quantized:
+        """The quantised weights of the first product, in both directions."""
+        return self._held[0]
+
+    @property
+    def down(self) -> Quantized:
+        """The quantised weights of the second product, in both directions."""
+        return self._held[1]
+
+    def __repr__(self) -> str:
+        experts, inner, hidden = self._extents
+        return (f"Experts({experts} experts, hidden {hidden}, inner {inner}, {self.recipe}, {self.dataflow}, "
+                f"{self._xp.__name__})")
+
+    # ---- weights ----
+    def update(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized) -> None:
+        """Take new weights of the same shapes, after a step of the optimizer.
+
+        Arrays are quantised in place, all in one launch for blocks, which can be captured into a CUDA graph.
+        (In the place of weights taken from a Scaled new memory is allocated, once.) What was saved by a
+        forward pass before has no backward pass any more. TypeError, ValueError before anything is written.
+        """
+        given = [up, down]
+        for new, held, name in zip(given, self._held, ("up", "down"), strict=True):
+            if (shape := weights.check(new, name)) != held.shape:
+                raise ValueError(f"{name}: expected shape {held.shape}, as before, got {shape}")
+            backend.require_module(weights.kind(new), self._xp, name)
+        scales = [self._scales[name] for name in ("up", "down")]
+        own = [not isinstance(new, (Scaled, Quantized)) for new in given]
+        if all(own) and all(self._own):
+            weights.update(self._held, given, self._weights, scales)
+        else:
+            self._held = [weights.take(new, self._weights, **of_it)
+                          for new, of_it in zip(given, scales, strict=True)]
+            self._own = own
+        self._updates += 1
+
+    # ---- memory ----
+    def empty(self, tokens: int, topk: int, *, rows: int | None = None, align: int = GROUP,
+              probs: bool = True, keep: Keep | None = "bf16", accumulate: bool = False) -> Buffers:
+        """Every array that a step writes, to pass as `out` to `forward` and `backward`: nothing is allocated
+        then. Every launch of a step is made once, over no tokens, so a step can be captured right away.
+
+        tokens, topk, rows, align : as the routing of the step has them
+        probs : the forward pass gets probs
+        keep : as `forward` gets it. None: no backward pass
+        accumulate : the weight gradients are added to arrays of the caller
+        """
+        tokens, topk = integer(tokens, "tokens"), integer(topk, "topk")
+        like = weights.kind(self.up)
+        nowhere = self._xp.full((tokens, topk), -1, np.int32)
+        routing = route(nowhere, num_experts=self.num_experts, rows=rows, align=align)
+        facts = {"tokens": tokens, "topk": topk, "rows": routing.rows, "align": align, "probs": bool(probs),
+                 "keep": keep}
+        buffers = Buffers(self, facts)
+        x = zeros((tokens, self.hidden), self.dtype_out, like=like)
+        weight = zeros((tokens, topk), float32, like=like) if probs else None
+        history = None if self.state is None else self.state.amax_history.copy()
+        y, saved = self.forward(x, routing, weight, keep=keep, out=buffers)
+        if saved is not None:
+            up, down = (zeros(w.shape, float32, like=like) if accumulate else None for w in self._held)
+            sums = None if up is None or down is None else (up, down)
+            self.backward(y, saved, accumulate=sums, out=buffers)
+        if self.state is not None:
+            self.state.amax_history[...] = history
+        return buffers
+
+    # ---- forward ----
+    def forward(self, x: Array | Scaled | Quantized, routing: Routing, probs: Array | None = None, *,
+                keep: Keep | None = "bf16", out: Buffers | None = None
+                ) -> tuple[TypedArray, Saved | None]:
+        """The outputs of all tokens, and what `backward` needs.
+
+        Parameters
+        ----------
+        x : array [T, H]; or (not with 'both_directions') a Scaled [T, H] that the recipe has quantised
+            before, from another GPU perhaps
+        routing : of T tokens to these experts, as `route` gives it; best with align=128
+        probs : f32 array [T, topk], the weights of a token's experts (of a mask also [T, E]). None: 1
+        keep : what is saved. 'bf16': the rows, h and the activation. 'fp8': the tokens and h in blocks of
+            1×128, from which the activation is computed in the forward pass too, with one rounding more.
+            'input': the tokens alone; rows, h and the activation are computed again, the same bytes as with
+            'bf16'. None: nothing, there is no backward pass
+        out : buffers of `empty`, whose arrays are written; a step that they hold is lost
+
+        Returns
+        -------
+        (y [T, H] of dtype_out, Saved or None). Raises TypeError, ValueError, DeviceError, before anything is
+        written.
+        """
+        checks.routing(self, routing)
+        checks.tokens(self, x, "x", (routing.tokens, self.hidden))
+        if keep is not None:
+            choice(keep, "keep", KEEPS)
+        by_expert = [] if routing.experts is None else [(routing.tokens, routing.num_experts)]
+        checks.probs(self, probs, "probs", routing.row_map.shape, *by_expert)
+        checks.buffers(self, out, tokens=routing.tokens, topk=routing.topk, rows=routing.rows,
+                       align=routing.align, probs=probs is not None, keep=keep)
+        call = Calls(out)
+        tokens = self._flow.tokens(call, "x", x)
+        rows, row_probs = self._flow.dispatch(call, "x", tokens, routing, probs)
+        result, saved = self._forward_rows(call, rows, routing.aligned_splits, row_probs, keep, routing.align,
+                                           out)
+        y: TypedArray = call("y", unpermute, result, routing)
+        if saved is None:
+            return y, None
+        fields = vars(saved) | {"routing": routing, "routed": routing._written, "probs": probs}
+        if keep != "bf16":
+            fields |= {"tokens": tokens, "rows": None, "row_probs": None}
+        return y, Saved(**fields)
+
+    def forward_rows(self, rows: Array | Scaled, splits: Array, row_probs: Array | None = None, *,
+                     keep: Keep | None = "bf16", align: int = GROUP, out: Buffers | None = None
+                     ) -> tuple[TypedArray, Saved | None]:
+        """`forward` of rows that are permuted already, by a dispatch between GPUs for instance.
+
+        rows : as the dataflow dispatches them: a Scaled [R, H], or an array [R, H] of 'both_directions'
+        splits : int32 or int64 array [E], the rows of each expert; they follow one another
+        row_probs : f32 array [R]
+        align : what all sizes are multiples of; where they are none (a device array is not looked at) the
+            gradient of `up` is 0 for an expert, and `device_errors` tells
+        keep, out : as for `forward`; 'fp8' and 'input' keep the rows instead of the tokens
+
+        Returns (outputs [R, H], Saved or None).
+        """
+        if keep is not None:
+            choice(keep, "keep", KEEPS)
+        checks.tokens(self, rows, "rows", (None, self.hidden), dispatched=True)
+        checks.probs(self, row_probs, "row_probs", (rows.shape[0],))
+        checks.buffers(self, out, rows=rows.shape[0], align=align, probs=row_probs is not None, keep=keep)
+        return self._forward_rows(Calls(out), rows, splits, row_probs, keep, integer(align, "align"), out)
+
+    def _forward_rows(self, call: Calls, rows: Any, splits: Array, row_probs: Array | None, keep: Keep | None,
+                      align: int, buffers: Buffers | None) -> tuple[TypedArray, Saved | None]:
+        entered = self._flow.enter(call, "x", rows)
+        hidden = call("h", grouped_matmul_nt, entered, self.up, splits, dtype=self.dtype_out)
+        kept: Any = hidden
+        if keep == "fp8":
+            kept = call("h quantised", quantize, hidden, _HIDDEN)
+            hidden = call("h dequantised", dequantize, kept, dtype=self.dtype_out)
+        activation = self._activate(call, hidden, row_probs)
+        result = call("rows out", grouped_matmul_nt, activation, self.down, splits, dtype=self.dtype_out)
+        if buffers is not None:
+            buffers._step += 1
+        if keep is None:
+            return result, None
+        return result, Saved(
+            self, self._updates, keep, splits, align, row_probs, rows=entered if keep == "bf16" else rows,
+            hidden=None if keep == "input" else kept, activation=activation if keep == "bf16" else None,
+            buffers=buffers, step=0 if buffers is None else buffers._step)
+
+    def _activate(self, call: Calls, hidden: Array, row_probs: Array | None) -> Quantized:
+        made: Quantized = call("activation", swiglu_quantize, hidden, self.recipe, probs=row_probs,
+                               columnwise=self._flow.both, **self._activation, **self._scales["activation"])
+        return made
+
+    # ---- backward ----
+    def backward(self, grad: Array | Scaled | Quantized, saved: Saved, *,
+                 accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None
+                 ) -> tuple[TypedArray, TypedArray | None, TypedArray, TypedArray]:
+        """The gradients of x, of probs and of both weights.
+
+        Parameters
+        ----------
+        grad : array [T, H], the gradient of y; or a Scaled, as `forward` takes x
+        saved : what `forward` returned with it
+        accumulate : float32 arrays [E, 2 F, H] and [E, H, F], to which the weight gradients are added, and
+            which are returned
+        out : the buffers that `forward` had
+
+        Returns
+        -------
+        (dx [T, H], dprobs f32 [T, topk] by slot or None without probs, d_up [E, 2 F, H], d_down [E, H, F]),
+        of dtype_out. Raises TypeError, ValueError, DeviceError, before anything is written.
+        """
+        routing = checks.saved(self, saved, out, accumulate, of_rows=False)
+        checks.tokens(self, grad, "grad", (routing.tokens, self.hidden))
+        call = Calls(out)
+        tokens = self._flow.tokens(call, "grad", grad)
+        rows, _ = self._flow.dispatch(call, "grad", tokens, routing, None)
+        if saved.rows is None:
+            again, row_probs = self._flow.dispatch(call, "x", saved.tokens, routing, saved.probs)
+            saved = Saved(**vars(saved) | {"rows": again, "row_probs": row_probs})
+        dx_rows, dp, d_up, d_down = self._backward_rows(call, rows, saved, accumulate)
+        if dp is None:
+            return call("dx", permute_backward, dx_rows, routing), None, d_up, d_down
+        dx, dprobs = call("dx", permute_backward, dx_rows, routing, probs_grad=dp)
+        return dx, dprobs, d_up, d_down
+
+    def backward_rows(self, grad_rows: Array | Scaled, saved: Saved, *,
+                      accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None
+                      ) -> tuple[TypedArray, TypedArray | None, TypedArray, TypedArray]:
+        """`backward` of rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32 [R]
+        or None, d_up, d_down)."""
+        checks.saved(self, saved, out, accumulate, of_rows=True)
+        rows = saved.rows.shape[0]
+        checks.tokens(self, grad_rows, "grad_rows", (rows, self.hidden), dispatched=True)
+        return self._backward_rows(Calls(out), grad_rows, saved, accumulate)
+
+    def _backward_rows(self, call: Calls, grad_rows: Any, saved: Saved,
+                       accumulate: tuple[Array, Array] | None) -> tuple[Any, Any, Any, Any]:
+        flow, splits = self._flow, saved.splits
+        rows, hidden, activation = saved.rows, saved.hidden, saved.activation
+        if saved.keep != "bf16":
+            rows = flow.enter(call, "x", rows)
+        if saved.keep == "fp8":
+            hidden = call("h dequantised", dequantize, hidden, dtype=self.dtype_out)
+        elif saved.keep == "input":
+            hidden = call("h", grouped_matmul_nt, rows, self.up, splits, dtype=self.dtype_out)
+        if activation is None:
+            activation = self._activate(call, hidden, saved.row_probs)
+        grads = flow.enter(call, "grad", grad_rows)
+        d_activation = call("activation grad", grouped_matmul_nt, grads, self.down.T, splits,
+                            dtype=self.dtype_out)
+        both = flow.both or saved.align % GROUP == 0 or not flow.blocks
+        d_hidden, dp = call("hidden grad", swiglu_backward_quantize, d_activation, hidden, self.recipe,
+                            probs=saved.row_probs, columnwise=both, **self._activation,
+                            **self._scales["hidden_grad"])
+        d_down = self._weight_grad(call, "down grad", flow.columns(call, "grad", grads, splits),
+                                   flow.columns(call, "activation", activation, splits), splits,
+                                   accumulate and accumulate[1])
+        columns = d_hidden.T if both else flow.columns(call, "hidden_grad", d_hidden, splits)
+        d_up = self._weight_grad(call, "up grad", columns, flow.columns(call, "x", rows, splits), splits,
+                                 accumulate and accumulate[0])
+        dx = call("rows grad", grouped_matmul_nt, d_hidden, self.up.T, splits, dtype=self.dtype_out)
+        return dx, dp, d_up, d_down
+
+    def _weight_grad(self, call: Calls, name: str, a: Any, b: Any, splits: Array, into: Array | None) -> Any:
+        if into is not None:
+            return grouped_matmul_nt(a, b, splits, group="k", accumulate=into)
+        return call(name, grouped_matmul_nt, a, b, splits, group="k", dtype=self.dtype_out)

@@ -1,0 +1,69 @@
+"""The quantised weights of the experts: taken from arrays or from a checkpoint, and updated in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..advice import type_name
+from ..arrays import Array, is_array
+from ..formats import INPUT_DTYPES, names
+from ..layouts import swap_last
+from ..ops.convert.astype import transpose
+from ..ops.convert.scaling_aware import scaling_aware_transpose
+from ..ops.quantize.tensor_list import multi_quantize
+from ..recipes import BlockScaling, Recipe, quantize
+from ..results import Quantized, Scaled
+
+_SQUARE = (128, 128)
+
+
+def check(given: Any, name: str) -> tuple[int, ...]:
+    """The shape of weights [experts, N, K]: an array, or a Scaled or Quantized with blocks of 128 x 128 or
+    one scale."""
+    if isinstance(given, (Scaled, Quantized)):
+        row = given._row if isinstance(given, Quantized) else given
+        if row is None or row.transposed or row.splits is not None or row.block not in (_SQUARE, None):
+            raise ValueError(f"{name}: expected row-wise weights in blocks of {_SQUARE}, or with one scale, "
+                             f"got {given!r}; dequantize() gives an array, which the layer quantises")
+        shape = row.shape
+    elif is_array(given):
+        if given.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name}: expected {names(INPUT_DTYPES)}, or a Scaled, got {given.dtype}")
+        shape = given.shape
+    else:
+        raise TypeError(f"{name}: expected an array, a Scaled or a Quantized, got {type_name(given)}")
+    if len(shape) != 3 or 0 in shape:
+        raise ValueError(f"{name}: expected [experts, N, K], got shape {shape}")
+    return shape
+
+
+def kind(given: Any) -> Array:
+    """An array that tells where the weights are."""
+    if isinstance(given, Quantized):
+        given = given.rowwise
+    array: Array = given.data if isinstance(given, Scaled) else given
+    return array
+
+
+def take(given: Any, recipe: Recipe, **scales: Any) -> Quantized:
+    """Both directions. A Scaled is not quantised again: its codes and scales are transposed."""
+    if isinstance(given, Quantized) and given._column is not None and given._column.transposed:
+        return given
+    if isinstance(given, Quantized):
+        given = given.rowwise
+    if not isinstance(given, Scaled):
+        return quantize(given, recipe, columnwise=True, **scales)
+    if given.block is not None:
+        return scaling_aware_transpose(given)
+    columns = Scaled._of(transpose(given.data), given.scale_inv, given.shape, True)
+    assert columns.data.shape == swap_last(given.shape)
+    return Quantized(given, columns)
+
+
+def update(held: list[Quantized], given: list[Any], recipe: Recipe, scales: list[dict[str, Any]]) -> None:
+    """Quantises arrays into the weights that are held: in one launch for blocks."""
+    if isinstance(recipe, BlockScaling):
+        multi_quantize(given, recipe, columnwise=True, out=held)
+        return
+    for own, new, of_it in zip(held, given, scales, strict=True):
+        quantize(new, recipe, columnwise=True, out=own, **of_it)
