@@ -13,7 +13,13 @@ from ..ops.convert.dequantize import dequantize
 from ..ops.matmul.grouped import grouped_matmul_nt
 from ..ops.moe.permute import permute_backward, unpermute
 from ..ops.moe.route import route
-from ..ops.quantize.swiglu import FORMS, Form, swiglu_backward_quantize, swiglu_quantize
+from ..ops.quantize.swiglu import (
+    FORMS,
+    Form,
+    clamp_limit,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+)
 from ..recipes import (
     BlockScaling,
     DelayedScaling,
@@ -88,6 +94,7 @@ class Experts:
         self.recipe = BlockScaling() if recipe is None else recipe
         self.dataflow = choice(dataflow, "dataflow", DATAFLOWS)
         checks.recipe(self.recipe, dataflow)
+        clamp_limit(clamp)
         self._activation: dict[str, Any] = {
             "form": choice(form, "form", FORMS), "clamp": clamp,
             "interleaved": flag(interleaved, "interleaved")}

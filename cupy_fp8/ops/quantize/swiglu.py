@@ -156,7 +156,7 @@ class _Forward(Op[Inputs]):
         weights = None if probs is None else call.read("probs", probs, (float32,), x_input.shape[:1])
         groups, biases = _read_bias(call, x_input, bias, splits)
         call.noop(noop)
-        limit = _limit(clamp)
+        limit = clamp_limit(clamp)
         flag(interleaved, "interleaved")
         choice(form, "form", FORMS)
         check_scales(recipe, scale, amax)
@@ -266,7 +266,8 @@ def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | N
     return groups, call.read("bias", bias, (x.dtype,), (len(groups.array), *x.shape[1:]))
 
 
-def _limit(clamp: Any) -> float:
+def clamp_limit(clamp: Any) -> float:
+    """The largest value of a, in f32. TypeError, ValueError for what is no clamp."""
     if clamp is None:
         return np.inf
     if not isinstance(clamp, (int, float, np.floating, np.integer)) or isinstance(clamp, bool):

@@ -1,0 +1,119 @@
+"""Expert layers to compare with: in float64, and from public calls by hand."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupy_fp8 as fp8
+from cupy_fp8 import moe
+from cupy_fp8.formats import bfloat16
+
+FLOWS = moe.dataflow.DATAFLOWS
+GATE = 1.702                            # of gpt-oss
+
+
+class Layer(NamedTuple):
+    """What a step is given: weights, tokens, the experts of each, their probs, and the gradient of y."""
+
+    up: np.ndarray
+    down: np.ndarray
+    x: np.ndarray
+    chosen: np.ndarray
+    probs: np.ndarray
+    grad: np.ndarray
+
+    def moved(self, run: Any) -> Layer:
+        return Layer(*map(run.array, self))
+
+    def routing(self, align: int = 128, **options: Any) -> fp8.Routing:
+        return fp8.route(self.chosen, num_experts=len(self.up), align=align, **options)
+
+
+def layer(tokens: int = 48, topk: int = 2, experts: int = 4, hidden: int = 160, inner: int = 96,
+          seed: int = 0) -> Layer:
+    """The last expert has no token, and some slots are nowhere."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (rng.standard_normal(shape) * scale).astype(bfloat16)
+
+    chosen = np.argsort(rng.random((tokens, max(experts - 1, topk))), axis=1)[:, :topk].astype(np.int32)
+    if tokens * topk > 8:
+        chosen[::7, 0] = -1
+    return Layer(normal(experts, 2 * inner, hidden, scale=hidden ** -0.5),
+                 normal(experts, hidden, inner, scale=inner ** -0.5), normal(tokens, hidden), chosen,
+                 rng.random((tokens, topk), dtype=np.float32), normal(tokens, hidden))
+
+
+def act(a: np.ndarray, b: np.ndarray, form: str, clamp: float | None) -> tuple[np.ndarray, ...]:
+    """(the activation, its derivatives by a and by b), in float64."""
+    in_a, in_b = np.ones_like(a), np.ones_like(b)
+    if clamp is not None:
+        in_a, in_b = a <= clamp, abs(b) <= clamp
+        a, b = np.minimum(a, clamp), np.clip(b, -clamp, clamp)
+    gate = GATE if form == "gpt_oss" else 1.0
+    b = b + 1 if form == "gpt_oss" else b
+    sigma = 1 / (1 + np.exp(-gate * a))
+    return a * sigma * b, b * sigma * (1 + gate * a * (1 - sigma)) * in_a, a * sigma * in_b
+
+
+def in_float64(given: Layer, form: str = "swiglu", clamp: float | None = None, interleaved: bool = False
+               ) -> tuple[np.ndarray, ...]:
+    """(y, dx, dprobs, d_up, d_down)"""
+    up, down, x, probs, grad = (np.asarray(a, np.float64)
+                                for a in (given.up, given.down, given.x, given.probs, given.grad))
+    y, dx, dprobs = np.zeros_like(x), np.zeros_like(x), np.zeros_like(probs)
+    d_up, d_down = np.zeros_like(up), np.zeros_like(down)
+    for e in range(len(up)):
+        token, slot = np.nonzero(given.chosen == e)
+        h, p = x[token] @ up[e].T, probs[token, slot][:, None]
+        a, b = (h[:, 0::2], h[:, 1::2]) if interleaved else np.split(h, 2, axis=1)
+        value, by_a, by_b = act(a, b, form, clamp)
+        np.add.at(y, token, (value * p) @ down[e].T)
+        d_value = grad[token] @ down[e]
+        d_down[e] = grad[token].T @ (value * p)
+        dprobs[token, slot] = (d_value * value).sum(1)
+        d_a, d_b = d_value * p * by_a, d_value * p * by_b
+        dh = np.stack([d_a, d_b], 2).reshape(h.shape) if interleaved else np.concatenate([d_a, d_b], 1)
+        d_up[e] = dh.T @ x[token]
+        np.add.at(dx, token, dh @ up[e])
+    return y, dx, dprobs, d_up, d_down
+
+
+def by_hand(given: Layer, align: int = 128) -> tuple[Any, ...]:
+    """The casting-free layer from public calls: (y, dx, dprobs, d_up, d_down)."""
+    blocks, squares = fp8.BlockScaling(), fp8.BlockScaling((128, 128))
+    up, down = (squares.quantize(w, columnwise=True) for w in given[:2])
+    routing = given.routing(align)
+    splits = routing.aligned_splits
+    rows, p = fp8.permute(blocks.quantize(given.x), routing, probs=given.probs)
+    h = fp8.grouped_matmul_nt(rows, up, splits)
+    a = fp8.swiglu_quantize(h, blocks, probs=p)
+    y = fp8.unpermute(fp8.grouped_matmul_nt(a, down, splits), routing)
+
+    grads = fp8.permute(blocks.quantize(given.grad), routing)
+    columns = [fp8.scaling_aware_transpose(q, splits=splits) for q in (grads, a, rows)]
+    d_down = fp8.grouped_matmul_nt(columns[0], columns[1], splits, group="k")
+    dh, dp = fp8.swiglu_backward_quantize(fp8.grouped_matmul_nt(grads, down.T, splits), h, blocks, probs=p,
+                                          columnwise=align == 128)
+    dh_columns = dh.T if align == 128 else fp8.scaling_aware_transpose(dh, splits=splits)
+    d_up = fp8.grouped_matmul_nt(dh_columns, columns[2], splits, group="k")
+    dx, dprobs = fp8.permute_backward(fp8.grouped_matmul_nt(dh, up.T, splits), routing, probs_grad=dp)
+    return y, dx, dprobs, d_up, d_down
+
+
+def step(experts: moe.Experts, given: Layer, routing: fp8.Routing | None = None, *, keep: Any = "bf16",
+         out: Any = None, accumulate: Any = None) -> tuple[Any, ...]:
+    """(y, dx, dprobs, d_up, d_down) of a step."""
+    y, saved = experts.forward(given.x, given.routing() if routing is None else routing, given.probs, keep=keep,
+                               out=out)
+    assert saved is not None
+    return y, *experts.backward(given.grad, saved, accumulate=accumulate, out=out)
+
+
+def errors(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> list[float]:
+    """The relative error of each, by its norm."""
+    pairs = ((np.asarray(fp8.asnumpy(a), np.float64), b) for a, b in zip(found, wanted, strict=True))
+    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
