@@ -95,8 +95,7 @@ def buffers(experts: Experts, out: Any, **facts: Any) -> None:
             raise ValueError(f"out: made for {name}={out._facts[name]}, got {name}={value}")
 
 
-def saved(experts: Experts, given: Any, out: Any, accumulate: Any, *, of_rows: bool) -> Any:
-    """Returns the routing of the forward pass."""
+def saved(experts: Experts, given: Any, out: Any, accumulate: Any, *, of_rows: bool) -> Saved:
     if not isinstance(given, Saved):
         what = "None, since forward kept nothing (keep=None)" if given is None else type_name(given)
         raise TypeError(f"saved: expected what forward returned, got {what}")
@@ -116,7 +115,7 @@ def saved(experts: Experts, given: Any, out: Any, accumulate: Any, *, of_rows: b
         raise ValueError("saved: a later forward pass has written its buffers")
     if accumulate is not None:
         _accumulate(experts, accumulate)
-    return given.routing
+    return given
 
 
 def _accumulate(experts: Experts, accumulate: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args, overload
 
 import numpy as np
 
@@ -210,6 +210,12 @@ class Experts:
         return buffers
 
     # ---- forward ----
+    @overload
+    def forward(self, x: Array | Scaled | Quantized, routing: Routing, probs: Array | None = None, *,
+                keep: Keep = "bf16", out: Buffers | None = None) -> tuple[TypedArray, Saved]: ...
+    @overload
+    def forward(self, x: Array | Scaled | Quantized, routing: Routing, probs: Array | None = None, *,
+                keep: Keep | None, out: Buffers | None = None) -> tuple[TypedArray, Saved | None]: ...
     def forward(self, x: Array | Scaled | Quantized, routing: Routing, probs: Array | None = None, *,
                 keep: Keep | None = "bf16", out: Buffers | None = None
                 ) -> tuple[TypedArray, Saved | None]:
@@ -253,6 +259,14 @@ class Experts:
             fields |= {"tokens": tokens, "rows": None, "row_probs": None}
         return y, Saved(**fields)
 
+    @overload
+    def forward_rows(self, rows: Array | Scaled, splits: Array, row_probs: Array | None = None, *,
+                     keep: Keep = "bf16", align: int = GROUP, out: Buffers | None = None
+                     ) -> tuple[TypedArray, Saved]: ...
+    @overload
+    def forward_rows(self, rows: Array | Scaled, splits: Array, row_probs: Array | None = None, *,
+                     keep: Keep | None, align: int = GROUP, out: Buffers | None = None
+                     ) -> tuple[TypedArray, Saved | None]: ...
     def forward_rows(self, rows: Array | Scaled, splits: Array, row_probs: Array | None = None, *,
                      keep: Keep | None = "bf16", align: int = GROUP, out: Buffers | None = None
                      ) -> tuple[TypedArray, Saved | None]:
@@ -299,7 +313,7 @@ class Experts:
         return made
 
     # ---- backward ----
-    def backward(self, grad: Array | Scaled | Quantized, saved: Saved, *,
+    def backward(self, grad: Array | Scaled | Quantized, saved: Saved | None, *,
                  accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None
                  ) -> tuple[TypedArray, TypedArray | None, TypedArray, TypedArray]:
         """The gradients of x, of probs and of both weights.
@@ -317,7 +331,9 @@ class Experts:
         (dx [T, H], dprobs f32 [T, topk] by slot or None without probs, d_up [E, 2 F, H], d_down [E, H, F]),
         of dtype_out. Raises TypeError, ValueError, DeviceError, before anything is written.
         """
-        routing = checks.saved(self, saved, out, accumulate, of_rows=False)
+        saved = checks.saved(self, saved, out, accumulate, of_rows=False)
+        routing = saved.routing
+        assert routing is not None
         checks.tokens(self, grad, "grad", (routing.tokens, self.hidden))
         call = Calls(out)
         tokens = self._flow.tokens(call, "grad", grad)
@@ -331,12 +347,12 @@ class Experts:
         dx, dprobs = call("dx", permute_backward, dx_rows, routing, probs_grad=dp)
         return dx, dprobs, d_up, d_down
 
-    def backward_rows(self, grad_rows: Array | Scaled, saved: Saved, *,
+    def backward_rows(self, grad_rows: Array | Scaled, saved: Saved | None, *,
                       accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None
                       ) -> tuple[TypedArray, TypedArray | None, TypedArray, TypedArray]:
         """`backward` of rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32 [R]
         or None, d_up, d_down)."""
-        checks.saved(self, saved, out, accumulate, of_rows=True)
+        saved = checks.saved(self, saved, out, accumulate, of_rows=True)
         rows = saved.rows.shape[0]
         checks.tokens(self, grad_rows, "grad_rows", (rows, self.hidden), dispatched=True)
         return self._backward_rows(Calls(out), grad_rows, saved, accumulate)

@@ -107,6 +107,7 @@ def test_masks(run):
     want = step(experts, there)
     for got, wanted in zip((y, dx, *weights), (*want[:2], *want[3:]), strict=True):
         assert max(errors((got,), (np.asarray(fp8.asnumpy(wanted), np.float64),))) < 0.01
+    assert dprobs is not None
     assert dprobs.shape == (len(given.x), 2)
 
 
@@ -147,7 +148,8 @@ def test_tokens_quantised_before(run):
     given = layer().moved(run)
     experts = made(given)
     x, grad = fp8.BlockScaling().quantize(given.x), fp8.BlockScaling().quantize(given.grad).rowwise
-    found = step(experts, given._replace(x=x, grad=grad))
+    quantised: Any = given._replace(x=x, grad=grad)         # type: ignore[arg-type]
+    found = step(experts, quantised)
     for got, wanted in zip(found, step(experts, given), strict=True):
         testing.assert_bytes_equal(got, wanted)
 
@@ -253,6 +255,7 @@ def test_bytes_kept_of_a_token(keep, kib):
 def test_state_of_delayed_scaling(run):
     given = layer().moved(run)
     experts = moe.Experts(given.up, given.down, fp8.DelayedScaling(history_len=4))
+    assert experts.state is not None
     assert experts.state.scale.shape == (len(TENSORS),)
     step(experts, given)
     amax = fp8.asnumpy(experts.state.amax_history)[0]

@@ -107,8 +107,8 @@ def by_hand(given: Layer, align: int = 128) -> tuple[Any, ...]:
 def step(experts: moe.Experts, given: Layer, routing: fp8.Routing | None = None, *, keep: Any = "bf16",
          out: Any = None, accumulate: Any = None) -> tuple[Any, ...]:
     """(y, dx, dprobs, d_up, d_down) of a step."""
-    y, saved = experts.forward(given.x, given.routing() if routing is None else routing, given.probs, keep=keep,
-                               out=out)
+    routing = given.routing() if routing is None else routing
+    y, saved = experts.forward(given.x, routing, given.probs, keep=keep, out=out)
     assert saved is not None
     return y, *experts.backward(given.grad, saved, accumulate=accumulate, out=out)
 
