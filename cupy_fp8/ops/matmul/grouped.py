@@ -39,7 +39,8 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
                       *, group: GroupedAxis = "m", dtype: DType = bfloat16, accumulate: Array | None = None,
                       out: Array | None = None, check: bool = False) -> TypedArray:
     """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
-    groups of "m" take one launch; on Hopper "k" takes a second one, for groups that begin anywhere.
+    groups of "m" take one launch, and so do those of "k"; on Hopper "k" takes another one before it, which
+    copies groups that begin anywhere, unless the host knows that none does.
 
         group="m":  out[r, n]    = Σ_k a[r, k] · b[e, n, k]             e: the group that row r belongs to
         group="k":  out[e, m, n] = Σ_k a[m, k] · b[n, k]                over the columns k of group e
@@ -89,9 +90,11 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
 
     Any extents, sizes and addresses are taken, on compute capability 8.0 or later. It is fast on 9.0 with
     NVRTC 12.3 or later, and several times slower elsewhere; on other GPUs it was compiled but never ran.
-    Groups of "k" that do not begin at multiples of 16, or in column-wise data are no such multiples long,
-    take 8 to 11 times as long. Rows of "m" that do not begin at multiples of 16 bytes are copied first, where
-    that saves time.
+    Rows that do not begin at multiples of 16 bytes are copied first, where that saves time: of "m" all rows
+    of an operand, of "k" those of groups that begin elsewhere, or in column-wise data are no multiples of 16
+    long. Memory for it, as large as the operand, is needed where the host cannot tell that nothing is copied.
+    (It can by sizes in a list, or of blocks 1×128 of all columns.) Large products convert compact scales
+    1×128 first.
 
     Source: docs/numerics.md, section 10; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
@@ -169,8 +172,10 @@ class _GroupedMatmulNT(Op[_Inputs]):
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         of_rows, n = inputs.group == "m", inputs.b.rows
-        conversions, left = inputs.a.view_for(call, inputs.groups)
-        more, right = inputs.b.view_for(call, inputs.groups)
+        worth = tiles.worth_of_copied_scales(inputs.a.scaling, inputs.b.scaling,
+                                             inputs.a.rows * n * inputs.a.k, sizes_of_k=not of_rows)
+        conversions, left = inputs.a.view_for(call, inputs.groups, worth)
+        more, right = inputs.b.view_for(call, inputs.groups, worth)
         yield from (*conversions, *more)
         m, k = (0, inputs.a.k) if of_rows else (inputs.a.rows, 0)
         yield from tiles.own_kernel_launches(call, Problem(
@@ -179,7 +184,7 @@ class _GroupedMatmulNT(Op[_Inputs]):
             m=m, n=n, k=k, out=written[0], to=inputs.to,
             out_group=0 if of_rows else m * n, out_start=n if of_rows else 0,
             accumulate=inputs.accumulate is not None,
-            whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks))
+            whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks, sizes=inputs.groups.host))
 
 
 _GROUPED_MATMUL_NT = _GroupedMatmulNT()
