@@ -151,7 +151,8 @@ def experts() -> Drawing:
     drawing.text(middle + 8, 194, "h, kept", "soft small", "start")
     drawing.text(400, 24, "forward", "ink")
     drawing.text(400, 366, "backward; dSwiGLU also makes dprobs", "ink")
-    drawing.text(400, 388, "blue: FP8 with scales; white: bfloat16; SAT: scaling_aware_transpose", "soft small")
+    drawing.text(400, 388, "blue: FP8 with scales; white: bfloat16; SAT: scaling_aware_transpose",
+                 "soft small")
     return drawing
 
 
