@@ -44,9 +44,10 @@ class Drawing:
     def text(self, x: float, y: float, words: str, kind: str = "ink", anchor: str = "middle") -> None:
         self.parts.append(f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{words}</text>')
 
-    def arrow(self, x: float, y: float, length: float) -> None:
-        end = x + length
-        self.parts.append(f'<path class="arrow" d="M{x:g} {y:g}H{end:g}m-7 -4l7 4l-7 4"/>')
+    def arrow(self, x: float, y: float, length: float, turn: int = 0) -> None:
+        """To the right, or turned clockwise by so many degrees."""
+        end, turned = x + length, f' transform="rotate({turn} {x:g} {y:g})"' if turn else ""
+        self.parts.append(f'<path class="arrow" d="M{x:g} {y:g}H{end:g}m-7 -4l7 4l-7 4"{turned}/>')
 
     def cells(self, x: float, y: float, words: list[str], kind: str, width: float = 58) -> None:
         for i, word in enumerate(words):
@@ -119,6 +120,57 @@ def recipes() -> Drawing:
     return drawing
 
 
+#: What the layer of experts makes, column by column, and what leads from one column to the next.
+_FORWARD = (("x", "cell"), ("x8", "code"), ("X8", "code"), ("h", "cell"), ("A8", "code"), ("o", "cell"),
+            ("y", "cell"))
+_FORWARD_CALLS = ("cast", "permute", "× up", "SwiGLU · p", "× down", "sum")
+_BACKWARD = (("dx", "cell"), ("dX", "cell"), ("dh8", "code"), ("dA", "cell"), ("dY8", "code"),
+             ("dy8", "code"), ("dy", "cell"))
+_BACKWARD_CALLS = ("sum", "× upᵀ", "dSwiGLU", "× downᵀ", "permute", "cast")
+_STEP, _LEFT, _WIDTH = 112, 40, 48
+
+
+def experts() -> Drawing:
+    """The dataflow of moe.Experts: forward above, backward below, weight gradients between them."""
+    drawing = Drawing(800, 400, "The expert layer: forward, backward and weight gradients in FP8")
+    for row, y in ((_FORWARD, 44), (_BACKWARD, 300)):
+        for i, (name, kind) in enumerate(row):
+            drawing.box(_LEFT + i * _STEP, y, _WIDTH, 36, kind, radius=3)
+            drawing.text(_LEFT + i * _STEP + _WIDTH / 2, y + 23, name, "ink mono")
+    for i, (there, back) in enumerate(zip(_FORWARD_CALLS, _BACKWARD_CALLS, strict=True)):
+        left = _LEFT + _WIDTH + i * _STEP
+        drawing.arrow(left + 3, 62, _STEP - _WIDTH - 6)
+        drawing.text(left + 32, 54, there, "soft small")
+        drawing.arrow(left + _STEP - _WIDTH - 3, 318, _STEP - _WIDTH - 6, turn=180)
+        drawing.text(left + 32, 338, back, "soft small")
+    for column, (above, below, gradient, call) in {4: ("A8ᵀ", "dY8ᵀ", "d_down", "SAT"),
+                                                   2: ("X8ᵀ", "dh8ᵀ", "d_up", "same launch")}.items():
+        _weight_gradient(drawing, _LEFT + column * _STEP, above, below, gradient, call)
+    middle = _LEFT + 3 * _STEP + _WIDTH / 2
+    drawing.arrow(middle, 83, 214, turn=90)
+    drawing.text(middle + 8, 194, "h, kept", "soft small", "start")
+    drawing.text(400, 24, "forward", "ink")
+    drawing.text(400, 366, "backward; dSwiGLU also makes dprobs", "ink")
+    drawing.text(400, 388, "blue: FP8 with scales; white: bfloat16; SAT: scaling_aware_transpose",
+                 "soft small")
+    return drawing
+
+
+def _weight_gradient(drawing: Drawing, left: float, above: str, below: str, gradient: str, call: str) -> None:
+    """A column of the picture: two operands that lie along the rows of an expert, and their product."""
+    middle = left + _WIDTH / 2
+    for y, name, kind in ((116, above, "code"), (172, gradient, "cell"), (228, below, "code")):
+        wide = 62 if kind == "cell" else _WIDTH
+        drawing.box(middle - wide / 2, y, wide, 36, kind, radius=3)
+        drawing.text(middle, y + 23, name, "ink mono")
+    drawing.arrow(middle, 83, 30, turn=90)
+    drawing.text(middle + 6, 100, "SAT", "soft small", "start")
+    drawing.arrow(middle, 154, 16, turn=90)
+    drawing.arrow(middle, 226, 16, turn=270)
+    drawing.arrow(middle, 297, 30, turn=270)
+    drawing.text(middle + 6, 286, call, "soft small", "start")
+
+
 def outliers() -> np.ndarray:
     """Values whose size changes from row to row, with three columns that are 20,000 times as large."""
     rng = np.random.default_rng(1)
@@ -161,7 +213,7 @@ def insight(path: Path) -> None:
     plt.close(figure)
 
 
-PICTURES = {"scale.svg": scale_convention, "recipes.svg": recipes}
+PICTURES = {"scale.svg": scale_convention, "recipes.svg": recipes, "experts.svg": experts}
 
 
 if __name__ == "__main__":

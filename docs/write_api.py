@@ -36,6 +36,9 @@ PAGES = {
     "moe": ("Tokens of expert layers", ("ops.moe",), """
         Routing, permutation, padding and offsets. Group sizes may be on the device alone: nothing waits for
         them."""),
+    "experts": ("The expert layer", ("moe",), """
+        ``fp8.moe``: the experts of a mixture of experts in FP8, forward and backward (docs/experts.md).
+        [Routing, permutation and padding](moe.md) are functions of their own."""),
     "matmul": ("Matrix products", ("ops.matmul",), """
         Products of FP8 matrices with their scales, dense and for groups of rows. They are the only functions
         that have an error bound instead of exact bytes (docs/numerics.md, section 10)."""),
@@ -70,7 +73,9 @@ PAGES = {
         reports, or `check=True` raises."""),
 }
 #: Public modules, whose other names users write with the module's.
-NAMESPACES = ("diagnostics", "io", "plot", "testing")
+NAMESPACES = ("diagnostics", "io", "moe", "plot", "testing")
+#: Classes that calls make, and users do not.
+_MADE = ("moe.Buffers", "moe.Saved")
 #: An entry of a list: `name : what it is`, or a name and two spaces in a table.
 _ITEM = re.compile(r"([*\w.=-]+(?:, [*\w.=-]+)*)(?: :|  ) *(\S.*)")
 _CODE = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
@@ -159,14 +164,15 @@ def _page(page: str, places: Places) -> Iterator[str]:
     title, _, about = PAGES[page]
     mine = {name: place for name, place in places.items() if place.page == page}
 
-    def inline(text: str) -> str:
-        return _inline(text, page, places)
+    def inline_in(owner: Any) -> Inline:
+        return lambda text: _inline(text, page, places, owner)
 
     yield f"# {title}"
-    yield from _markdown(about, inline)
+    yield from _markdown(about, inline_in(None))
     yield "\n".join(f"- [`{name}`](#{place.anchor}): {_summary(place.target)}"
                     for name, place in mine.items())
     for name, place in mine.items():
+        inline = inline_in(place.target if place.target.is_class else None)
         yield from _entry(f"## {place.target.name}", f"fp8.{name}", place.target, inline)
         if place.target.is_class:
             yield from _members(place.target, inline)
@@ -182,8 +188,8 @@ def _in_one_line(blocks: Iterable[str]) -> str:
 
 def _entry(heading: str, name: str, target: Any, inline: Inline) -> Iterator[str]:
     yield heading
-    if target.is_function or target.parameters:
-        yield f"```python\n{_call(name, target.parameters)}\n```"
+    if target.is_function or target.parameters and name.removeprefix("fp8.") not in _MADE:
+        yield f"```python\n{_call(name, target)}\n```"
     yield from _markdown(target.docstring.value, inline)
 
 
@@ -202,22 +208,30 @@ def _members(target: Any, inline: Inline) -> Iterator[str]:
             yield from _entry(f"### {name}", name, member, inline)
 
 
-def _call(name: str, parameters: Any) -> str:
+def _call(name: str, target: Any) -> str:
     """The signature without annotations, whose types the docstrings say in words."""
     shown: list[str] = []
-    for parameter in parameters:
+    for parameter in target.parameters:
         kind = parameter.kind.value
         if str(parameter.annotation) == "NoReturn":             # it answers misplaced arguments alone
             continue
         if kind == "keyword-only" and not any(text.startswith("*") for text in shown):
             shown.append("*")
         stars = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
-        default = f"={parameter.default}" if parameter.default is not None and not stars else ""
+        given = parameter.default is not None and not stars
+        default = f"={_value(parameter.default, target)}" if given else ""
         if parameter.name not in ("self", "cls"):
             shown.append(f"{stars}{parameter.name}{default}")
     text = ", ".join(entry.replace(" ", "\0") for entry in shown)            # lines break between arguments
     lines = wrap(f"{name}({text})", 100, subsequent_indent=" " * len(f"{name}("), break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")
+
+
+def _value(default: Any, target: Any) -> str:
+    """What a signature shows: of a constant in capitals its value."""
+    if isinstance(default, griffe.ExprName) and default.name.isupper():
+        return str(target.module[default.name].final_target.value)
+    return str(default)
 
 
 def _markdown(docstring: str, inline: Inline) -> Iterator[str]:
@@ -264,11 +278,12 @@ def _escaped(text: str) -> str:
     return "".join(parts)
 
 
-def _inline(text: str, page: str, places: Places) -> str:
-    """Escaped text with links to public names and to pages of docs/."""
+def _inline(text: str, page: str, places: Places, owner: Any) -> str:
+    """Escaped text with links to public names, to methods of the class it describes, and to pages of docs/.
+    """
     parts = _CODE.split(text)
     parts[0::2] = [_DOC.sub(_doc_link, _escaped(part)) for part in parts[0::2]]
-    parts[1::2] = [_linked(part, page, places) for part in parts[1::2]]
+    parts[1::2] = [_linked(part, page, places, owner) for part in parts[1::2]]
     return "".join(parts)
 
 
@@ -278,9 +293,13 @@ def _doc_link(found: re.Match[str]) -> str:
     return f"[{found[0]}](../{name}{'#' + slug(heading[1]) if heading else ''})"
 
 
-def _linked(code: str, page: str, places: Places) -> str:
-    """A name in backticks, as a link if it is a public one or its method."""
-    name = code.strip("`").removeprefix("cupy_fp8.").removeprefix("fp8.")
+def _linked(code: str, page: str, places: Places, described: Any) -> str:
+    """A name in backticks, as a link if it is a public one or a method."""
+    written = code.strip("`")
+    name = written.removeprefix("cupy_fp8.").removeprefix("fp8.")
+    own = described and described.all_members.get(written.removeprefix(f"{described.name}."))
+    if own and own.is_function and own.has_docstring:
+        return f"[{code}](#{slug(f'{described.name}.{own.name}')})"
     owner, _, method = name.rpartition(".")
     known = places.get(name) or places.get(f"{page}.{name}")
     if known:

@@ -77,7 +77,7 @@ class Experts:
     and replayed with other routings. The same arguments give the same bytes on every run. NumPy arrays are
     computed by the references.
 
-    Source: FP8-Flow-MoE (arXiv 2511.02302); DeepSeek-V3 (arXiv 2412.19437); docs/numerics.md section 12.
+    Source: FP8-Flow-MoE (arXiv 2511.02302); DeepSeek-V3 (arXiv 2412.19437); docs/numerics.md section 11.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> experts = fp8.moe.Experts(np.ones((2, 256, 128), np.float32), np.ones((2, 128, 128), np.float32))

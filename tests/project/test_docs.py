@@ -108,7 +108,7 @@ def pictures(monkeypatch):
     return importlib.import_module("draw_pictures")
 
 
-@pytest.mark.parametrize("name", ["scale.svg", "recipes.svg"])
+@pytest.mark.parametrize("name", ["scale.svg", "recipes.svg", "experts.svg"])
 def test_pictures_are_up_to_date(name, pictures):
     drawn = str(pictures.PICTURES[name]())
     assert (ROOT / "docs/pictures" / name).read_text(encoding="utf-8") == drawn, "run: docs/draw_pictures.py"
