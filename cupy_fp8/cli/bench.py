@@ -1,6 +1,7 @@
 """python -m cupy_fp8 bench: time, GB/s, share of a same-bytes device copy's speed, and host time.
 
-cupy_fp8.bench.measure tells how times are taken. Host times come with their ratios to a bare launch.
+cupy_fp8.bench.measure tells how times are taken. Host times come with their ratios to a bare launch. `bench
+moe` times steps of the expert layer beside others' (cupy_fp8.bench.steps).
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from typing import Any
 from .. import backend, kernels
 from ..io.replace import check_replaceable
 from . import info, names
+from .bench_moe import moe_rows
 
 _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
+#: What is measured where it is named, and is no op.
+_LAYERS = {"moe": "steps of the expert layer, beside the same in bf16 where PyTorch is installed"}
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 bench", description=__doc__)
-    names.add_ops(parser)
+    names.add_ops(parser, _LAYERS)
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write the results there at the end, and to FILE.partial until then")
     options = parser.parse_intermixed_args(argv)
-    ops = names.chosen_ops(parser, options.ops)
+    ops = names.chosen_ops(parser, options.ops, _LAYERS)
     if options.json:
         try:
             check_replaceable(options.json)
@@ -39,12 +43,21 @@ def main(argv: list[str]) -> int:
         return 1
     report = {"machine": info.facts(), "commit": _commit(), "date": datetime.date.today().isoformat(),
               "results": []}
-    rows = chain(device_rows(ops), host_rows(ops))
+    found: list[dict[str, Any]] = []
+    rows = noted(found, chain(device_rows(ops) if ops else (), host_rows(ops) if ops else (),
+                              moe_rows() if "moe" in options.ops else ()))
     if options.json:
         write(options.json, report, rows)
     else:
         list(rows)
-    return 0
+    return int(any("problem" in row for row in found))
+
+
+def noted(found: list[dict[str, Any]], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows, which `found` gets too."""
+    for row in rows:
+        found.append(row)
+        yield row
 
 
 def write(path: Path, report: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:

@@ -1,0 +1,234 @@
+"""The rows of `bench moe`: what a step of the layer takes by each recipe and dataflow, beside the same in
+bfloat16 and a layer that quantises again; and the forward pass alone, beside DeepGEMM's in one kernel.
+
+Every row is checked: in place, allocating and from a graph a step gives the same bytes, twice, and its weight
+gradients are those of bfloat16 but for rounding. A row that fails has a `problem`; the others are measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from ... import backend
+from ...arrays import Array, bytes_equal
+from ...dlpack import from_dlpack
+from ...moe.dataflow import DATAFLOWS, Dataflow
+from ..measure import Call
+from ..steps import Clock, Events, call_times, step_time
+from . import layer_fused
+from .layer import (
+    FIRST,
+    RECIPES,
+    SHAPES,
+    Layer,
+    Problem,
+    Shape,
+    captured,
+    poisoned,
+    problem,
+    relative_error,
+)
+from .layer_peers import Bf16, Requantising
+
+Row = dict[str, Any]
+_MOST_ERROR = 0.1                   # of weight gradients, relative to those of bfloat16
+_UP, _DOWN = 3, 4                   # where a step's results have the weight gradients
+
+
+@contextmanager
+def on_gpu() -> Iterator[tuple[Any, Events]]:
+    """(a stream that can be captured, its clock). It is the current one of CuPy and of PyTorch."""
+    cp = backend.cupy()
+    stream = cp.cuda.Stream(non_blocking=True)
+    with ExitStack() as entered:
+        entered.enter_context(stream)
+        if torch_problem() is None:
+            import torch
+
+            entered.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)))
+        yield stream, Events(stream)
+
+
+def torch_problem() -> str | None:
+    """Why nothing of PyTorch can stand beside the layer; None: it can."""
+    try:
+        torch = import_module("torch")
+    except Exception as error:          # A broken installation raises errors of several types.
+        return f"torch: {error}"
+    return None if hasattr(torch, "_grouped_mm") else f"torch {torch.__version__} has no _grouped_mm"
+
+
+def step_rows(clock: Clock, stream: Any, xp: Any, shapes: Iterable[Shape] = SHAPES) -> Iterator[Row]:
+    """A row for each layer. stream: None: there are no graphs."""
+    for shape in shapes:
+        given = problem(shape, xp)
+        others: dict[str, float] = {}
+        wanted: list[Array] = []
+        if torch_problem() is None:
+            yield attempt(shape, "bf16", partial(_bf16, given, clock, others, wanted))
+            release()
+        yield attempt(shape, "requantising", partial(_requantising, given, clock, others, wanted))
+        release()
+        for recipe in RECIPES:
+            for dataflow in DATAFLOWS:
+                yield attempt(shape, f"{recipe} {dataflow}", partial(
+                    _ours, given, recipe, dataflow, clock, stream, others, wanted))
+                release()
+        del given, wanted
+        release()
+
+
+def attempt(shape: Shape, variant: str, measure: Callable[[], Row]) -> Row:
+    """A row, or what its measurement raised."""
+    row: Row = {"op": "moe", "variant": variant, "shape": list(shape)}
+    try:
+        return row | measure()
+    except Exception as error:          # The other rows are measured all the same.
+        return row | {"problem": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def release() -> None:
+    """Give back the memory of the row before."""
+    gc.collect()
+    if "cupy" in sys.modules and hasattr(backend.cupy(), "get_default_memory_pool"):
+        backend.cupy().get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def _bf16(given: Problem, clock: Clock, others: dict[str, float], wanted: list[Array]) -> Row:
+    step = Bf16(given)
+    wanted[:] = step()[_UP:]
+    row = _timed(step, given.shape.flops * 3, clock) | {"by": step.name}
+    others["bf16"] = row["us"]
+    return row
+
+
+def _requantising(given: Problem, clock: Clock, others: dict[str, float], wanted: list[Array]) -> Row:
+    step = Requantising(given)
+    row = _timed(step, given.shape.flops * 3, clock) | _errors(step(), wanted) | {"by": step.name}
+    others["requantising"] = row["us"]
+    return row
+
+
+def _timed(step: Call, flops: int, clock: Clock) -> Row:
+    time = step_time(step, clock)
+    return {"us": round(time.us, 1), "spread_percent": round(time.spread, 2),
+            "tflops": round(flops / time.us / 1e6, 1), "host_us": round(time.host_us, 1),
+            "calls_us": {name: round(us, 1) for name, us in call_times(step, clock).items()}}
+
+
+def _ours(given: Problem, recipe: str, dataflow: Dataflow, clock: Clock, stream: Any,
+          others: dict[str, float], wanted: list[Array]) -> Row:
+    layer = Layer(given, recipe, dataflow)
+    kept = layer.kept()
+    in_place = layer.in_place()
+    launch, why = _graph(layer, stream)
+    row: Row = {"checks": _checks(layer, in_place, launch)} | _errors(in_place, wanted)
+    row |= _timed(layer.in_place, given.shape.flops * 3, clock)
+    allocating = step_time(layer.allocating, clock)
+    row |= {"allocating_us": round(allocating.us, 1), "allocating_host_us": round(allocating.host_us, 1),
+            "bytes_per_token": {keep: round(nbytes, 1) for keep, nbytes in kept.items()}}
+    if launch is not None:
+        graph = step_time(launch, clock)
+        row |= {"graph_us": round(graph.us, 1), "graph_host_us": round(graph.host_us, 1)}
+    row |= {f"{name}_ratio": round(us / row["us"], 3) for name, us in others.items()}
+    return row | _problem(row, why)
+
+
+def _graph(layer: Layer, stream: Any) -> tuple[Call | None, str | None]:
+    """(a launch of the step's graph, why there is none)"""
+    if stream is None:
+        return None, None
+    try:
+        return captured(layer.in_place, stream), None
+    except Exception as error:          # The step itself is timed all the same.
+        return None, f"no graph: {type(error).__name__}: {str(error)[:200]}"
+
+
+def _checks(layer: Layer, in_place: tuple[Any, ...], launch: Call | None) -> dict[str, bool]:
+    """Whether the bytes are the same each time."""
+    first = layer.allocating()
+    found = {"again": bytes_equal(layer.allocating(), first)}
+    poisoned(in_place)
+    found["out="] = bytes_equal(layer.in_place(), first)
+    if launch is not None:
+        poisoned(in_place)
+        launch()
+        found["graph"] = bytes_equal(in_place, first)
+    return found
+
+
+def _errors(results: tuple[Any, ...], wanted: list[Array]) -> Row:
+    """The relative errors of the weight gradients of both products."""
+    if not wanted:
+        return {}
+    return {"error": {name: round(relative_error(results[at], of), 4)
+                      for name, at, of in zip(("up", "down"), (_UP, _DOWN), wanted, strict=True)}}
+
+
+def _problem(row: Row, why: str | None = None) -> Row:
+    """What the checks found wrong. why: there is no graph."""
+    wrong = [] if why is None else [why]
+    wrong += [f"other bytes: {name}" for name, same in row["checks"].items() if not same]
+    wrong += [f"the gradient of {name} is off by {error:.1%}" for name, error in row.get("error", {}).items()
+              if not error <= _MOST_ERROR]
+    return {"problem": "; ".join(wrong)} if wrong else {}
+
+
+def forward_rows(clock: Clock, xp: Any, shapes: Iterable[Shape] = SHAPES) -> Iterator[Row]:
+    """The forward pass alone: routing, quantisation of the tokens, experts. DeepGEMM comes last, since an
+    error of its kernel may end everything on the GPU."""
+    usable = torch_problem() is None and xp is not np
+    module = layer_fused.library() if usable else "it needs PyTorch and a GPU"
+    ours: dict[Shape, float] = {}
+    for shape in shapes:
+        given = problem(shape, xp)
+        label = f"forward: {' '.join(FIRST)}"
+        yield attempt(shape, label, partial(_ours_forward, given, clock, ours))
+        release()
+        if torch_problem() is None:
+            yield attempt(shape, "forward: bf16", partial(_bf16_forward, given, clock, ours))
+            release()
+        del given
+    for shape in shapes:
+        if isinstance(module, str):
+            yield attempt(shape, layer_fused.NAME, partial(dict, skipped=module))
+            continue
+        yield attempt(shape, layer_fused.NAME, partial(_fused, module, shape, xp, clock, ours))
+        release()
+
+
+def _ours_forward(given: Problem, clock: Clock, ours: dict[Shape, float]) -> Row:
+    row = _timed(Layer(given, *FIRST).forward, given.shape.flops, clock)
+    ours[given.shape] = row["us"]
+    return row
+
+
+def _bf16_forward(given: Problem, clock: Clock, ours: dict[Shape, float]) -> Row:
+    return _beside(Bf16(given).forward, given, clock, ours)
+
+
+def _beside(step: Call, given: Problem, clock: Clock, ours: dict[Shape, float]) -> Row:
+    row = _timed(step, given.shape.flops, clock)
+    return row | ({"to_ours": round(row["us"] / ours[given.shape], 3)} if given.shape in ours else {})
+
+
+def _fused(module: Any, shape: Shape, xp: Any, clock: Clock, ours: dict[Shape, float]) -> Row:
+    given = problem(shape, xp)
+    layer = Layer(given, *FIRST)
+    y = layer.forward()
+    with layer_fused.fused(module, given, layer.experts.up, layer.experts.down) as forward:
+        made = from_dlpack(forward())
+        clock.wait()
+        error = relative_error([made], [y])
+        row = _beside(forward, given, clock, ours) | {"error": {"y": round(error, 4)}}
+    return row if error <= _MOST_ERROR else row | {"problem": f"y is off by {error:.1%}"}
