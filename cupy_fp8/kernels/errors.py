@@ -42,7 +42,7 @@ MESSAGES = {
     Fact.ROUTE_BOUND: "assignment: more routes than topk or rows have room for; those past the end go "
                       "nowhere",
     Fact.SPLIT_START: "splits: a group of columns that does not begin at a multiple of 128, as blocks of "
-                      "scales do; its product is 0",
+                      "scales do, or of the promised align; its product is 0",
     Fact.SPLIT_OTHER: "splits: other sizes than an operand is laid out by (a result of group_quantize, or of "
                       "scaling_aware_transpose with splits); its groups are not those that were multiplied",
 }

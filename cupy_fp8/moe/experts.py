@@ -378,14 +378,15 @@ class Experts:
                             **self._scales["hidden_grad"])
         d_down = self._weight_grad(call, "down grad", flow.columns(call, "grad", grads, splits),
                                    flow.columns(call, "activation", activation, splits), splits,
-                                   accumulate and accumulate[1])
+                                   saved.align, accumulate and accumulate[1])
         columns = d_hidden.T if both else flow.columns(call, "hidden_grad", d_hidden, splits)
         d_up = self._weight_grad(call, "up grad", columns, flow.columns(call, "x", rows, splits), splits,
-                                 accumulate and accumulate[0])
+                                 saved.align, accumulate and accumulate[0])
         dx = call("rows grad", grouped_matmul_nt, d_hidden, self.up.T, splits, dtype=self.dtype_out)
         return dx, dp, d_up, d_down
 
-    def _weight_grad(self, call: Calls, name: str, a: Any, b: Any, splits: Array, into: Array | None) -> Any:
+    def _weight_grad(self, call: Calls, name: str, a: Any, b: Any, splits: Array, align: int,
+                     into: Array | None) -> Any:
         if into is not None:
-            return grouped_matmul_nt(a, b, splits, group="k", accumulate=into)
-        return call(name, grouped_matmul_nt, a, b, splits, group="k", dtype=self.dtype_out)
+            return grouped_matmul_nt(a, b, splits, group="k", align=align, accumulate=into)
+        return call(name, grouped_matmul_nt, a, b, splits, group="k", align=align, dtype=self.dtype_out)

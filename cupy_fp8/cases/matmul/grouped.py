@@ -284,6 +284,8 @@ def _cases_past_constants() -> Iterator[Case]:
             yield _case((1180, 24, 22), ("vector", "vector"), given=given, groups=70, spare=4,
                         scale_layout=layout, group="k")
     yield _case((40, 132, 2100), ("row", "row"), groups=2, group="k")
+    for pair in (("vector", "vector"), ("tensor", "row")):
+        yield _case((384, 72, 130), pair, division="blocks", group="k", align=128)
 
 
 def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Arguments) -> None:

@@ -98,7 +98,7 @@ def _needs_copies(problem: Problem, view: OperandView) -> bool:
         return False
     if not is_aligned(view):
         return True
-    if p.whole_blocks and view.pitch:
+    if p.align % _UNIT == 0 or (p.whole_blocks and view.pitch):
         return False
     if p.sizes is None:
         return True

@@ -11,7 +11,7 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, one_array
-from ...calls.group_sizes import Groups
+from ...calls.group_sizes import Groups, check_align
 from ...formats import INPUT_DTYPES, DType, bfloat16, choice, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Launch
@@ -20,6 +20,7 @@ from ...typed_array import TypedArray
 from . import tiles
 from .grouped_operands import (
     GroupedOperand,
+    check_multiples,
     check_whole_blocks,
     columns_instead,
     counted,
@@ -37,7 +38,7 @@ GROUPS: tuple[GroupedAxis, ...] = get_args(GroupedAxis)
 
 def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | Grouped, splits: Any = None,
                       *, group: GroupedAxis = "m", dtype: DType = bfloat16, accumulate: Array | None = None,
-                      out: Array | None = None, check: bool = False) -> TypedArray:
+                      align: int = 1, out: Array | None = None, check: bool = False) -> TypedArray:
     """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
     groups of "m" take one launch, and so do those of "k"; on Hopper "k" takes another one before it, which
     copies groups that begin anywhere, unless the host knows that none does.
@@ -69,6 +70,9 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     dtype : of a new result: bfloat16, float16 or float32
     accumulate : float32 array of the result's shape, to which the products are added in place, and which is
         returned; `dtype` is without effect, and no other `out` is taken
+    align : of "k", a promise: all sizes are multiples of it, a power of two (``route(align=)``). From 16 on no
+        memory is taken for copies of groups that begin anywhere. The product of a group that breaks it is 0,
+        and `device_errors` tells
     out : array of the result's shape and dtype, written and returned. With it the call allocates nothing (but
         for scales that have to be converted and rows that have to be copied, once for each size) and can be
         captured into a CUDA graph, once it has been used before
@@ -108,7 +112,7 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
         if out is not None and out is not accumulate:
             raise ValueError("out: expected None beside accumulate, which is the result")
         out = accumulate
-    return run(_GROUPED_MATMUL_NT, (a, b, splits, group, dtype, accumulate, check), out)
+    return run(_GROUPED_MATMUL_NT, (a, b, splits, group, dtype, accumulate, align, check), out)
 
 
 class _Inputs(NamedTuple):
@@ -116,6 +120,7 @@ class _Inputs(NamedTuple):
 
     to          the dtype of the result
     accumulate  the result's array, which holds what the products are added to; None: there is nothing
+    align       what sizes are promised to be multiples of
     """
 
     a: GroupedOperand
@@ -124,6 +129,7 @@ class _Inputs(NamedTuple):
     group: str
     to: np.dtype[Any]
     accumulate: Array | None
+    align: int
 
     @property
     def number(self) -> int:
@@ -142,9 +148,12 @@ class _Inputs(NamedTuple):
 
 class _GroupedMatmulNT(Op[_Inputs]):
     def arguments(self, call: Call, a: Any, b: Any, splits: Any, group: Any, dtype: Any, accumulate: Any,
-                  check: Any) -> _Inputs:
+                  align: Any, check: Any) -> _Inputs:
         to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
         choice(group, "group", GROUPS)
+        align = check_align(align)
+        if group == "m" and align > 1:
+            raise ValueError(f"align: expected 1 with group='m', whose rows begin anywhere, got {align}")
         if group == "m":
             left, right = read_rows(call, a, check), read_weights(call, b)
         else:
@@ -161,14 +170,16 @@ class _GroupedMatmulNT(Op[_Inputs]):
                              f"are sizes, got {right.unconverted.batch}")
         if left.whole_blocks or right.whole_blocks:
             check_whole_blocks(groups)
-        return _Inputs(left, right, groups, group, to if accumulate is None else float32, accumulate)
+        check_multiples(groups, align)
+        return _Inputs(left, right, groups, group, to if accumulate is None else float32, accumulate, align)
 
     def result(self, inputs: _Inputs) -> Description:
         return one_array(inputs.shape, inputs.to, "out" if inputs.accumulate is None else "accumulate")
 
     def reference(self, inputs: _Inputs) -> np.ndarray:
         return reference.grouped_matmul_nt(inputs.a.given, inputs.b.given, inputs.groups.array,
-                                           group=inputs.group, dtype=inputs.to, accumulate=inputs.accumulate)
+                                           group=inputs.group, dtype=inputs.to, accumulate=inputs.accumulate,
+                                           align=inputs.align)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         of_rows, n = inputs.group == "m", inputs.b.rows
@@ -184,7 +195,8 @@ class _GroupedMatmulNT(Op[_Inputs]):
             m=m, n=n, k=k, out=written[0], to=inputs.to,
             out_group=0 if of_rows else m * n, out_start=n if of_rows else 0,
             accumulate=inputs.accumulate is not None,
-            whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks, sizes=inputs.groups.host))
+            whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks, align=inputs.align,
+            sizes=inputs.groups.host))
 
 
 _GROUPED_MATMUL_NT = _GroupedMatmulNT()

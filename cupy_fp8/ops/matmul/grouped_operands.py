@@ -311,3 +311,14 @@ def check_whole_blocks(groups: Groups) -> None:
         raise ValueError(f"splits: expected groups that begin at multiples of 128, as the scales of all "
                          f"columns do, got group {first} at column {int(starts[first])}; group_quantize and "
                          "scaling_aware_transpose make column-wise data of groups of any size")
+
+
+def check_multiples(groups: Groups, align: int) -> None:
+    """Raises ValueError unless sizes that are known are multiples of `align`."""
+    if groups.host is None or align == 1:
+        return
+    wrong = np.flatnonzero(np.asarray(groups.host) % align)
+    if wrong.size:
+        first = int(wrong[0])
+        raise ValueError(f"splits: expected multiples of align={align}, got {int(groups.host[first])} for "
+                         f"group {first}")

@@ -53,6 +53,7 @@ class Problem(NamedTuple):
     bias          an address, or 0
     accumulate    the products are added to D
     whole_blocks  groups begin at multiples of 128 of K
+    align         what the sizes of "k" are promised to be multiples of
     sizes         the sizes, where the host knows them
     """
 
@@ -73,6 +74,7 @@ class Problem(NamedTuple):
     bias_dtype: np.dtype[Any] = float32
     accumulate: bool = False
     whole_blocks: bool = False
+    align: int = 1
     sizes: np.ndarray | None = None
 
     def members(self) -> dict[str, Any]:
@@ -82,4 +84,4 @@ class Problem(NamedTuple):
                 "bias": self.bias, "out_group": self.out_group, "out_start": self.out_start,
                 "total": self.total, "m": self.m, "n": self.n, "k": self.k, "out_type": TYPES[self.to],
                 "bias_type": TYPES[self.bias_dtype], "accumulate": int(self.accumulate),
-                "whole_blocks": int(self.whole_blocks)}
+                "whole_blocks": int(self.whole_blocks), "align_mask": self.align - 1}

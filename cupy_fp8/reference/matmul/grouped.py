@@ -20,10 +20,11 @@ _Operand = Scaled | Quantized | Grouped
 
 
 def grouped_matmul_nt(a: _Operand, b: _Operand, splits: Any = None, *, group: str = "m",
-                      dtype: Any = bfloat16, accumulate: np.ndarray | None = None) -> np.ndarray:
+                      dtype: Any = bfloat16, accumulate: np.ndarray | None = None, align: int = 1
+                      ) -> np.ndarray:
     """narrow(Σ_k a[m, k] · b[n, k] + accumulate), for the rows of each expert, or for its part of K."""
     nothing = 0.0 if accumulate is None else -0.0       # Adding -0 changes no value.
-    total = grouped_sums(a, b, splits, group, nothing=nothing)
+    total = grouped_sums(a, b, splits, group, nothing=nothing, align=align)
     with np.errstate(invalid="ignore"):
         if accumulate is not None:
             total += accumulate
@@ -38,7 +39,7 @@ def grouped_magnitudes(a: _Operand, b: _Operand, splits: Any = None, *, group: s
 
 
 def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
-                 of: Callable[[np.ndarray], np.ndarray] = np.asarray, nothing: float = 0.0) -> np.ndarray:
+                 of: Callable[[np.ndarray], np.ndarray] = np.asarray, nothing: float = 0.0, align: int = 1) -> np.ndarray:
     """The sums in f64, with `of` of every value; `nothing` where there is no product."""
     sizes = next((s for s in (splits, _own_sizes(a), _own_sizes(b)) if s is not None), None)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -48,8 +49,9 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
             total = np.full((len(ranges), m, n), nothing)
             whole_blocks = _of_whole_blocks(a) or _of_whole_blocks(b)
             for e, (left, right) in enumerate(zip(_columns(a, ranges), _columns(b, ranges), strict=True)):
-                # Scales of groups that begin within a block would not be theirs.
-                if left.size and (not whole_blocks or ranges[e][0] % 128 == 0):
+                # Scales of groups that begin within a block would not be theirs, and a promise is a promise.
+                start, end = ranges[e]
+                if left.size and (not whole_blocks or start % 128 == 0) and (start | end) % align == 0:
                     total[e] = of(left) @ of(right).T
             return total
         assert not isinstance(b, Grouped)

@@ -78,6 +78,7 @@ struct Product {
     u32 accumulate;                // add to f32 `out`
     u32 share;                     // Share: which groups this launch computes
     u32 whole_blocks;              // of "k": groups begin at multiples of 128; D of one that does not is 0
+    u32 align_mask;                // of "k": no group begins at, or has, a size with these bits; else D is 0
 
     __device__ __forceinline__ float bias_of(i64 column) const {
         if (bias_type == kOutF32) return reinterpret_cast<const float*>(bias)[column];
@@ -91,10 +92,11 @@ struct Product {
         compare_sizes(splits, a.own_sizes, a.own_wide);
         compare_sizes(splits, b.own_sizes, b.own_wide);
     }
-    // False for a group that breaks the promise of whole_blocks: its scales lie elsewhere. It becomes a group
-    // without K, and the kernel reports it.
+    // False for a group that breaks a promise: its scales lie elsewhere, or tensor copies cannot read its rows.
+    // It becomes a group without K, and the kernel reports it.
     __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
-        return !whole_blocks || g.size == 0 || g.blocks * kScaleBlock == g.start;
+        const bool aligned = (((u32)g.start | (u32)g.size) & align_mask) == 0;
+        return g.size == 0 || (aligned && (!whole_blocks || g.blocks * kScaleBlock == g.start));
     }
     __device__ __forceinline__ bool computes(const GroupStart& g) const {
         return share == kAllGroups

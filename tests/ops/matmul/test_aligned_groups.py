@@ -189,6 +189,38 @@ def test_a_group_that_begins_within_a_block_of_scales(device, launched):
     np.testing.assert_array_equal(got, want)
 
 
+# ---- sizes that are promised ----
+@pytest.mark.parametrize("align", [16, 32, 128])
+@pytest.mark.parametrize("made", ["flat", "rows"])
+def test_promised_groups_are_not_copied(made, align, device, launched, scratch):
+    sizes = [align, 0, 2 * align, align]
+    a, b = matrices(sum(sizes))
+    given = [there(flat(s, sizes) if made == "flat" else s, device) for s in (a, b)]
+    expect(product(*given, device.array(np.array(sizes)), align=align), a, b, sizes)
+    assert (launched, scratch) == ([HOPPER], {})
+
+
+@pytest.mark.parametrize("made", ["flat", "rows"])
+def test_a_broken_promise(made, device, launched):
+    """The size, then the beginning, is no multiple; nothing is read from addresses that kernels cannot read.
+    """
+    sizes = [32, 37, 11, 64]
+    a, b = matrices(sum(sizes))
+    given = [there(flat(s, sizes) if made == "flat" else s, device) for s in (a, b)]
+    got = product(*given, device.array(np.array(sizes)), align=16)
+    assert launched == [HOPPER]
+    assert fp8.device_errors(clear=True) == (errors.MESSAGES[errors.Fact.SPLIT_START],)
+    want = reference.grouped_matmul_nt(a, b, np.array(sizes), group="k", dtype=float32)
+    want[1:3] = 0
+    np.testing.assert_array_equal(fp8.asnumpy(got), want)
+    with pytest.raises(ValueError, match=r"^splits: expected multiples of align=16, got 37 for group 1$"):
+        product(*given, sizes, align=16)
+    with pytest.raises(ValueError, match=r"^align: expected a power of two from 1 to 65536, got 24$"):
+        product(*given, sizes, align=24)
+    with pytest.raises(ValueError, match=r"^align: expected 1 with group='m', whose rows begin anywhere"):
+        fp8.grouped_matmul_nt(given[0], given[1], sizes, align=16)
+
+
 # ---- again ----
 @pytest.fixture
 def operands(device: Place) -> Any:
