@@ -8,7 +8,7 @@ from typing import Any
 from .. import backend, kernels
 
 _HEADING = (f"{'':28}{'out=':>9}{'allocating':>12}{'graph':>9}{'TFLOP/s':>9}{'spread':>8}"
-            f"{'host: out=':>12}{'allocating':>12}{'graph':>7}{'bf16 ÷':>8}{'requant. ÷':>12}")
+            f"{'host: out=':>12}{'allocating':>12}{'graph':>9}{'bf16 ÷':>8}{'requant. ÷':>12}")
 _FORWARD = f"{'':36}{'ms':>8}{'TFLOP/s':>9}{'spread':>8}{'host µs':>9}{'÷ ours':>8}"
 _FORWARD_LABEL = "forward: "
 
@@ -76,7 +76,7 @@ def _step_line(row: dict[str, Any]) -> str:
     ms = [None if us is None else us / 1e3 for us in device]
     return (f"{row['variant']:28}" + "".join(map(_cell, ms, (9, 12, 9), (3, 3, 3)))
             + f"{row['tflops']:9.0f}{row['spread_percent']:7.1f}%"
-            + "".join(map(_cell, host, (12, 12, 7), (0, 0, 0)))
+            + "".join(map(_cell, host, (12, 12, 9), (0, 0, 0)))
             + _cell(row.get("bf16_ratio"), 8, 2) + _cell(row.get("requantising_ratio"), 12, 2)).rstrip()
 
 
