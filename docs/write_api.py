@@ -188,7 +188,7 @@ def _in_one_line(blocks: Iterable[str]) -> str:
 
 def _entry(heading: str, name: str, target: Any, inline: Inline) -> Iterator[str]:
     yield heading
-    if target.is_function or target.parameters and name.removeprefix("fp8.") not in _MADE:
+    if target.is_function or (target.parameters and name.removeprefix("fp8.") not in _MADE):
         yield f"```python\n{_call(name, target)}\n```"
     yield from _markdown(target.docstring.value, inline)
 
