@@ -46,10 +46,12 @@ class DelayedScalingState:
         self.recipe = recipe
         self.scale: Array = full((n,), 1.0, float32, like=like)
         self.amax_history: Array = zeros((recipe.history_len, n), float32, like=like)
+        self._updates = 0
 
     def update(self, amax: Array | None = None) -> None:
         """`update_delayed_scaling` of all tensors in one launch: the end of a step. amax: f32 [n] to use for
         row 0, after a reduction over devices."""
+        self._updates += 1
         update_delayed_scaling(self.amax_history, self.scale, dtype=self.recipe.dtype,
                                margin=self.recipe.margin,
                                algo=self.recipe.algo, amax=amax)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .. import backend
 from ..advice import listed, shown, type_name
 from ..arrays import is_contiguous
@@ -67,9 +69,23 @@ def routing(experts: Experts, given: Any) -> None:
     if given.num_experts != experts.num_experts:
         raise ValueError(f"routing: expected {experts.num_experts} experts, got {given.num_experts}")
     backend.require_module(given.row_map, experts._xp, "routing")
-    if experts._flow.blocks and given.align % GROUP and experts.dataflow != "casting_free":
-        raise ValueError(f"routing: expected align={GROUP}, since {experts.dataflow!r} makes blocks of "
-                         f"columns across groups, got {given.align}")
+    alignment(experts, given.align, "routing")
+
+
+def alignment(experts: Experts, align: int, name: str) -> None:
+    if experts._flow.blocks and align % GROUP and experts.dataflow != "casting_free":
+        raise ValueError(f"{name}: expected align={GROUP}, since {experts.dataflow!r} makes blocks of "
+                         f"columns across groups, got {align}")
+
+
+def multiples(splits: Any, align: int) -> None:
+    """Sizes on the device are not looked at."""
+    if not isinstance(splits, (list, tuple, np.ndarray)):
+        return
+    wrong = [int(size) for size in splits if size % align]
+    if wrong:
+        raise ValueError(f"splits: expected multiples of align={align}, got {wrong[0]}; "
+                         "align=1 takes any sizes")
 
 
 def probs(experts: Experts, given: Any, name: str, *shapes: tuple[int, ...]) -> None:
@@ -103,6 +119,9 @@ def saved(experts: Experts, given: Any, out: Any, accumulate: Any, *, of_rows: b
         raise ValueError("saved: belongs to another layer")
     if given.weights != experts._updates:
         raise ValueError("saved: the weights have been updated since that forward pass")
+    if given.keep != "bf16" and given.scales != experts._scale_updates:
+        raise ValueError("saved: the state's scales have been updated since that forward pass, whose "
+                         "activation is to be computed again; keep='bf16' keeps it")
     if of_rows == (given.routing is not None):
         right, got = ("backward", "forward") if of_rows else ("backward_rows", "forward_rows")
         raise ValueError(f"saved: comes from {got}, whose gradients {right} computes")

@@ -127,6 +127,10 @@ class Experts:
         return {"scale": self.state.scale[i:i + 1], "amax": self.state.amax_history[0, i:i + 1]}
 
     @property
+    def _scale_updates(self) -> int:
+        return 0 if self.state is None else self.state._updates
+
+    @property
     def num_experts(self) -> int:
         """E, the number of experts."""
         return self._extents[0]
@@ -283,6 +287,8 @@ class Experts:
         """
         if keep is not None:
             choice(keep, "keep", KEEPS)
+        checks.alignment(self, align, "align")
+        checks.multiples(splits, align)
         checks.tokens(self, rows, "rows", (None, self.hidden), dispatched=True)
         checks.probs(self, row_probs, "row_probs", (rows.shape[0],))
         checks.buffers(self, out, rows=rows.shape[0], align=align, probs=row_probs is not None, keep=keep)
@@ -303,7 +309,8 @@ class Experts:
         if keep is None:
             return result, None
         return result, Saved(
-            self, self._updates, keep, splits, align, row_probs, rows=entered if keep == "bf16" else rows,
+            self, self._updates, self._scale_updates, keep, splits, align, row_probs,
+            rows=entered if keep == "bf16" else rows,
             hidden=None if keep == "input" else kept, activation=activation if keep == "bf16" else None,
             buffers=buffers, step=0 if buffers is None else buffers._step)
 

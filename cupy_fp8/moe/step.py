@@ -53,12 +53,14 @@ class Calls:
 class Saved:
     """What `backward` needs of a forward pass.
 
-    nbytes : of the arrays that it keeps; those of the caller, the routing and probs, and the weights are not
-        counted
+    nbytes : of the arrays that it keeps, also of those that the caller has (a Scaled that was given for x;
+        x itself with 'both_directions' and less kept), which must not change before `backward`. The routing,
+        probs and weights are not counted
     """
 
     experts: Experts
     weights: int                        # how often the weights had been updated
+    scales: int                         # how often the scales of delayed scaling had been
     keep: str
     splits: Array
     align: int

@@ -41,6 +41,13 @@ def routed_again() -> Any:
     return EXPERTS.backward(GIVEN.grad, saved)
 
 
+def rescaled(keep: str) -> Any:
+    experts: Any = moe.Experts(GIVEN.up, GIVEN.down, fp8.DelayedScaling(history_len=2))
+    saved = experts.forward(GIVEN.x, ROUTING, keep=keep)[1]
+    experts.state.update()
+    return experts.backward(GIVEN.grad, saved)
+
+
 def overwritten() -> Any:
     saved = EXPERTS.forward(GIVEN.x, ROUTING, GIVEN.probs, out=BUFFERS)[1]
     EXPERTS.forward(GIVEN.x, ROUTING, GIVEN.probs, out=BUFFERS)
@@ -96,6 +103,10 @@ WRONG: dict[str, Any] = {
     "another layer's": (lambda: new().backward(GIVEN.grad, SAVED), ValueError,
         "saved: belongs to another layer"),
     "other weights": (updated, ValueError, "saved: the weights have been updated"),
+    "other scales": (lambda: rescaled("input"), ValueError, "saved: the state's scales have been updated"),
+    "other scales of h": (lambda: rescaled("fp8"), ValueError, "saved: the state's scales have been updated"),
+    "rows anywhere": (lambda: BOTH.forward_rows(GIVEN.x, [16, 16, 16, 0], align=16), ValueError,
+                      "align: expected align=128, since 'both_directions'"),
     "another routing": (routed_again, ValueError, "saved: its routing has been written again"),
     "rows to backward": (lambda: EXPERTS.backward(GIVEN.grad, of_rows()), ValueError,
                          "saved: comes from forward_rows, whose gradients backward_rows computes"),
@@ -142,12 +153,15 @@ def test_buffers_are_not_written_by_a_call_that_is_refused():
     assert {name: [a.tobytes() for a in arrays_of(made)] for name, made in buffers._made.items()} == held
 
 
+def test_other_scales_where_the_activation_is_kept():
+    assert rescaled("bf16")[2].shape == GIVEN.up.shape
+
+
 def test_sizes_that_do_not_begin_at_blocks():
     """What a host knows is refused; a device notes it (test_grouped_matmul_nt)."""
     rows = fp8.quantize_block(GIVEN.x)
-    _, saved = EXPERTS.forward_rows(rows, np.array([20, 20, 8, 0]))
-    with pytest.raises(ValueError, match="splits: expected groups that begin at multiples of 128"):
-        EXPERTS.backward_rows(fp8.quantize_block(GIVEN.grad), saved)
+    with pytest.raises(ValueError, match="^splits: expected multiples of align=128, got 20; align=1 takes any"):
+        EXPERTS.forward_rows(rows, np.array([20, 20, 8, 0]))
     _, saved = EXPERTS.forward_rows(rows, np.array([20, 20, 8, 0]), align=1)
     assert EXPERTS.backward_rows(fp8.quantize_block(GIVEN.grad), saved)[2].dtype == EXPERTS.dtype_out
 

@@ -70,9 +70,9 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     dtype : of a new result: bfloat16, float16 or float32
     accumulate : float32 array of the result's shape, to which the products are added in place, and which is
         returned; `dtype` is without effect, and no other `out` is taken
-    align : of "k", a promise: all sizes are multiples of it, a power of two (``route(align=)``). From 16 on no
-        memory is taken for copies of groups that begin anywhere. The product of a group that breaks it is 0,
-        and `device_errors` tells
+    align : of "k", a promise: all sizes are multiples of it, a power of two (``route(align=)``). From 16 on
+        no memory is taken for copies of groups that begin anywhere. The product of a group that breaks it is
+        0, and `device_errors` tells
     out : array of the result's shape and dtype, written and returned. With it the call allocates nothing (but
         for scales that have to be converted and rows that have to be copied, once for each size) and can be
         captured into a CUDA graph, once it has been used before
