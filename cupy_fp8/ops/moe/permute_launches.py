@@ -11,8 +11,9 @@ from ...arrays import address
 from ...calls.call import Input
 from ...formats import INPUT_DTYPES
 from ...kernels import Kernel, Variant, grid_size
-from ...layouts import cdiv, round_up
+from ...layouts import PADDED_TO, cdiv, round_up
 from ...routing import Routing
+from ..scales.convert import row_scale_strides
 
 _THREADS = 256
 PERMUTE = Kernel("moe/permute", "permute", block=_THREADS)
@@ -26,7 +27,7 @@ TOPKS = (1, 2, 4, 6, 8)     # routes of a token that unpermute has programs for
 _MOST_ROUTES = 1024         # routes that a block of unpermute sorts, at most
 _MOST_TOKENS = 256
 _BLOCKS = 528               # blocks that share few tokens: four per multiprocessor of an H200
-_LANES = 32                 # rows that a block examines, at most, to clear unused ones
+_LANES = 32                 # rows that a block examines, at most, to clear unused ones, and that a warp gathers
 #: Separate blocks clear the unused rows if these are more than this fraction of the used ones.
 _FEW_UNUSED = 4
 
@@ -74,7 +75,8 @@ def _across(tokens: int, length: int, most: int, least: int) -> int:
     return max(1, cdiv(length, most), min(cdiv(length, least), _BLOCKS // max(1, tokens)))
 
 
-#: The struct Rows is this if there are no scales.
+#: The structs Rows and GemmReadyScales are these if no scales move that way.
+NO_GEMM_READY = {"blocks": 0}
 NO_ROWS = {"step": 1, "tokens_per_block": 1, "across": 1, "blocks": 0}
 
 
@@ -85,6 +87,17 @@ def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
     lanes_log2, split = _permute_split(tokens, row_bytes, common)
     return {"from": given.at, "to": to, "row_bytes": row_bytes, "step": common, "lanes_log2": lanes_log2,
             **split.members(), "blocks": split.blocks}
+
+
+def gemm_ready(scales: Input, layout: str, to: int, number: int) -> dict[str, int]:
+    """Returns the struct GemmReadyScales for f32 scales in this layout that become gemm_ready ones of
+    `number` rows."""
+    token_step, column_step = row_scale_strides(scales.array, layout)
+    columns, pitch = scales.shape[1 if layout == "compact" else 0], round_up(number, PADDED_TO)
+    vector = column_step == 1 and columns % 4 == 0 and token_step % 4 == 0 and scales.at % 16 == 0
+    pieces = cdiv(pitch, _LANES) * cdiv(columns, PERMUTE.constant("kPieceColumns"))
+    return {"from": scales.at, "to": to, "token_step": token_step, "column_step": column_step, "pitch": pitch,
+            "columns": columns, "vector": int(vector), "blocks": cdiv(pieces, _THREADS // 32)}
 
 
 @functools.lru_cache(maxsize=1024)
