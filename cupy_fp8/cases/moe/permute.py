@@ -139,9 +139,9 @@ def _cases_of_scale_layouts() -> Iterator[Case]:
     few: dict[str, Any] = {"topk": 2, "experts": 5}
     f32: dict[str, Any] = {"block": (1, 32), "scales": float32}
     for tokens, columns, rows in (
-            (5, 32, {}), (16, 128, {}), (17, 64, {"align": 4}), (9, 512, {"rows": 31}), (9, 480, {"rows": 33}),
-            (3, 544, {"rows": 1}), (20, 640, {"align": 16}), (2, 530, {"rows": 130}), (0, 96, {"rows": 5}),
-            (3, 4128, {"rows": 2000})):
+            (5, 32, {}), (16, 128, {}), (17, 64, {"align": 4}), (9, 512, {"rows": 31}),
+            (9, 480, {"rows": 33}), (3, 544, {"rows": 1}), (20, 640, {"align": 16}), (2, 530, {"rows": 130}),
+            (0, 96, {"rows": 5}), (3, 4128, {"rows": 2000})):
         for held in ("compact", "gemm_ready"):
             options = {**few, **rows, **f32, "held": held}
             yield Case("permute", float8_e4m3fn, (tokens, columns), options=options)

@@ -27,7 +27,8 @@ TOPKS = (1, 2, 4, 6, 8)     # routes of a token that unpermute has programs for
 _MOST_ROUTES = 1024         # routes that a block of unpermute sorts, at most
 _MOST_TOKENS = 256
 _BLOCKS = 528               # blocks that share few tokens: four per multiprocessor of an H200
-_LANES = 32                 # rows that a block examines, at most, to clear unused ones, and that a warp gathers
+_LANES = 32                 # rows that a block examines, at most, to clear unused ones
+_PIECE_ROWS = 32            # rows whose gemm_ready scales a warp gathers
 #: Separate blocks clear the unused rows if these are more than this fraction of the used ones.
 _FEW_UNUSED = 4
 
@@ -95,7 +96,7 @@ def gemm_ready(scales: Input, layout: str, to: int, number: int) -> dict[str, in
     token_step, column_step = row_scale_strides(scales.array, layout)
     columns, pitch = scales.shape[1 if layout == "compact" else 0], round_up(number, PADDED_TO)
     vector = column_step == 1 and columns % 4 == 0 and token_step % 4 == 0 and scales.at % 16 == 0
-    pieces = cdiv(pitch, _LANES) * cdiv(columns, PERMUTE.constant("kPieceColumns"))
+    pieces = cdiv(pitch, _PIECE_ROWS) * cdiv(columns, PERMUTE.constant("kPieceColumns"))
     return {"from": scales.at, "to": to, "token_step": token_step, "column_step": column_step, "pitch": pitch,
             "columns": columns, "vector": int(vector), "blocks": cdiv(pieces, _THREADS // 32)}
 
