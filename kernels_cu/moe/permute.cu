@@ -98,7 +98,8 @@ __device__ __forceinline__ void scatter(const Rows& rows, const Routes& routes, 
 
 // Moves the scales of 32 rows, one per lane, and of kPieceColumns columns. Unused rows and padding get zeros.
 // piece: along a row, then from rows to rows.
-__device__ __forceinline__ void gather_scales(const GemmReadyScales& scales, const Routes& routes, i64 piece) {
+__device__ __forceinline__ void gather_scales(const GemmReadyScales& scales, const Routes& routes,
+                                              i64 piece) {
     const u32 across = (scales.columns + kPieceColumns - 1) / kPieceColumns;
     const i64 group = piece / across, first = (piece - group * across) * kPieceColumns;
     const i64 row = group * 32 + threadIdx.x % 32;
