@@ -58,8 +58,7 @@ def _inputs(case: Case) -> Arguments:
         bits(scale_inv)[11::29] = 255                                   # This is NaN.
     if held != "compact":
         scale_inv = stored(scale_inv, held, (1, block))
-        if held != "swizzled":
-            scale_inv[:, rows:] = np.nan                                # Padding is not read.
+        scale_inv[:, rows:] = np.nan                                    # Padding is not read.
     return (Scaled(data, asarray(scale_inv, like=data), case.shape, False, (1, block), held),), options
 
 
@@ -107,8 +106,8 @@ def _cases() -> Iterator[Case]:
 
 
 def _cases_of_other_layouts() -> Iterator[Case]:
-    """Cases of scales that are not compact. Rows are no multiples of 4 or of a tile, tiles follow one another
-    down and across, and experts begin anywhere."""
+    """Cases of gemm_ready scales and their like. Rows are no multiples of 4 or of a tile, tiles follow one
+    another down and across, and experts begin anywhere."""
     case = maker("scaling_aware_transpose", "normal")
     for shape in ((1, 1), (5, 130), (0, 5), (5, 0), (127, 129), (128, 128), (144, 264), (33, 640),
                   (500, 1300)):
@@ -120,7 +119,6 @@ def _cases_of_other_layouts() -> Iterator[Case]:
         yield case(float8_e5m2, (150, 131), "bits", held="gemm_ready", target=target, experts=3,
                    scales="all")
     yield case(float8_e4m3fn, (150, 272), held="deepgemm_sm90", experts=3)
-    yield case(float8_e4m3fn, (150, 272), block=32, held="swizzled", experts=3)
 
 
 def _timed() -> Iterator[Timed]:
