@@ -176,6 +176,8 @@ KERNEL_FAULTS = (
           name="outputs of a block"),
     Fault("moe/permute.cu", "row[j] >= bound", "row[j] > bound", test=_ROW_OUTSIDE, case="rows",
           name="one row past the last"),
+    Fault("moe/permute.cu", "index - smaller(turn, p.scale_blocks)", "index - turn", "permute",
+          case="28x2176", name="blocks of data after those of scales"),
     Fault("moe/permute.cu", "if (row >= scales.pitch)", "if (row >= routes.rows)", "permute",
           case="gemm_ready", name="padding of gemm_ready scales"),
     Fault("moe/permute.cu", "row < routes.rows ? routes.token_of", "row < routes.rows - 1 ? routes.token_of",

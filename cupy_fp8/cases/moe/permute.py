@@ -135,13 +135,14 @@ def _cases() -> Iterator[Case]:
 
 def _cases_of_scale_layouts() -> Iterator[Case]:
     """Cases of scales before and after. A warp moves gemm_ready ones of 32 rows and 16 columns, four columns
-    at once or one. Rows are no multiples of 4 or 32, or are padding alone."""
+    at once or one. Rows are no multiples of 4 or 32, or are padding alone. Blocks for data come after the
+    last one for scales, or none does."""
     few: dict[str, Any] = {"topk": 2, "experts": 5}
     f32: dict[str, Any] = {"block": (1, 32), "scales": float32}
     for tokens, columns, rows in (
             (5, 32, {}), (16, 128, {}), (17, 64, {"align": 4}), (9, 512, {"rows": 31}),
             (9, 480, {"rows": 33}), (3, 544, {"rows": 1}), (20, 640, {"align": 16}), (2, 530, {"rows": 130}),
-            (0, 96, {"rows": 5}), (3, 4128, {"rows": 2000})):
+            (0, 96, {"rows": 5}), (3, 4128, {"rows": 2000}), (28, 2176, {})):
         for held in ("compact", "gemm_ready"):
             options = {**few, **rows, **f32, "held": held}
             yield Case("permute", float8_e4m3fn, (tokens, columns), options=options)

@@ -279,17 +279,21 @@ class _PermuteOp(Op[_PermuteInputs]):
         (given, data, scales, _, layout), routing, probs = inputs
         data_at, *rest = written
         data_rows, scale_rows = launching.rows(data, data_at, routing.tokens), launching.NO_ROWS
-        gemm_ready = launching.NO_GEMM_READY
+        gemm_ready: dict[str, int] = {}
+        scale_blocks = 0
         if scales is not None:
             scales_at, *rest = rest
             if layout == "gemm_ready":
-                gemm_ready = launching.gemm_ready(scales, given.scale_layout, scales_at, routing.rows)
+                gemm_ready, scale_blocks = launching.gemm_ready(scales, given.scale_layout, scales_at,
+                                                                routing.rows)
             elif scales.shape[1]:
                 scale_rows = launching.rows(scales, scales_at, routing.tokens)
-        blocks = data_rows["blocks"] + scale_rows["blocks"] + gemm_ready["blocks"]
-        grid, clearing = launching.grid(routing, blocks, data.shape)
+                scale_blocks = scale_rows["blocks"]
+        data_blocks = data_rows["blocks"]
+        grid, clearing = launching.grid(routing, data_blocks + scale_blocks, data.shape)
         yield launching.PERMUTE.variant().bind(
-            data.array, grid, data=data_rows, scales=scale_rows, gemm_ready=gemm_ready, probs=probs.at,
+            data.array, grid, data=data_rows, scales=scale_rows, gemm_ready=gemm_ready,
+            **launching.spread(data_blocks, scale_blocks), probs=probs.at,
             rows_probs=rest[0] if rest else 0, routes=launching.routes(routing, probs.columns, clearing))
 
 

@@ -76,8 +76,7 @@ def _across(tokens: int, length: int, most: int, least: int) -> int:
     return max(1, cdiv(length, most), min(cdiv(length, least), _BLOCKS // max(1, tokens)))
 
 
-#: The structs Rows and GemmReadyScales are these if no scales move that way.
-NO_GEMM_READY = {"blocks": 0}
+#: The struct Rows is this if there are no scales.
 NO_ROWS = {"step": 1, "tokens_per_block": 1, "across": 1, "blocks": 0}
 
 
@@ -90,15 +89,22 @@ def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
             **split.members(), "blocks": split.blocks}
 
 
-def gemm_ready(scales: Input, layout: str, to: int, number: int) -> dict[str, int]:
-    """Returns the struct GemmReadyScales for f32 scales in this layout that become gemm_ready ones of
-    `number` rows."""
+def spread(data_blocks: int, scale_blocks: int) -> dict[str, int]:
+    """Returns the members that say which blocks move scales."""
+    every = data_blocks // scale_blocks + 1 if scale_blocks else 1
+    return {"scale_blocks": scale_blocks, "every_log2": every.bit_length() - 1}
+
+
+def gemm_ready(scales: Input, layout: str, to: int, number: int) -> tuple[dict[str, int], int]:
+    """Returns (the struct GemmReadyScales for f32 scales in this layout that become gemm_ready ones of
+    `number` rows, blocks that move them)."""
     token_step, column_step = row_scale_strides(scales.array, layout)
     columns, pitch = scales.shape[1 if layout == "compact" else 0], round_up(number, PADDED_TO)
     vector = column_step == 1 and columns % 4 == 0 and token_step % 4 == 0 and scales.at % 16 == 0
     pieces = cdiv(pitch, _PIECE_ROWS) * cdiv(columns, PERMUTE.constant("kPieceColumns"))
-    return {"from": scales.at, "to": to, "token_step": token_step, "column_step": column_step, "pitch": pitch,
-            "columns": columns, "vector": int(vector), "blocks": cdiv(pieces, _THREADS // 32)}
+    members = {"from": scales.at, "to": to, "token_step": token_step, "column_step": column_step,
+               "pitch": pitch, "columns": columns, "vector": int(vector)}
+    return members, cdiv(pieces, _THREADS // 32)
 
 
 @functools.lru_cache(maxsize=1024)
