@@ -9,7 +9,8 @@
 // two gives NaN. A row with s = 0 (an unused row of `permute`) gives narrow(v * 0) and counts for no target.
 //
 // data           FP8 [rows, columns] (IN)
-// scales         compact [rows, ceil(columns / BLOCK)]: f32 (BLOCK 128), E8M0 (32)
+// scales         f32 (BLOCK 128) or E8M0 (32), at any strides: compact [rows, ceil(columns / BLOCK)], or
+//                gemm_ready [ceil(columns / BLOCK), rows rounded up to 4]
 // out            FP8 [columns, rows]; with splits (rows per expert) [columns, rows of the expert] each
 // target_scales  [blocks along the rows of every expert, target_pitch]; padding and the rest are 0
 // row_scales     null, or `scales` transposed in f32: for every expert [ceil(columns / BLOCK), rows rounded

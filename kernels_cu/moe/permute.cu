@@ -2,13 +2,18 @@
 //
 //   to[row_map[t, k]] = from[t] for each slot k of token t; unused rows are 0
 //
-// from u8 [tokens, row_bytes], row_map i32 [tokens, topk] -> to u8 [rows, row_bytes]. A second array (scales)
-// moves alike, and so do probs, which are f32 and have an element per slot. Nothing is computed.
+// from u8 [tokens, row_bytes], row_map i32 [tokens, topk] -> to u8 [rows, row_bytes]. A second array (compact
+// scales) moves alike, and so do probs, which are f32 and have an element per slot. Nothing is computed.
+// gemm_ready scales are f32 at any strides -> [columns, rows rounded up to 4], whose padding is 0.
 //
 // A block of 256 threads reads whole tokens of up to 8 KB (or a part of a longer one) once and stores them
-// topk times. Each thread has four 16-byte loads in flight, and the row indices of eight slots. The blocks
-// for the scales follow those for the data. Rows that allow no 16-byte accesses are moved in words of 4, 2 or
-// 1 bytes. It moves every row of `from` once and every row of `to` once. There are no defines.
+// topk times. Each thread has four 16-byte loads in flight, and the row indices of eight slots. Blocks for
+// scales are spread among those for data, so that their latencies are hidden behind stores of data. Rows that
+// allow no 16-byte accesses are moved in words of 4, 2 or 1 bytes. It moves every row of `from` once and
+// every row of `to` once. There are no defines.
+//
+// gemm_ready scales are gathered by row instead, because a token's scales would be single words in `to`. A
+// warp takes 32 rows and 16 columns, so a column's scales are 128 bytes.
 #include "moe/routes.cuh"
 
 // Describes rows that move, and how blocks share them.
@@ -24,14 +29,41 @@ struct Rows {
     u32 blocks;
 };
 
+// Describes f32 scales whose rows become neighbours: scale (token, column) is from[token * token_step +
+// column * column_step].
+struct GemmReadyScales {
+    const u32* from;
+    u32* to;                     // [columns, pitch]
+    i64 token_step, column_step;
+    i64 pitch;                   // rows rounded up to 4
+    u32 columns;
+    u32 vector;                  // 1: four columns of a token are one 16-byte load
+};
+
 struct PermuteParams {
     Rows data, scales;
+    GemmReadyScales gemm_ready;  // columns 0: `scales` describes them, or there are none
+    u32 scale_blocks;            // blocks that move scales
+    u32 every_log2;              // log2 of n: each n-th block is one of these, until all have come
     const u32* probs;            // f32: see Routes::prob_at
     u32* rows_probs;             // [rows] f32, or null
     Routes routes;
 };
 
+// Describes what a block moves.
+struct Share {
+    bool is_of_scales;
+    u32 block;                   // which of the blocks that move scales, or of the others
+
+    __device__ __forceinline__ Share(const PermuteParams& p, u32 index) {
+        const u32 turn = index >> p.every_log2;
+        is_of_scales = turn < p.scale_blocks && (index + 1) >> p.every_log2 != turn;
+        block = is_of_scales ? turn : index - smaller(turn, p.scale_blocks);
+    }
+};
+
 constexpr int kUnits = 4, kSlots = 8;    // a thread's loads in flight; the slots whose rows it loads at once
+constexpr int kPieceColumns = 16;        // gemm_ready scales that a lane has in flight
 
 template <class T>
 __device__ __forceinline__ void scatter_pieces(const Rows& rows, const Routes& routes, i64 first, int count,
@@ -78,15 +110,52 @@ __device__ __forceinline__ void scatter(const Rows& rows, const Routes& routes, 
     else scatter_pieces<u8>(rows, routes, first, count, column, width);
 }
 
+// Moves the scales of 32 rows, one per lane, and of kPieceColumns columns. Unused rows and padding get zeros.
+// piece: along a row, then from rows to rows.
+__device__ __forceinline__ void gather_scales(const GemmReadyScales& scales, const Routes& routes,
+                                              i64 piece) {
+    const u32 across = (scales.columns + kPieceColumns - 1) / kPieceColumns;
+    const i64 group = piece / across, first = (piece - group * across) * kPieceColumns;
+    const i64 row = group * 32 + threadIdx.x % 32;
+    if (row >= scales.pitch) return;
+    const i64 token = row < routes.rows ? routes.token_of(row) : -1;
+    const int count = left_of(scales.columns - first, kPieceColumns);
+    u32 scale[kPieceColumns] = {};
+    if (token >= 0) {
+        const u32* const from = scales.from + (token * scales.token_step + first * scales.column_step);
+        if (scales.vector) {
+#pragma unroll
+            for (int c = 0; c < kPieceColumns; c += 4) {
+                if (c >= count) continue;
+                const auto four = Chunk<f32, 4>::load(from + c);
+                scale[c] = four.word[0], scale[c + 1] = four.word[1];
+                scale[c + 2] = four.word[2], scale[c + 3] = four.word[3];
+            }
+        } else {
+#pragma unroll
+            for (int c = 0; c < kPieceColumns; c++)
+                if (c < count) scale[c] = load_read_only(from + c * scales.column_step);
+        }
+    }
+    u32* const to = scales.to + (first * scales.pitch + row);
+#pragma unroll
+    for (int c = 0; c < kPieceColumns; c++)
+        if (c < count) to[c * scales.pitch] = scale[c];
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 4) permute(const __grid_constant__ PermuteParams p) {
     const i32 own_source = load_own_source(p.routes);
-    const bool second = blockIdx.x >= p.data.blocks;
-    const u32 block = second ? blockIdx.x - p.data.blocks : blockIdx.x;
-    const Rows rows = second ? p.scales : p.data;
-    if (block < rows.blocks) scatter(rows, p.routes, block);
-    if (p.rows_probs && !second && block % rows.across == 0) {
-        const i64 first = (i64)(block / rows.across) * rows.tokens_per_block;
-        const int slots = left_of(p.routes.tokens - first, rows.tokens_per_block) * (int)p.routes.topk;
+    {
+        const Share share(p, blockIdx.x);
+        const Rows rows = share.is_of_scales ? p.scales : p.data;
+        if (share.block < rows.blocks) scatter(rows, p.routes, share.block);
+    }
+    const Share share(p, block_again());             // It is not kept in registers until here.
+    if (share.is_of_scales && p.gemm_ready.columns)
+        gather_scales(p.gemm_ready, p.routes, (i64)share.block * kWarps + threadIdx.x / 32);
+    if (p.rows_probs && !share.is_of_scales && share.block % p.data.across == 0) {
+        const i64 first = (i64)(share.block / p.data.across) * p.data.tokens_per_block;
+        const int slots = left_of(p.routes.tokens - first, p.data.tokens_per_block) * (int)p.routes.topk;
         for (int i = threadIdx.x; i < slots; i += kThreads) {
             const int token = i / (int)p.routes.topk;
             const i64 row = p.routes.row(first * p.routes.topk + i);

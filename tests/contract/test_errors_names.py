@@ -117,7 +117,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         (X, [32, 32], [1, 0]), {}),
     "route": (fp8.route, (np.zeros((64, 2), np.int64),), {"num_experts": 4}),
     "route of a mask": (fp8.route, (np.zeros((64, 4), bool),), {"topk": 2}), "permute": (fp8.permute,
-        (X, ROUTING), {}),
+        (X, ROUTING), {}), "permute with scales": (fp8.permute, (Q, ROUTING), {}),
     "unpermute": (fp8.unpermute, (MOVED, ROUTING), {}), "permute_backward": (fp8.permute_backward,
         (MOVED, ROUTING), {}),
     "unpermute_backward": (fp8.unpermute_backward, (X, MOVED, ROUTING), {"probs": PROBS}),

@@ -27,6 +27,7 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 X, Y, CODES = ones(9, 16), ones(18, 16), ones(9, 256, dtype=float8_e4m3fn)
 Q, COLUMN = fp8.quantize_mx(ones(9, 256), columnwise=True), fp8.quantize_mx(ones(9, 256)).T
 SQUARE = fp8.quantize_block(ones(9, 256), block=(128, 128), scale_layout="compact")
+F32 = fp8.quantize_block(ones(9, 256))
 TENSOR = fp8.quantize_tensor(ones(9, 256), 1.0)
 ONE_SCALE_TOO_MANY = Scaled._of(CODES, ones(2), (9, 256))
 OTHER_SCALES = Scaled._of(CODES, Q.scale_inv[:, :7], (9, 256), False, (1, 32), "compact")
@@ -50,6 +51,12 @@ MOVES: list[Line] = [
           (V, "X.data: expected shape (10, 256) for the logical shape (10, 256), got (9, 256)", OTHER_ROWS))],
     line(V, "x.scale_inv: expected one element, got shape (2,)", PAD, ONE_SCALE_TOO_MANY, [9], align=4),
     line(V, "x: per-tensor data has a single scale, which does not move; permute x.data", PERMUTE, TENSOR, R),
+    line(V, "scale_layout: gemm_ready scales are float32, got float8_e8m0fnu in x.scale_inv; take 'compact', "
+         "or x.to_layout('gemm_ready') first", PERMUTE, Q, R, scale_layout="gemm_ready"),
+    line(V, "scale_layout: expected None, since x is an array without scales; got 'compact'", PERMUTE, X, R,
+         scale_layout="compact"),
+    line(V, "out: expected shape (18, 256) with gemm_ready scales of blocks (1, 128), got", PERMUTE, F32, R,
+         out=PERMUTE(F32, R, scale_layout="compact")),
     line(V, SIZES + "of 0 or more, got -5 for group 1", PAD, X, [14, -5], align=4, out=ones(15, 16)),
     line(V, SIZES + "that add up to the 9 rows of x, got 10", PAD, X, [4, 6], align=4, out=ones(15, 16)),
     line(V, SIZES + "that add up to the 9 rows of x, got 8", SORT, X, np.array([4, 4]), [0, 1], out=X.copy()),

@@ -100,6 +100,8 @@ def _readers() -> Iterator[tuple[str, Far]]:
         for how in ("mx", "block"):
             yield f"scaling_aware_transpose-{how}-{name}", Far(partial(_retransposed, how),
                 np.dtype(bfloat16), *place)
+    yield "scaling_aware_transpose-gemm_ready", Far(partial(_retransposed, "gemm_ready"), np.dtype(bfloat16),
+                                                    *_SHAPES[0][1:])
     for layout, turned in (("swizzled", False), ("swizzled", True), ("compact", True)):
         name = f"{layout}-{'turned' if turned else 'rowwise'}"
         yield f"dequantize-mx-{name}", Far(partial(_dequantized_mx, layout, turned), np.dtype(bfloat16),
@@ -119,7 +121,8 @@ def _rebased(block: Any, m: Any, x: np.ndarray) -> Any:
 
 
 def _retransposed(how: str, m: Any, x: np.ndarray) -> Any:
-    q = m.quantize_mx(x) if how == "mx" else m.quantize_block(x, scale_layout="compact", pow2_scale=True)
+    layout = "gemm_ready" if how == "gemm_ready" else "compact"
+    q = m.quantize_mx(x) if how == "mx" else m.quantize_block(x, scale_layout=layout, pow2_scale=True)
     return m.scaling_aware_transpose(q.rowwise)
 
 

@@ -27,13 +27,19 @@ def f32(values: Any) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def moved(x: Any, r: Routing, probs: np.ndarray | None = None) -> Any:
-    """permute of an array or a row-wise Scaled; with probs a tuple."""
+def moved(x: Any, r: Routing, probs: np.ndarray | None = None, scale_layout: str | None = None) -> Any:
+    """permute of an array or a row-wise Scaled with compact scales; with probs a tuple."""
     if probs is not None:
-        return moved(x, r), moved_probs(probs, r)
+        return moved(x, r, scale_layout=scale_layout), moved_probs(probs, r)
     if isinstance(x, Scaled):
         data, scale_inv = (moved(a, r) for a in x)
-        return Scaled._of(data, scale_inv, data.shape, False, x.block, "compact")
+        layout = scale_layout or ("gemm_ready" if scale_inv.dtype == float32 else "compact")
+        if layout == "gemm_ready":
+            lines = np.zeros((scale_inv.shape[1], -(-r.rows // 4) * 4), np.uint32)
+            for row, scales in enumerate(raw(scale_inv)):
+                lines[:, row] = scales
+            scale_inv = lines.view(np.float32)
+        return Scaled._of(data, scale_inv, data.shape, False, x.block, layout)
     out = np.zeros((r.rows, *x.shape[1:]), raw(x).dtype)
     for token, rows in enumerate(r.row_map):
         for row in rows:

@@ -14,6 +14,7 @@ from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, f
 from ...layouts import cdiv
 from ...ops.convert import scaling_aware
 from ...ops.quantize import blocks
+from ...reference.scales.convert import stored
 from ...results import Quantized, Scaled
 from ..base import QUANTISED, Case, maker, nbytes, powers_of_two, source
 from ..groups import sizes
@@ -35,10 +36,11 @@ _EXPONENTS = {"near": (-9, -5), "halvings": (-25, 0), "wide": (-32, 0), "all": (
 
 def _inputs(case: Case) -> Arguments:
     """The case's array is the data. scales: a name of _EXPONENTS, where some rows are zeros, or 'quantised',
-    for those of a quantiser. multiple: of the sizes of all experts."""
+    for those of a quantiser. held: their layout. multiple: of the sizes of all experts."""
     options = dict(case.options)
     block, experts = options.pop("block", 128), options.pop("experts", None)
     scales, narrow = options.pop("scales", "near"), options.pop("narrow", False)
+    held = options.pop("held", "compact")
     rows, columns = case.shape
     if experts is not None:
         multiple = options.pop("multiple", 1)
@@ -54,17 +56,20 @@ def _inputs(case: Case) -> Arguments:
     scale_inv = powers_of_two(exponents, float8_e8m0fnu if block == 32 else float32)
     if block == 32 and scales in _EXPONENTS:
         bits(scale_inv)[11::29] = 255                                   # This is NaN.
-    return (Scaled(data, asarray(scale_inv, like=data), case.shape, False, (1, block), "compact"),), options
+    if held != "compact":
+        scale_inv = stored(scale_inv, held, (1, block))
+        scale_inv[:, rows:] = np.nan                                    # Padding is not read.
+    return (Scaled(data, asarray(scale_inv, like=data), case.shape, False, (1, block), held),), options
 
 
 def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quantized:
     """Calls the op. A result belongs to the memory of its q, so with `out` the new values go into that
     memory."""
     if out is not None and out.rowwise.data is not q.data:
-        kept = out.rowwise.scale_inv if out.rowwise.scale_layout == "compact" else q.scale_inv
+        kept = q.scale_inv if out.rowwise.scale_layout == "gemm_ready" else out.rowwise.scale_inv
         for mine, given in ((out.rowwise.data, q.data), (kept, q.scale_inv)):
             bits(mine)[...] = bits(given)
-        q = Scaled._of(out.rowwise.data, kept, q.shape, False, q.block, "compact")
+        q = Scaled._of(out.rowwise.data, kept, q.shape, False, q.block, q.scale_layout)
     return scaling_aware.scaling_aware_transpose(q, out=out, **options)
 
 
@@ -97,11 +102,32 @@ def _cases() -> Iterator[Case]:
         for layout in ("offset", "strided"):
             yield case(float8_e5m2, (136, 144), "bits", layout, block=block, experts=2)
         yield case(float8_e4m3fn, (130, 257), block=block, scale_layout="compact")
+    yield from _cases_of_other_layouts()
+
+
+def _cases_of_other_layouts() -> Iterator[Case]:
+    """Cases of gemm_ready scales and their like. Rows are no multiples of 4 or of a tile, tiles follow one
+    another down and across, and experts begin anywhere."""
+    case = maker("scaling_aware_transpose", "normal")
+    for shape in ((1, 1), (5, 130), (0, 5), (5, 0), (127, 129), (128, 128), (144, 264), (33, 640),
+                  (500, 1300)):
+        yield case(float8_e4m3fn, shape, held="gemm_ready")
+    for target in scaling_aware.TARGETS:
+        for rows, columns, experts in ((300, 144, 1), (401, 272, 4), (90, 45, 40), (1281, 144, 1),
+                                       (500, 400, 24), (31, 648, 1), (0, 144, 3), (2700, 272, 2)):
+            yield case(float8_e4m3fn, (rows, columns), held="gemm_ready", target=target, experts=experts)
+        yield case(float8_e5m2, (150, 131), "bits", held="gemm_ready", target=target, experts=3,
+                   scales="all")
+    yield case(float8_e4m3fn, (150, 272), held="deepgemm_sm90", experts=3)
 
 
 def _timed() -> Iterator[Timed]:
     for shape, target in product(_TIMED_SHAPES, scaling_aware.TARGETS):
         yield _timed_row(f"e4m3 {target}", shape, target=target)
+        for experts in (None, 8):
+            label = "" if experts is None else f", {experts} uneven experts"
+            yield _timed_row(f"e4m3 {target}, gemm_ready{label}", shape, target=target, held="gemm_ready",
+                             experts=experts)
         for experts in (1, 8, 256):
             yield _timed_row(f"e4m3 {target}, {experts} uneven experts", shape, target=target,
                              experts=experts)

@@ -62,10 +62,12 @@ def _inputs(case: Case) -> Arguments:
     routes, options = _routed(case)
     x: Any = source(case)
     block = options.get("block")
+    layout = {name: options[name] for name in ("scale_layout",) if name in options}
     if block is not None:
-        scale_inv = values("bits", scale_shape(case.shape, block, "compact"), options["scales"], 1)
-        x = Scaled(x, asarray(scale_inv, like=x), case.shape, False, block, "compact")
-    return (x, routes), _probs(routes, options.get("probs"), "bits")
+        held = options.get("held", "compact")           # the layout of the tokens' scales
+        scale_inv = values("bits", scale_shape(case.shape, block, held), options["scales"], 1)
+        x = Scaled(x, asarray(scale_inv, like=x), case.shape, False, block, held)
+    return (x, routes), _probs(routes, options.get("probs"), "bits") | layout
 
 
 def _rows_inputs(case: Case) -> tuple[np.ndarray, Routing, dict[str, Any]]:
@@ -128,6 +130,28 @@ def _cases() -> Iterator[Case]:
             options = {**_ROUTED[(i + j) % len(_ROUTED)], "block": block, "scales": scales,
                        "probs": (None, "slot")[(i + j) % 2]}
             yield Case("permute", float8_e4m3fn, shape, options=options)
+    yield from _cases_of_scale_layouts()
+
+
+def _cases_of_scale_layouts() -> Iterator[Case]:
+    """Cases of scales before and after. A warp moves gemm_ready ones of 32 rows and 16 columns, four columns
+    at once or one. Rows are no multiples of 4 or 32, or are padding alone. Blocks for data come after the
+    last one for scales, or none does."""
+    few: dict[str, Any] = {"topk": 2, "experts": 5}
+    f32: dict[str, Any] = {"block": (1, 32), "scales": float32}
+    for tokens, columns, rows in (
+            (5, 32, {}), (16, 128, {}), (17, 64, {"align": 4}), (9, 512, {"rows": 31}),
+            (9, 480, {"rows": 33}), (3, 544, {"rows": 1}), (20, 640, {"align": 16}), (2, 530, {"rows": 130}),
+            (0, 96, {"rows": 5}), (3, 4128, {"rows": 2000}), (28, 2176, {})):
+        for held in ("compact", "gemm_ready"):
+            options = {**few, **rows, **f32, "held": held}
+            yield Case("permute", float8_e4m3fn, (tokens, columns), options=options)
+    for held, dtype, scale_layout in (("compact", float32, "compact"),
+                                      ("deepgemm_sm90", float32, "gemm_ready"),
+                                      ("compact", float8_e8m0fnu, "compact")):
+        options = {**few, "align": 16, "block": (1, 128), "scales": dtype, "held": held,
+                   "scale_layout": scale_layout, "probs": "slot"}
+        yield Case("permute", float8_e5m2, (21, 700), options=options)
 
 
 def _unpermute_cases() -> Iterator[Case]:
@@ -170,6 +194,10 @@ def _timed() -> Iterator[Timed]:
     for align, label in ((1, ""), (16, ", to 16")):
         yield Timed(f"bf16{label}", case(bfloat16, _TOKENS, align=align))
         yield Timed(f"e4m3fn, 1x128{label}", case(float8_e4m3fn, _TOKENS, align=align, **blocks))
+        yield Timed(f"e4m3fn, 1x128 gemm_ready{label}",
+                    case(float8_e4m3fn, _TOKENS, align=align, held="gemm_ready", **blocks))
+        yield Timed(f"e4m3fn, 1x128 to compact{label}",
+                    case(float8_e4m3fn, _TOKENS, align=align, scale_layout="compact", **blocks))
         yield Timed(f"e4m3fn, MX{label}", case(float8_e4m3fn, _TOKENS, align=align, **mx))
     yield Timed("bf16, to 16, probs", case(bfloat16, _TOKENS, align=16, probs="slot"))
     yield Timed("bf16, half a tail", case(bfloat16, _TOKENS, rows=2 * 8 * 8192))

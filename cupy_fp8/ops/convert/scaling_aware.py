@@ -16,10 +16,18 @@ from ...calls.descriptions import Description, Written
 from ...calls.row_segments import find_segments
 from ...formats import choice, flag, float8_e8m0fnu, float32
 from ...kernels import Launch
-from ...layouts import cdiv, round_up, row_scale_rows, scale_shape, swap_last, target_rows
+from ...layouts import (
+    LAYOUTS_WITH_STRIDES,
+    cdiv,
+    round_up,
+    row_scale_rows,
+    scale_shape,
+    swap_last,
+    target_rows,
+)
 from ...reference.convert.scaling_aware import exponents
 from ...results import Quantized, Scaled, row_wise
-from ..scales.convert import Conversion, conversion, conversion_launches
+from ..scales.convert import Conversion, conversion, conversion_launches, row_scale_strides
 from .astype import transposed_launches
 from .scaling_aware_tiles import TARGETS, TILE_ROWS, Target, launch, tiles_of, variants
 
@@ -48,10 +56,11 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     ----------
     q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2: blocks
         of (1, 128) with float32 scales, all powers of two (2**-149 to 2**127) or 0, as unused rows of
-        `permute` have it, or of (1, 32) with float8_e8m0fnu scales (MX). Scales that are not compact are made
-        so by a launch before. Or blocks of (128, 128), compact or gemm_ready, any float32 scales, two or
-        three dimensions: such data are transposed as they are, byte for byte, and so are their scales (no
-        splits; the target does not matter; `rowwise` is q itself)
+        `permute` have it, or of (1, 32) with float8_e8m0fnu scales (MX). Compact, gemm_ready and
+        deepgemm_sm90 scales are read as they are; others are made compact by a launch before. Or blocks of
+        (128, 128), compact or gemm_ready, any float32 scales, two or three dimensions: such data are
+        transposed as they are, byte for byte, and so are their scales (no splits; the target does not matter;
+        `rowwise` is q itself)
     splits : rows of each of E consecutive experts: an int32 or int64 array [E] of q's kind, or a list (for a
         CuPy q it is copied to the GPU). No block has rows of two experts. Rows after the last expert (memory
         allocated for the worst case) belong to none
@@ -61,8 +70,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     scale_layout : of f32 scales: 'gemm_ready' (rows of K rounded up to a multiple of 4, padding 0) or
         'compact'; E8M0 ones are compact
     out : an earlier result for the same q.data; written in place and returned. With it the call allocates
-        nothing and can be captured into a CUDA graph; with splits, or scales that are not compact, once it
-        has been used before
+        nothing and can be captured into a CUDA graph; with splits, or scales made compact before, once it has
+        been used before
     check : wait for the device and raise ValueError if splits or scales there are wrong. (NumPy arrays and
         lists are always examined)
 
@@ -178,7 +187,7 @@ class _Inputs(NamedTuple):
     s: Scaled
     data: Input
     scales: Input
-    conversion: Conversion | None           # makes the scales compact; None: they are
+    conversion: Conversion | None           # makes the scales compact; None: they are read by strides
     groups: group_sizes.Groups
     target: str
     layout: str                             # the layout of the column-wise scales
@@ -202,12 +211,9 @@ class _Inputs(NamedTuple):
 
     def compact_scales(self) -> np.ndarray:
         """Returns the scales on the host, for the reference."""
-        scales: np.ndarray = asnumpy(self.scales.array)
-        if self.conversion is None:
-            return scales
-        return reference.convert_scales(scales, source=str(self.s.scale_layout), target="compact",
-                                        shape=self.s.shape, block=(1, self.block),
-                                        dtype=self.conversion.dtype)
+        return reference.convert_scales(asnumpy(self.scales.array), source=str(self.s.scale_layout),
+                                        target="compact", shape=self.s.shape, block=(1, self.block),
+                                        dtype=_BLOCKS[1, self.block])
 
 
 class _TransposeRowBlocks(Op[_Inputs]):
@@ -218,12 +224,12 @@ class _TransposeRowBlocks(Op[_Inputs]):
             blocks = " or ".join(map(str, _BLOCKS))
             raise ValueError(f"q: expected row-wise data [M, K] in blocks of {blocks}, not stored "
                              f"transposed; got {s!r}")
-        data, scales = call.read_scaled("q", s)
+        data, scales = call.read_scaled("q", s, LAYOUTS_WITH_STRIDES)
         dtype, held, found = _BLOCKS[s.block], scales.dtype, None
         # Scales in words become either dtype.
         if held != dtype and s.scale_layout != "deepgemm_sm100":
             raise TypeError(f"q.scale_inv: expected dtype {dtype} for blocks of {s.block}, got {held}")
-        if s.scale_layout != "compact":
+        if s.scale_layout not in LAYOUTS_WITH_STRIDES:
             found = conversion(str(s.scale_layout), "compact", s.shape, s.block, held, dtype)
         groups = group_sizes.NO_GROUPS if splits is None else call.splits("splits", splits, check)
         if groups.host is not None:
@@ -263,7 +269,10 @@ class _TransposeRowBlocks(Op[_Inputs]):
         tiles, scales_at = tiles_of(inputs.data, inputs.groups.number, written[0]), inputs.scales.at
         if not tiles.down * tiles.strips:
             return
-        if inputs.conversion is not None:
+        if inputs.conversion is None:
+            steps = row_scale_strides(inputs.scales.array, str(inputs.s.scale_layout))
+        else:
+            steps = cdiv(inputs.s.shape[1], inputs.block), 1
             scratch = call.scratch("compact_scales", cdiv(inputs.compact_bytes, 4))
             scales_at = address(scratch)
             yield from conversion_launches(call, inputs.conversion, inputs.scales, scales_at)
@@ -278,8 +287,9 @@ class _TransposeRowBlocks(Op[_Inputs]):
             yield segments.launch
         row_scales_at = written[-1] if inputs.block == 128 else 0
         yield launch(inputs.data, inputs.block, inputs.target, groups.number, tiles, scales=scales_at,
-                     out=written[0], target_scales=written[1], row_scales=row_scales_at,
-                     segments=segments_at, splits=splits, sizes_out=sizes_out, target_pitch=inputs.pitch)
+                     scale_row=steps[0], scale_block=steps[1], out=written[0], target_scales=written[1],
+                     row_scales=row_scales_at, segments=segments_at, splits=splits, sizes_out=sizes_out,
+                     target_pitch=inputs.pitch)
 
 
 class _Squares(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, overload
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ...advice import dtype_instead
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Pair, one_array, pair
-from ...formats import INPUT_DTYPES, float32
+from ...formats import INPUT_DTYPES, choice, float32
 from ...kernels import Launch
 from ...layouts import cdiv
 from ...results import Quantized, Scaled
@@ -24,19 +24,24 @@ from . import permute_launches as launching
 from .permute_launches import variants as variants
 from .rows import MovedRows, read_rows, rowwise
 
+RowScaleLayout: TypeAlias = Literal["gemm_ready", "compact"]
+_LAYOUTS: tuple[RowScaleLayout, ...] = get_args(RowScaleLayout)
+
 
 @overload
-def permute(x: Scaled | Quantized, routing: Routing, *, probs: None = None, out: Any = None) -> Scaled: ...
+def permute(x: Scaled | Quantized, routing: Routing, *, probs: None = None,
+            scale_layout: RowScaleLayout | None = None, out: Any = None) -> Scaled: ...
 @overload
 def permute(x: Scaled | Quantized, routing: Routing, *, probs: Array,
-            out: Any = None) -> tuple[Scaled, TypedArray]: ...
+            scale_layout: RowScaleLayout | None = None, out: Any = None) -> tuple[Scaled, TypedArray]: ...
 @overload
-def permute(x: Array, routing: Routing, *, probs: None = None, out: Any = None) -> TypedArray: ...
+def permute(x: Array, routing: Routing, *, probs: None = None, scale_layout: None = None,
+            out: Any = None) -> TypedArray: ...
 @overload
-def permute(x: Array, routing: Routing, *, probs: Array,
+def permute(x: Array, routing: Routing, *, probs: Array, scale_layout: None = None,
             out: Any = None) -> tuple[TypedArray, TypedArray]: ...
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
-            out: Any = None) -> Any:
+            scale_layout: RowScaleLayout | None = None, out: Any = None) -> Any:
     """Copy each token to the rows that the routing gives it: data, scales and probs in one launch.
 
         result[routing.row_map[t, k]] = x[t]          rows that no token is in are zeros
@@ -44,16 +49,21 @@ def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | N
     Parameters
     ----------
     x : array [T, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included; or a row-wise Scaled [T, K] (or the
-        Quantized that has it): blocks of 1×128, 1×32 (MX), … Scales that are not compact are made so by a
-        launch of `convert_scales` before, into new memory
+        Quantized that has it): blocks of 1×128, 1×32 (MX), … A result with gemm_ready scales is made from
+        compact, gemm_ready and deepgemm_sm90 ones. Other scales that are not compact are made so by a launch
+        of `convert_scales` before, into new memory
     routing : of T tokens, as `route` gives it
     probs : f32 array [T, topk], one for each slot; of a mask also [T, E]
+    scale_layout : of the result's scales. 'gemm_ready' (f32 alone, [blocks, rows rounded up to 4], padding 0)
+        is what `grouped_matmul_nt` reads fastest and `scaling_aware_transpose` reads as it is; 'compact' has
+        a row of scales for each row, as `pad_groups` and its relatives take them. None: 'gemm_ready' for f32
+        scales, 'compact' for E8M0 ones
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
 
     Returns
     -------
-    Array [rows, …] of x's dtype, or a Scaled [rows, K] with compact scales. With probs a tuple: that, and f32
-    [rows], the prob of each row.
+    Array [rows, …] of x's dtype, or a Scaled [rows, K] whose scales are x's, byte for byte, and 0 in rows
+    that no token is in. With probs a tuple: that, and f32 [rows], the prob of each row.
 
     Raises
     ------
@@ -67,8 +77,11 @@ def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | N
     >>> r = fp8.route(np.array([[1], [0], [1]]), num_experts=2, align=2)
     >>> fp8.permute(np.array([10, 20, 30]), r).tolist()
     [20, 0, 10, 30, 0]
+    >>> q = fp8.quantize_block(np.float32([[448], [896], [1792]]))
+    >>> fp8.permute(q, r).scale_inv.tolist()
+    [[2.0, 0.0, 1.0, 4.0, 0.0, 0.0, 0.0, 0.0]]
     """
-    return run(_PERMUTE, (rowwise(x, "x"), routing, probs), out)
+    return run(_PERMUTE, (rowwise(x, "x"), routing, probs, scale_layout), out)
 
 
 def unpermute(y: Array, routing: Routing, *, probs: Array | None = None,
@@ -168,7 +181,7 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
         if out is not None and (first is None or second is not None):
             raise TypeError("out[0]: expected an array, got None" if first is None
                             else "out[1]: expected None, since no probs were given")
-        moved = run(_MOVE_GRAD, (rowwise(grad, "grad"), routing, None), first)
+        moved = run(_MOVE_GRAD, (rowwise(grad, "grad"), routing, None, None), first)
         return (moved, None) if out is None else out
     result: tuple[Array, Array | None] = run(_UNPERMUTE_BACKWARD, (grad, y, routing, probs), out)
     return result
@@ -182,6 +195,22 @@ def _check_scales_move(x: Scaled, name: str) -> None:
                          f"{name}.data")
     if len(x.shape) != 2:
         raise ValueError(f"{name}: expected a matrix, whose scales move with its rows, got {x!r}")
+
+
+def _result_layout(x: Any, name: str, scale_layout: Any) -> str:
+    """Returns the layout of permuted scales; 'compact' if there are none."""
+    if scale_layout is not None:
+        choice(scale_layout, "scale_layout", _LAYOUTS)
+        if not isinstance(x, Scaled):
+            raise ValueError(f"scale_layout: expected None, since {name} is an array without scales; got "
+                             f"{scale_layout!r}")
+    if not isinstance(x, Scaled):
+        return "compact"
+    held = getattr(x.scale_inv, "dtype", None)
+    if scale_layout == "gemm_ready" and held != float32:
+        raise ValueError(f"scale_layout: gemm_ready scales are float32, got {held} in {name}.scale_inv; take "
+                         f"'compact', or {name}.to_layout('gemm_ready') first")
+    return scale_layout or ("gemm_ready" if held == float32 else "compact")
 
 
 def _read_routing(call: Call, routing: Any) -> None:
@@ -228,11 +257,11 @@ class _PermuteOp(Op[_PermuteInputs]):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def arguments(self, call: Call, x: Any, routing: Any, probs: Any) -> _PermuteInputs:
+    def arguments(self, call: Call, x: Any, routing: Any, probs: Any, scale_layout: Any) -> _PermuteInputs:
         name = self._name
         if isinstance(x, Scaled):
             _check_scales_move(x, name)
-        rows = read_rows(call, name, x)
+        rows = read_rows(call, name, x, _result_layout(x, name, scale_layout))
         _read_routing(call, routing)
         _check_length(rows.data.array, routing.tokens, name, "tokens")
         return _PermuteInputs(rows, routing, _probs(call, probs, routing))
@@ -243,19 +272,28 @@ class _PermuteOp(Op[_PermuteInputs]):
         return moved if inputs.probs.array is None else Pair(moved, one_array((number,), float32, "out[1]"))
 
     def reference(self, inputs: _PermuteInputs) -> Any:
-        return reference.permute(inputs.rows.given, inputs.routing, probs=inputs.probs.array)
+        return reference.permute(inputs.rows.given, inputs.routing, probs=inputs.probs.array,
+                                 scale_layout=inputs.rows.layout if inputs.rows.scales else None)
 
     def launches(self, call: Call, inputs: _PermuteInputs, *written: int) -> Iterator[Launch]:
-        (_, data, scales, _), routing, probs = inputs
+        (given, data, scales, _, layout), routing, probs = inputs
         data_at, *rest = written
         data_rows, scale_rows = launching.rows(data, data_at, routing.tokens), launching.NO_ROWS
+        gemm_ready: dict[str, int] = {}
+        scale_blocks = 0
         if scales is not None:
             scales_at, *rest = rest
-            if scales.shape[1]:
+            if layout == "gemm_ready":
+                gemm_ready, scale_blocks = launching.gemm_ready(scales, given.scale_layout, scales_at,
+                                                                routing.rows)
+            elif scales.shape[1]:
                 scale_rows = launching.rows(scales, scales_at, routing.tokens)
-        grid, clearing = launching.grid(routing, data_rows["blocks"] + scale_rows["blocks"], data.shape)
+                scale_blocks = scale_rows["blocks"]
+        data_blocks = data_rows["blocks"]
+        grid, clearing = launching.grid(routing, data_blocks + scale_blocks, data.shape)
         yield launching.PERMUTE.variant().bind(
-            data.array, grid, data=data_rows, scales=scale_rows, probs=probs.at,
+            data.array, grid, data=data_rows, scales=scale_rows, gemm_ready=gemm_ready,
+            **launching.spread(data_blocks, scale_blocks), probs=probs.at,
             rows_probs=rest[0] if rest else 0, routes=launching.routes(routing, probs.columns, clearing))
 
 

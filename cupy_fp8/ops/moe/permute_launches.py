@@ -11,8 +11,9 @@ from ...arrays import address
 from ...calls.call import Input
 from ...formats import INPUT_DTYPES
 from ...kernels import Kernel, Variant, grid_size
-from ...layouts import cdiv, round_up
+from ...layouts import PADDED_TO, cdiv, round_up
 from ...routing import Routing
+from ..scales.convert import row_scale_strides
 
 _THREADS = 256
 PERMUTE = Kernel("moe/permute", "permute", block=_THREADS)
@@ -27,6 +28,7 @@ _MOST_ROUTES = 1024         # routes that a block of unpermute sorts, at most
 _MOST_TOKENS = 256
 _BLOCKS = 528               # blocks that share few tokens: four per multiprocessor of an H200
 _LANES = 32                 # rows that a block examines, at most, to clear unused ones
+_PIECE_ROWS = 32            # rows whose gemm_ready scales a warp gathers
 #: Separate blocks clear the unused rows if these are more than this fraction of the used ones.
 _FEW_UNUSED = 4
 
@@ -85,6 +87,24 @@ def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
     lanes_log2, split = _permute_split(tokens, row_bytes, common)
     return {"from": given.at, "to": to, "row_bytes": row_bytes, "step": common, "lanes_log2": lanes_log2,
             **split.members(), "blocks": split.blocks}
+
+
+def spread(data_blocks: int, scale_blocks: int) -> dict[str, int]:
+    """Returns the members that say which blocks move scales."""
+    every = data_blocks // scale_blocks + 1 if scale_blocks else 1
+    return {"scale_blocks": scale_blocks, "every_log2": every.bit_length() - 1}
+
+
+def gemm_ready(scales: Input, layout: str, to: int, number: int) -> tuple[dict[str, int], int]:
+    """Returns (the struct GemmReadyScales for f32 scales in this layout that become gemm_ready ones of
+    `number` rows, blocks that move them)."""
+    token_step, column_step = row_scale_strides(scales.array, layout)
+    columns, pitch = scales.shape[1 if layout == "compact" else 0], round_up(number, PADDED_TO)
+    vector = column_step == 1 and columns % 4 == 0 and token_step % 4 == 0 and scales.at % 16 == 0
+    pieces = cdiv(pitch, _PIECE_ROWS) * cdiv(columns, PERMUTE.constant("kPieceColumns"))
+    members = {"from": scales.at, "to": to, "token_step": token_step, "column_step": column_step,
+               "pitch": pitch, "columns": columns, "vector": int(vector)}
+    return members, cdiv(pieces, _THREADS // 32)
 
 
 @functools.lru_cache(maxsize=1024)

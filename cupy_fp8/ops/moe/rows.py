@@ -9,6 +9,7 @@ from ... import backend
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input
 from ...calls.descriptions import Description, Written, one_array
+from ...layouts import LAYOUTS_WITH_STRIDES, scale_shape
 from ...results import Quantized, Scaled, row_wise
 from ..scales.convert import with_compact_scales
 
@@ -20,6 +21,7 @@ class MovedRows(NamedTuple):
     data: Input
     scales: Input | None = None         # a row for each row of the data
     one_scale: Input | None = None      # one scale that all rows share
+    layout: str = "compact"             # of the result's scales
 
     @property
     def number(self) -> int:
@@ -30,18 +32,18 @@ class MovedRows(NamedTuple):
         shape = number, *self.data.shape[1:]
         if not isinstance(self.given, Scaled):
             return one_array(shape, self.data.dtype)
-        scale_inv = self.given.scale_inv
-        scale_shape = scale_inv.shape if self.scales is None else (number, *scale_inv.shape[1:])
-        return _ScaledRows(self.given.block, Written("out.data", shape, self.data.dtype),
-                           Written("out.scale_inv", scale_shape, scale_inv.dtype))
+        scale_inv, block = self.given.scale_inv, self.given.block
+        scales = scale_inv.shape if block is None else scale_shape(shape, block, self.layout)
+        return _ScaledRows(block, self.layout, Written("out.data", shape, self.data.dtype),
+                           Written("out.scale_inv", scales, scale_inv.dtype))
 
 
 class _ScaledRows(Description):
-    """Describes a Scaled with compact scales of blocks (1, B), or with one scale (block None)."""
+    """Describes a Scaled with scales of blocks (1, B), or with one scale (block None)."""
 
-    def __init__(self, block: Any, data: Written, scales: Written) -> None:
+    def __init__(self, block: Any, layout: str, data: Written, scales: Written) -> None:
         super().__init__(data, scales)
-        self._block, self._layout = block, None if block is None else "compact"
+        self._block, self._layout = block, None if block is None else layout
 
     def build(self, arrays: Sequence[Array]) -> Scaled:
         data, scale_inv = arrays
@@ -53,7 +55,7 @@ class _ScaledRows(Description):
             raise TypeError(f"out: expected a Scaled (an earlier result), got {type(out).__name__}")
         wanted = shape, False, self._block, self._layout
         if (out.shape, out.transposed, out.block, out.scale_layout) != wanted:
-            scales = "one scale" if self._block is None else f"compact scales of blocks {self._block}"
+            scales = "one scale" if self._block is None else f"{self._layout} scales of blocks {self._block}"
             raise ValueError(f"out: expected shape {shape} with {scales}, got {out!r}")
         return out.data, out.scale_inv
 
@@ -64,9 +66,10 @@ def rowwise(x: Any, name: str) -> Any:
     return row_wise(x, name, "; only its scales move with rows") if isinstance(x, Quantized) else x
 
 
-def read_rows(call: Call, name: str, x: Any) -> MovedRows:
+def read_rows(call: Call, name: str, x: Any, layout: str = "compact") -> MovedRows:
     """Declares rows that move: an array of any dtype of 1, 2, 4 or 8 bytes, or a row-wise Scaled with one
-    scale or with blocks (1, B). Scales that are not compact are made so, in new memory."""
+    scale or with blocks (1, B). layout: of the result's scales. gemm_ready ones are made of any that have
+    strides. For others scales that are not compact are made so, in new memory."""
     if not isinstance(x, Scaled):
         backend.module_of(x, name)
         if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):
@@ -77,9 +80,12 @@ def read_rows(call: Call, name: str, x: Any) -> MovedRows:
     if x.transposed or (x.block is not None and x.block[0] != 1):
         raise ValueError(f"{name}: expected row-wise data stored as is, with one scale or blocks (1, B), "
                          f"whose scales move with their rows; got {x!r}")
-    data, scales = call.read_scaled(name, x)
+    readable = ("compact",) if layout == "compact" else LAYOUTS_WITH_STRIDES
+    data, scales = call.read_scaled(name, x, () if layout == "compact" else readable)
     check_dimensions(data.shape, name, 1)
-    if x.block is not None and x.scale_layout != "compact":
+    if x.block is not None and x.scale_layout not in readable:
         x, scales = with_compact_scales(call, name, x)
     dense = Scaled._of(data.array, scales.array, x.shape, False, x.block, x.scale_layout)
-    return MovedRows(dense, data, one_scale=scales) if x.block is None else MovedRows(dense, data, scales)
+    if x.block is None:
+        return MovedRows(dense, data, one_scale=scales)
+    return MovedRows(dense, data, scales, layout=layout)

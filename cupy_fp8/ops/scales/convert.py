@@ -114,6 +114,15 @@ def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input
     return compact, Input(compact.scale_inv, address(compact.scale_inv))
 
 
+def row_scale_strides(scales: Array, layout: str) -> tuple[int, int]:
+    """Returns (from row to row, from block to block) in elements, of scales of blocks (1, B) in one of
+    LAYOUTS_WITH_STRIDES."""
+    strides = validate.matrix_strides(scales)
+    assert strides is not None
+    _, row, column = strides
+    return (row, column) if layout == "compact" else (column, row)
+
+
 # ---- the call ----
 class _Inputs(NamedTuple):
     scales: Input

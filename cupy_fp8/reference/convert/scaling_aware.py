@@ -12,7 +12,7 @@ from ...formats import FORMATS, float8_e8m0fnu, float32
 from ...layouts import cdiv, row_scale_rows, target_rows
 from ...results import Quantized, Scaled, row_wise
 from .. import numerics
-from ..scales.convert import padded
+from ..scales.convert import as_dtype, padded, rows_of_scales
 from ..scales.swizzle import group_ranges
 
 _NOTHING = np.iinfo(np.int64).min
@@ -36,13 +36,14 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     if s.block == (128, 128):
         return _transposed_squares(s, scale_layout)
     block, (rows, columns) = int(s.block[1] or 0), s.shape
+    row_scales = as_dtype(rows_of_scales(s), float32 if block == 128 else float8_e8m0fnu)
     ranges = [(0, rows)] if splits is None else list(group_ranges(splits, rows, 0))
     lines = target_rows(rows, None if splits is None else len(ranges), block)
-    scale_inv = np.zeros((lines, columns), s.scale_inv.dtype)
+    scale_inv = np.zeros((lines, columns), row_scales.dtype)
     pieces, line = [], 0
     for first, last in ranges:
-        data, scales = transpose_group(s.data[first:last], exponents(s.scale_inv[first:last]), block, target,
-                                       s.scale_inv.dtype)
+        data, scales = transpose_group(s.data[first:last], exponents(row_scales[first:last]), block, target,
+                                       row_scales.dtype)
         pieces.append(data)
         scale_inv[line:line + len(scales)] = scales
         line += len(scales)
@@ -54,8 +55,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         stored[:len(flat)] = flat
         stored = stored.view(s.data.dtype)
     rowwise, layout, own = s, "compact", None if splits is None else np.array(splits)
-    if s.scale_inv.dtype == float32:
-        rowwise = Scaled._of(s.data, _row_scales(s.scale_inv, None if splits is None else ranges), s.shape,
+    if row_scales.dtype == float32:
+        rowwise = Scaled._of(s.data, _row_scales(row_scales, None if splits is None else ranges), s.shape,
                              False, s.block, "gemm_ready", own)
         layout = scale_layout
     scale_inv = padded(scale_inv) if layout == "gemm_ready" else scale_inv

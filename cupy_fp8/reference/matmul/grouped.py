@@ -39,7 +39,8 @@ def grouped_magnitudes(a: _Operand, b: _Operand, splits: Any = None, *, group: s
 
 
 def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
-                 of: Callable[[np.ndarray], np.ndarray] = np.asarray, nothing: float = 0.0, align: int = 1) -> np.ndarray:
+                 of: Callable[[np.ndarray], np.ndarray] = np.asarray, nothing: float = 0.0,
+                 align: int = 1) -> np.ndarray:
     """The sums in f64, with `of` of every value; `nothing` where there is no product."""
     sizes = next((s for s in (splits, _own_sizes(a), _own_sizes(b)) if s is not None), None)
     with np.errstate(invalid="ignore", over="ignore"):

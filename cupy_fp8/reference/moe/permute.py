@@ -7,17 +7,21 @@ from typing import Any
 import numpy as np
 
 from ...arrays import bits, zeros
+from ...formats import float32
 from ...results import Scaled
 from ...routing import Routing
 from .. import numerics
-from ..scales.convert import rows_of_scales
+from ..scales.convert import rows_of_scales, stored
 
 
-def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None) -> Any:
+def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None,
+            scale_layout: str | None = None) -> Any:
     """Copies each token, its scales and its probs to the rows of the map. The other rows are zeros."""
     if isinstance(x, Scaled):
-        data, scale_inv = _to_rows(x.data, routing), _to_rows(rows_of_scales(x), routing)
-        rows: Any = Scaled._of(data, scale_inv, data.shape, False, x.block, "compact")
+        assert x.block is not None
+        data, scales = _to_rows(x.data, routing), _to_rows(rows_of_scales(x), routing)
+        layout = scale_layout or ("gemm_ready" if scales.dtype == float32 else "compact")
+        rows: Any = Scaled._of(data, stored(scales, layout, x.block), data.shape, False, x.block, layout)
     else:
         rows = _to_rows(x, routing)
     if probs is None:

@@ -13,7 +13,8 @@ struct ScalingAwareParams {
     Splits splits;               // groups -1: nothing is split, one expert has all rows
     void* sizes_out;             // [groups], as wide as the sizes: a copy of them
     i64 rows, columns;
-    i64 scale_columns;           // columns of the compact scales
+    i64 scale_columns;           // scales of a row
+    i64 scale_row, scale_block;  // from the scale of a row to that of the next row, and of the next block
     i64 target_pitch, target_rows;
     i64 row_scale_rows;
     i64 down;                    // rows of tiles; with splits more than all experts take
@@ -90,7 +91,7 @@ struct ExpertTile {
         scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks << stack);
         from = p.data + start() * p.columns + first_column;
         scales = static_cast<const u8*>(p.scales);
-        scales += (start() * p.scale_columns + first_column / BLOCK) * kScaleBytes;
+        scales += (start() * p.scale_row + first_column / BLOCK * p.scale_block) * kScaleBytes;
         to = p.out + group_start * p.columns + first_column * group_rows + index * kTileRows;
         targets = static_cast<u8*>(p.target_scales);
         targets += ((group_block + index * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
@@ -107,7 +108,7 @@ struct ExpertTile {
     // Moves to the tile below.
     __device__ __forceinline__ void step_down(const ScalingAwareParams& p, int tiles) {
         index++, offset++, rows = left_of(group_rows - index * kTileRows, kTileRows);
-        from += kTileRows * p.columns, scales += kTileRows * p.scale_columns * kScaleBytes, to += kTileRows;
+        from += kTileRows * p.columns, scales += kTileRows * p.scale_row * kScaleBytes, to += kTileRows;
         targets += kRowBlocks * p.target_pitch * kScaleBytes;
         if (row_scales) row_scales += kTileRows;
         above++, continues = offset + 1 < tiles && !is_last_down();

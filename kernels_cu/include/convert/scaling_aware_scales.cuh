@@ -60,14 +60,14 @@ struct TileScales {
             const int first = tile.row_in_strip(row(n));
             const int block = column_block(n) + tile.strip_of(row(n)) * kColumnBlocks;
             if (!has(n) || tile.past_groups || block >= tile.scale_blocks) continue;
-            const i64 at = first * p.scale_columns + block;
+            const i64 at = first * p.scale_row + block * p.scale_block;
 #pragma unroll
             for (int r = 0; r < kLaneRows; r++) {
                 if (first + r >= tile.rows) continue;
                 if constexpr (kMx) bits[n][r] = load_read_only(tile.scales + at);
                 else
                     bits[n][r] = load_read_only(reinterpret_cast<const u32*>(tile.scales) + at
-                                                + r * p.scale_columns);
+                                                + r * p.scale_row);
             }
         }
     }

@@ -22,6 +22,15 @@ __device__ __forceinline__ int thread_again() {
     return (int)thread;
 }
 
+// The same of blockIdx.x.
+__device__ __forceinline__ u32 block_again() {
+    u32 block = blockIdx.x;
+#ifndef CUPY_FP8_HOST
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+#endif
+    return block;
+}
+
 // Returns an address of shared memory as instructions take it.
 __device__ __forceinline__ u32 shared_address(const void* p) {
 #ifdef CUPY_FP8_HOST

@@ -23,6 +23,13 @@ struct Routes {
         const i32 row = load_read_only(row_map + slot);
         return row >= 0 && row < rows ? row : -1;
     }
+    // Returns the token that an existing row is a copy of, or -1. A token that does not exist counts as none.
+    __device__ __forceinline__ i64 token_of(i64 row) const {
+        const i32 slot = load_read_only(sources + row);
+        if (slot < 0 || topk == 0) return -1;
+        const i64 token = (u32)slot / topk;
+        return token < tokens ? token : -1;
+    }
     // Returns the index of the prob of slot k of a token, or -1.
     __device__ __forceinline__ i64 prob_at(i64 token, u32 k) const {
         const i64 slot = token * topk + k;

@@ -24,9 +24,10 @@ from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fn
 
 
 def expect_permuted(run: testing.Executor, x: Any, host: Routing, probs: np.ndarray | None = None,
-                    leads: tuple[int, ...] = (0,)) -> Any:
+                    leads: tuple[int, ...] = (0,), scale_layout: Any = None) -> Any:
     moving, r, there = run.array(x), run.array(host), None if probs is None else run.array(probs)
-    return expect(run, moved(x, host, probs), fp8.permute, moving, r, probs=there, leads=leads)
+    return expect(run, moved(x, host, probs, scale_layout), fp8.permute, moving, r, probs=there, leads=leads,
+                  scale_layout=scale_layout)
 
 
 @routings
@@ -54,34 +55,89 @@ def test_scales_move_along(block, dtype, columns, run):
                block, "compact")
     for host in (routed(40, 3, 8, align=16), routed(40, 2, 5, form="mask")):
         q = expect_permuted(run, x, host)
+        layout = "gemm_ready" if dtype == float32 else "compact"
         facts = q.shape, q.block, q.scale_layout, q.transposed
-        assert facts == ((host.rows, columns), block, "compact", False)
-        expect_permuted(run, x, host, normal((40, host.topk)))
+        assert facts == ((host.rows, columns), block, layout, False)
+        expect_permuted(run, x, host, normal((40, host.topk)), leads=(0, 4))
+        expect_permuted(run, x, host, scale_layout="compact")
 
 
 @pytest.mark.parametrize("layout", ["gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"])
 def test_scales_in_any_layout(layout, run):
-    """What `quantize_block` makes by default moves as it is; compact scales come out, whatever layout goes
+    """What `quantize_block` makes by default moves as it is; the same scales come out, whatever layout goes
     in."""
     x, host = normal((40, 260)), routed(40, 3, 8, align=16)
     made = fp8.quantize_mx(x) if layout == "swizzled" else fp8.quantize_block(x)
     q = run.array(made.to_layout(layout))
-    wanted = moved(run.numpy(q.to_layout("compact")).rowwise, host)
+    compact = run.numpy(q.to_layout("compact")).rowwise
     r = run.array(host)
     for given_q in (q, q.rowwise):
-        for _ in range(2):
-            expect(run, wanted, fp8.permute, given_q, r)
+        for to in (None, None, "compact"):
+            expect(run, moved(compact, host, scale_layout=to), fp8.permute, given_q, r, scale_layout=to)
+
+
+def test_scales_at_any_strides(run):
+    """gemm_ready scales are made of rows and columns of other arrays as they are, at any address."""
+    host = routed(30, 3, 8, rows=77)
+    for columns, step, begin in ((20, 24, 0), (20, 24, 4), (20, 24, 1), (20, 23, 0), (19, 24, 0)):
+        wide = array((30, step), float32, 3)
+        x = Scaled(array((30, 128 * columns), float8_e4m3fn), wide[:, begin:begin + columns],
+                   (30, 128 * columns), False, (1, 128), "compact")
+        wanted, given_x = moved(x, host), run.array(x)
+        there = run.array(wide)
+        narrow = dataclasses.replace(given_x, scale_inv=there[:, begin:begin + columns])
+        lines = dataclasses.replace(narrow, scale_inv=narrow.to_layout("gemm_ready").scale_inv,
+                                    scale_layout="gemm_ready")
+        for q in (narrow, lines):
+            expect(run, wanted, fp8.permute, q, run.array(host))
+
+
+def test_gemm_ready_scales_of_few_rows_and_of_many(run):
+    """Each block of threads moves scales of some rows; where these are many, more than once."""
+    for tokens, columns, rows in ((3, 16_512, 2000), (1, 128, 20_000), (600, 128, 1801), (40, 2176, 80)):
+        host = reference.route(np.arange(2 * tokens).reshape(tokens, 2) % 3, num_experts=3, rows=rows)
+        x = Scaled(array((tokens, columns), float8_e4m3fn), array((tokens, columns // 32), float32, 1),
+                   (tokens, columns), False, (1, 32), "compact")
+        expect_permuted(run, x, host)
+
+
+def test_a_source_that_is_no_token_has_scales_of_zero(run):
+    """Sources that lead out of bounds are read as ones that lead nowhere. (The reference reads the map.)"""
+    if run.name == "reference":
+        pytest.skip("reads no sources")
+    host, more = routed(20, 2, 3), run.array(np.ones((21, 2), np.float32))
+    x = Scaled(run.array(array((20, 256), float8_e4m3fn)), more[:20], (20, 256), False, (1, 128), "compact")
+    for source in (40, 2**31 - 1, -7):
+        sources = host.sources.copy()
+        sources[3] = source
+        got = run.numpy(fp8.permute(x, run.array(dataclasses.replace(host, sources=sources))))
+        assert not raw(got.scale_inv)[:, 3].any()
+        assert raw(got.scale_inv)[:, 4].all()
+
+
+@pytest.mark.parametrize("scale_layout", ["gemm_ready", "compact"])
+def test_what_permute_returns_goes_on_as_it_is(scale_layout, run):
+    """A product and a transpose of permuted rows have the same bytes with scales in either layout."""
+    host = routed(40, 2, 3, align=16)
+    q, r = fp8.quantize_block(run.array(normal((40, 256)))), run.array(host)
+    w = fp8.quantize_block(run.array(normal((3, 128, 256), seed=1)), (128, 128))
+    default, rows = fp8.permute(q, r), fp8.permute(q, r, scale_layout=scale_layout)
+    for call in (lambda s: fp8.grouped_matmul_nt(s, w, r.aligned_splits),
+                 lambda s: fp8.scaling_aware_transpose(s, splits=r.aligned_splits).columnwise,
+                 lambda s: s.dequantize()):
+        assert_equal(call(rows), call(default))
 
 
 def test_new_scales_of_the_same_tokens_are_read_anew(run):
     """A call with converted scales is not remembered as one that needs no second look."""
     recipe, r = fp8.BlockScaling(), run.array(routed(40, 3, 8))
-    q = recipe.quantize(run.array(normal((40, 260))))
-    out = fp8.permute(q, r)
-    fp8.permute(q, r, out=out)
-    recipe.quantize(run.array(normal((40, 260), seed=3) * 64), out=q)
-    fp8.permute(q, r, out=out)
-    assert_equal(out, fp8.permute(q.to_layout("compact"), r))
+    for to in ("gemm_ready", "compact"):
+        q = recipe.quantize(run.array(normal((40, 260))))
+        out = fp8.permute(q, r, scale_layout=to)
+        fp8.permute(q, r, scale_layout=to, out=out)
+        recipe.quantize(run.array(normal((40, 260), seed=3) * 64), out=q)
+        fp8.permute(q, r, scale_layout=to, out=out)
+        assert_equal(out, fp8.permute(q.to_layout("compact"), r, scale_layout=to))
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(0, 33), (1, 32), (1, 2000), (40, 1281), (40, 5000),

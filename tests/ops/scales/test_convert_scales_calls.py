@@ -200,7 +200,8 @@ def test_new_scales_cannot_be_made_during_a_capture(place, monkeypatch):
     words = q.to_layout("deepgemm_sm100")
     monkeypatch.setattr(kernels, "capturing", lambda device: True)
     for name, layout, call in (("q", "deepgemm_sm100", words.dequantize),
-                               ("x", "gemm_ready", lambda: fp8.permute(q, routing)),
+                               ("x", "gemm_ready",
+                                lambda: fp8.permute(q, routing, scale_layout="compact")),
                                ("x", "deepgemm_sm100", lambda: fp8.sort_chunks(words, [9], [0]))):
         with pytest.raises(ValueError, match=rf"^{name}: {layout} scales are made compact in new memory.*; "
                            rf"take {name}\.to_layout\('compact'\) before the capture$"):
