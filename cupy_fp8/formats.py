@@ -174,9 +174,15 @@ def choice(value: Any, what: str, allowed: Iterable[_Name]) -> _Name:
     """A name that is one of those allowed. ValueError for anything else, with the name that may be meant."""
     known = tuple(allowed)
     if isinstance(value, str) and value in known:
-        return value
+        return known[known.index(value)]        # Python's own str for one of NumPy's
     advice = meant(value, known) if isinstance(value, str) else ""
     raise ValueError(f"{what}: expected one of {known}, got {shown(value)}{advice}")
+
+
+def plain_name(name: Any) -> Any:
+    """A name as Python's own str, which JSON keeps, for one of NumPy's. Anything else as it is, for checks to
+    refuse."""
+    return str(name) if isinstance(name, str) else name
 
 
 def names(dtypes: tuple[np.dtype[Any], ...]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from . import backend
 from .advice import shown
 from .arrays import Array, Result, _as_shape, asnumpy
-from .formats import FP8_DTYPES, flag, float32, names
+from .formats import FP8_DTYPES, flag, float32, names, plain_name
 from .kernels import capturing
 from .layouts import (
     SCALE_DTYPES,
@@ -80,6 +80,7 @@ class Grouped(Result):
         if self.rowwise is None and (self.columnwise is None or self._plain):
             raise ValueError("Grouped: expected row-wise data, or quantised column-wise data, got neither")
         self.__dict__.update(shape=_as_shape(self.shape), block=as_block(self.block),
+                             scale_layout=plain_name(self.scale_layout),
                              transposed=flag(self.transposed, "transposed"))
         check_fields(self)
         if self._plain and self.dtype in FP8_DTYPES:

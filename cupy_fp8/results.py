@@ -13,7 +13,7 @@ import numpy as np
 from . import backend
 from .advice import Absent, shown, type_name
 from .arrays import Array, Result, Shape, _as_shape, bits, once
-from .formats import as_dtype, choice, flag, float32
+from .formats import as_dtype, choice, flag, float32, plain_name
 from .layouts import SCALE_DTYPES, ScaleLayout, as_block, is_of_integers, swap_last
 from .methods import ops
 from .scaled_parts import check_one_piece, check_parts, may_be_equal
@@ -68,7 +68,7 @@ class Scaled(_Values):
                  splits: Array | None = None) -> None:
         self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape),
                              transposed=flag(transposed, "transposed"), block=as_block(block),
-                             scale_layout=scale_layout, splits=splits)
+                             scale_layout=plain_name(scale_layout), splits=splits)
         check_parts(self)
 
     @classmethod

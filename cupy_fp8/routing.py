@@ -60,6 +60,7 @@ class Routing(Result):
         if integer(self.align, "align") not in _ALIGNS:
             raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got "
                              f"{shown(self.align)}")
+        self.__dict__.update(rows=integer(self.rows, "rows"), align=integer(self.align, "align"))
         if self.row_map.ndim != 2:
             raise ValueError(f"row_map: expected shape [T, topk], got {self.row_map.shape}")
         if self.splits.ndim != 1:

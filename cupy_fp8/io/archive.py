@@ -199,7 +199,7 @@ class _Writer:
         fields = {field: vars(value)[field] for field in _FIELDS[kind]}
         fields |= {field: contiguous(a) for field, a in fields.items() if _is_strided(kind, field, a)}
         try:
-            _build(kind, dict(fields))
+            fields = {field: vars(_build(kind, dict(fields)))[field] for field in fields}
         except (TypeError, ValueError) as error:
             raise type(error)(_in_result(name, kind, error)) from None
         # An absent field is None to every version that reads the file, also one that does not know it.
