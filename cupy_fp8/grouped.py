@@ -29,6 +29,7 @@ from .layouts import (
 )
 from .methods import ops
 from .results import Quantized, Scaled, block_text, facts_table
+from .scaled_parts import check_offsets_of_sizes
 from .typed_array import TypedArray
 
 __all__ = ["Grouped"]
@@ -40,9 +41,10 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 class Grouped(Result):
     """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
-    splits      int32 or int64 [N]: the rows of each group. `group_quantize` makes copies of its sizes and
-                offsets, so that data stay what these say
-    offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays
+    splits      int32 or int64 [N]: the rows of each group. `group_quantize` and `wrap` make copies of sizes
+                and offsets, so that data stay what these say
+    offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays:
+                the sums of the sizes, times K. Others are refused, on the GPU by members and products
     shape       (M, K) of the flat arrays. Rows after the last group belong to none
     rowwise     flat [M * K] with each group's [m, K]; or None
     columnwise  flat [M * K] with each group's [K, m] if `transposed`, else [m, K]; or None
@@ -89,12 +91,13 @@ class Grouped(Result):
 
     @classmethod
     def wrap(cls, data: Array, splits: Any, *, offsets: Array | None = None) -> Grouped:
-        """Group the rows of an array [M, K] of any dtype, without a copy.
+        """Group the rows of an array [M, K] of any dtype, without a copy of them.
 
         splits : rows of each group: an int32 or int64 array of data's kind, or a list. Rows after the last
             group belong to none
-        offsets : int64 [N + 1], if they are known; they are not compared with splits. None: one launch
-            computes them
+        offsets : int64 [N + 1], if they are known: the sums of the sizes, times K. None: one launch computes
+            them
+        The result has copies of given splits and offsets, which may change.
         Raises TypeError, ValueError before anything is launched. Sizes in NumPy arrays and lists are errors
         if data has fewer rows.
 
@@ -179,6 +182,8 @@ class Grouped(Result):
             if size < 0 or offset < 0 or offset + size * columns > rows * columns:
                 raise ValueError(f"splits: group {i} of {size} rows at element {offset} is not within the "
                                  f"{rows} x {columns} elements there are")
+        # These fields were exchanged or changed in place: data and scales would be those of other groups.
+        check_offsets_of_sizes(np.array(offsets), np.array(sizes, np.int64), columns)
         return sizes, offsets
 
     def _members(self, sizes: list[int], offsets: list[int]) -> Callable[[int], Any]:
@@ -273,6 +278,8 @@ def check_fields(g: Grouped) -> None:
         _check_one_scale_each(g, number)
     else:
         _check_block_scales(g, g.block, number)
+    if isinstance(g.splits, np.ndarray):
+        check_offsets_of_sizes(g.offsets, g.splits, g.shape[1])
 
 
 def _check_one_scale_each(g: Grouped, number: int) -> None:

@@ -180,6 +180,95 @@ def test_other_sizes_are_noted_on_the_device(a, b, group, kernel, device, monkey
             assert fp8.device_errors() == ()
 
 
+#: What disagrees in a Grouped: sizes or offsets that were exchanged, or changed in place.
+DISAGREEING: dict[str, Callable[[Any, Any], Any]] = {
+    "other sizes": lambda run, g: dataclasses.replace(g, splits=run.array(OTHERS)),
+    "other offsets": lambda run, g: dataclasses.replace(g, offsets=run.array(np.array([0, 60, 64, 160]) * K)),
+    "sizes in place": lambda run, g: g.splits.__setitem__(slice(None), run.array(OTHERS)) or g,
+    "offsets in place": lambda run, g: g.offsets.__setitem__(1, 60 * K) or g,
+    "the last offset": lambda run, g: g.offsets.__setitem__(3, 159 * K) or g}
+
+
+@pytest.mark.parametrize("change", DISAGREEING.values(), ids=DISAGREEING)
+@pytest.mark.parametrize("group", ["m", "k"])
+def test_sizes_and_offsets_that_disagree_are_refused(group, change, run):
+    """Else the sizes of the call would equal those of an operand, which is laid out by others."""
+    def call() -> None:
+        a = change(run, grouped(run, SIZES))
+        fp8.grouped_matmul_nt(a, weights(run) if group == "m" else a, group=group, check=True)
+
+    with pytest.raises(ValueError, match=r"^(a\.)?offsets: expected \d+ at \d \(rows before it, times 144 "):
+        call()
+
+
+@pytest.mark.parametrize("kernel", ["usual", "any"])
+@pytest.mark.parametrize("change", DISAGREEING.values(), ids=DISAGREEING)
+def test_offsets_that_disagree_are_noted_on_the_device(change, kernel, device, monkeypatch):
+    if kernel == "any":
+        monkeypatch.setattr(wgmma, "takes", lambda *_: False)
+        monkeypatch.setattr(align_rows, "worth_copies", lambda _: False)
+    run = device.run
+    wrong, right = change(run, grouped(run, SIZES)), grouped(run, SIZES)
+    with_sizes_of = wrong.splits
+    group: Any
+    for a, b, group in ((wrong, weights(run), "m"), (wrong, wrong, "k"),
+                        (wrong, aware(run, with_sizes_of), "k"), (aware(run, with_sizes_of), wrong, "k")):
+        fp8.grouped_matmul_nt(a, b, group=group)
+        assert fp8.device_errors(clear=True) == (OTHER,), group
+    for a, b, group in ((right, weights(run), "m"), (right, right, "k")):
+        fp8.grouped_matmul_nt(a, b, group=group)
+        assert fp8.device_errors() == ()
+
+
+def test_remembered_calls_know_the_sizes(device):
+    """Of a result whose other arrays are the same ones. A call that is remembered by these alone would read
+    the sizes of the earlier one."""
+    run = device.run
+    q, given = aware(run, SIZES), run.array(SIZES)
+    other = Quantized._of(*(Scaled._of(**{**part.__getstate__(), "splits": run.array(OTHERS)})
+                            for part in q.parts.values()))
+    out = fp8.grouped_matmul_nt(q, q, given, group="k")
+    for a, found in ((q, ()), (q, ()), (other, (OTHER,)), (q, ()), (other, (OTHER,))):
+        fp8.grouped_matmul_nt(a, q, given, group="k", out=out)
+        assert fp8.device_errors(clear=True) == found
+
+
+@pytest.mark.parametrize("place", [0, 1, 31, 32, 33, 69, 70])
+def test_every_offset_is_compared(place, device):
+    run, sizes = device.run, np.full(70, 2)
+    g = grouped(run, sizes)
+    fp8.grouped_matmul_nt(g, g, group="k")
+    assert fp8.device_errors() == ()
+    offsets = fp8.asnumpy(g.offsets)
+    offsets[place] += 1
+    g.offsets[...] = run.array(offsets)
+    fp8.grouped_matmul_nt(g, g, group="k")
+    assert fp8.device_errors(clear=True) == (OTHER,)
+
+
+def test_offsets_of_wrong_sizes_are_no_other_error(device):
+    """Where sizes pass the last row, offsets tell nothing more."""
+    run = device.run
+    for sizes, fact in ((np.array([64, 0, 100]), errors.Fact.SPLIT_SUM),
+                        (np.array([64, -1, 96]), errors.Fact.SPLIT_NEGATIVE)):
+        g = grouped(run, sizes)
+        fp8.device_errors(clear=True)
+        fp8.grouped_matmul_nt(g, g, group="k")
+        assert fp8.device_errors(clear=True) == (errors.MESSAGES[fact],)
+
+
+def test_save_refuses_sizes_that_disagree(device, tmp_path):
+    """Arrays on a GPU are compared as they are when they are loaded as NumPy's."""
+    run = device.run
+    a, b = aware(run, SIZES), aware(run, OTHERS)
+    for value, message in (
+            (dataclasses.replace(grouped(run, SIZES), splits=run.array(OTHERS)), "q.offsets: expected "),
+            (Quantized(a.rowwise, b.columnwise), "q.columnwise.splits: expected the sizes of rowwise")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            fp8.save(tmp_path / "q.npz", q=value)
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("place", [0, 31, 32, 69])
 def test_every_size_is_compared(place, device):
     """Of more groups than a warp has lanes, and of sizes of either dtype."""
