@@ -246,7 +246,13 @@ def test_a_folder_with_other_weights_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "options",
-    [["--exclude", "l.0.*"], ["--exclude", "nothing.*"], ["--include", "x"], ["--block", "64,64"], ["--scales", "none"]],
+    [
+        ["--exclude", "l.0.*"],
+        ["--exclude", "nothing.*"],
+        ["--include", "x"],
+        ["--block", "64,64"],
+        ["--scales", "none"],
+    ],
     ids=str,
 )
 def test_every_setting_counts(tmp_path, options, capsys):
