@@ -21,6 +21,7 @@ from .layouts import (
     Block,
     ScaleLayout,
     as_block,
+    block_text,
     cdiv,
     group_scales,
     group_unit,
@@ -28,7 +29,7 @@ from .layouts import (
     scale_shape,
 )
 from .methods import ops
-from .results import Quantized, Scaled, block_text, facts_table
+from .results import Quantized, Scaled, facts_table
 from .scaled_parts import check_offsets_of_sizes
 from .typed_array import TypedArray
 

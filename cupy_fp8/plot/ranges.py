@@ -11,7 +11,8 @@ from ..arrays import Array, asarray, asnumpy
 from ..formats import FORMATS, FP8_DTYPES, lookup
 from ..ops.convert.astype import astype
 from ..reference.numerics import widen
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, as_scaled
+from ..scaled_parts import check_one_piece
 from .representable import number_line
 from .style import (
     BLUE,
@@ -88,8 +89,9 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
     ['block 0', 'block 1', 'block 2']
     """
     backend.module_of(x, "x")
+    check_one_piece(as_scaled(q))
     part = q._row if isinstance(q, Quantized) else q
-    if not isinstance(part, Scaled) or part.block is None or part.block[0] != 1 or part.block[1] is None:
+    if part is None or part.block is None or part.block[0] != 1 or part.block[1] is None:
         raise ValueError(f"q: expected row-wise blocks, such as quantize_mx makes, got {q!r}")
     if part.shape != x.shape or len(x.shape) != 2:
         raise ValueError(f"x: expected two dimensions, and the shape of q, {part.shape}, got {x.shape}")

@@ -310,20 +310,58 @@ def test_parts_of_groups_are_no_tensor(layout, use, run):
             use(part)
 
 
-@pytest.mark.parametrize("use", ["matmul_nt", "pad_groups", "scaling_aware_transpose"])
+#: What takes rows that are stored as they are. A part of groups is refused for its groups before anything
+#: else, whichever part: following other advice one would be refused again.
+ROW_USES: dict[str, Callable[[Any, Any], Any]] = {
+    "matmul_nt": lambda q, run: fp8.matmul_nt(q, q),
+    "weights": lambda q, run: fp8.grouped_matmul_nt(rows_of(run), q, [ROWS]),
+    "pad_groups": lambda q, run: fp8.pad_groups(q, run.array(SIZES), 16),
+    "sort_chunks": lambda q, run: fp8.sort_chunks(q, run.array(SIZES), run.array(np.array([2, 0, 1]))),
+    "scaling_aware_transpose": lambda q, run: fp8.scaling_aware_transpose(q),
+    "scale_span": lambda q, run: fp8.diagnostics.scale_span(q),
+    "save_safetensors": lambda q, run: fp8.io.save_safetensors("never_written.safetensors", {"w": q}),
+    "block_ranges": lambda q, run: fp8.plot.block_ranges(np.ones(q.shape, float32), q)}
+
+
+@pytest.mark.parametrize("use", ROW_USES.values(), ids=ROW_USES)
 def test_rows_of_groups_are_no_matrix(use, run):
-    row = aware(run, SIZES).rowwise
-    call = {"matmul_nt": lambda: fp8.matmul_nt(row, row),
-            "pad_groups": lambda: fp8.pad_groups(row, run.array(SIZES), 16),
-            "scaling_aware_transpose": lambda: fp8.scaling_aware_transpose(row)}[use]
-    with pytest.raises(ValueError, match=r"^[aqx]: expected data of one piece, got data of 3 groups"):
-        call()
+    made = aware(run, SIZES)
+    for q in (made.rowwise, made.columnwise, made, Quantized(None, made.columnwise)):
+        with pytest.raises(ValueError, match=r"^[abqxw]: expected data of one piece, got data of 3 groups"):
+            use(q, run)
+
+
+#: What takes no Grouped.
+TENSOR_USES: dict[str, Callable[[Any], Any]] = {
+    **{name: use for name, use in REFUSED.items() if " " not in name and name not in (
+        "dequantize", "T", "to_layout", "to_block")},
+    "matmul_nt": lambda g: fp8.matmul_nt(g, g), "scaling_aware_transpose": fp8.scaling_aware_transpose,
+    "scale_span": fp8.diagnostics.scale_span, "compare": fp8.diagnostics.compare,
+    "save_safetensors": lambda g: fp8.io.save_safetensors("never_written.safetensors", {"w": g}),
+    "block_ranges": lambda g: fp8.plot.block_ranges(np.ones(g.shape, float32), g),
+    "pad_groups": lambda g: fp8.pad_groups(g, SIZES, 16)}
+
+
+@pytest.mark.parametrize("use", TENSOR_USES.values(), ids=TENSOR_USES)
+def test_a_grouped_is_no_tensor(use):
+    """Its scales are those of all groups, one after the other: no advice takes them for a matrix's."""
+    g = grouped(testing.Executor("reference"), SIZES)
+    with pytest.raises(TypeError, match=r"got Grouped; (\w+)\[i\] is the tensor of group i, and \1\.dequ"):
+        use(g)
+    plain: Any = fp8.Grouped.wrap(np.ones((ROWS, K), float32), SIZES)
+    with pytest.raises(TypeError, match=r"got Grouped; (\w+)\[i\] is the tensor of group i$"):
+        use(plain)
 
 
 def test_copies_and_representations(run):
     made = aware(run, SIZES)
     assert ", in 3 groups" in repr(made)
     assert "in 3 groups" in made._repr_html_()
+    with testing.executor("reference"):
+        mx = run.array(fp8.quantize_mx(values(K)))
+    assert "columnwise (stored transposed, in 3 groups)" in repr(
+        fp8.scaling_aware_transpose(mx, splits=run.array(SIZES)))
+    assert repr(made).count("in 3 groups") == 1
     assert made == deepcopy(made)
     assert made != aware(run, OTHERS)
     assert (again := deepcopy(made)).columnwise.splits is again.rowwise.splits is not made.rowwise.splits
