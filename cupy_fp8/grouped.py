@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -68,16 +68,23 @@ class Grouped(Result):
     TypeError or ValueError says which fields do not fit together.
     """
 
-    splits: Array
-    offsets: Array
+    splits: TypedArray
+    offsets: TypedArray
     shape: tuple[int, int]
-    rowwise: Array | None = None
-    columnwise: Array | None = None
-    scale_inv: Array | None = None
-    columnwise_scale_inv: Array | None = None
+    rowwise: TypedArray | None = None
+    columnwise: TypedArray | None = None
+    scale_inv: TypedArray | None = None
+    columnwise_scale_inv: TypedArray | None = None
     block: tuple[int | None, int | None] | None = None
     scale_layout: ScaleLayout | None = None
     transposed: bool = True
+
+    if TYPE_CHECKING:               # Arrays of any class are taken.
+        def __init__(self, splits: Array, offsets: Array, shape: tuple[int, int],
+                     rowwise: Array | None = None, columnwise: Array | None = None,
+                     scale_inv: Array | None = None, columnwise_scale_inv: Array | None = None,
+                     block: tuple[int | None, int | None] | None = None,
+                     scale_layout: ScaleLayout | None = None, transposed: bool = True) -> None: ...
 
     def __post_init__(self) -> None:
         if self.rowwise is None and (self.columnwise is None or self._plain):
@@ -169,7 +176,8 @@ class Grouped(Result):
 
     def _sizes_and_offsets(self) -> tuple[list[int], list[int]]:
         """(sizes, offsets) on the host."""
-        if not isinstance(self.offsets, np.ndarray) and capturing(self.offsets.data.device_id):
+        given: Array = self.offsets
+        if not isinstance(given, np.ndarray) and capturing(given.data.device_id):
             raise ValueError("Grouped: members are found by their offsets on the device, which cannot be "
                              "waited for while a CUDA graph is captured")
         rows, columns = self.shape

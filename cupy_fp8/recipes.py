@@ -35,6 +35,7 @@ from .options import (
     checked_eps,
 )
 from .results import Quantized
+from .typed_array import FP8DTypeField
 
 __all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling"]
 
@@ -56,7 +57,7 @@ def _keep(recipe: Any, **fields: Any) -> None:
 class _PerTensor:
     """The method of recipes with one scale for a tensor."""
 
-    dtype: Any
+    dtype: FP8DTypeField
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, dbias: bool = False,
               like: Any = None, buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
@@ -88,7 +89,7 @@ class DelayedScaling(_PerTensor):
     Source: TransformerEngine's DelayedScaling recipe; arXiv 2209.05433.
     """
 
-    dtype: Any = float8_e4m3fn
+    dtype: FP8DTypeField = float8_e4m3fn
     margin: int = 0
     history_len: int = 1024
     algo: Algorithm = "max"
@@ -122,7 +123,7 @@ class CurrentScaling(_PerTensor):
     Source: TransformerEngine's Float8CurrentScaling recipe.
     """
 
-    dtype: Any = float8_e4m3fn
+    dtype: FP8DTypeField = float8_e4m3fn
     eps: float = 0.0
     pow2_scale: bool = False
 
@@ -156,7 +157,7 @@ class MXScaling:
     Source: OCP Microscaling Formats v1.0; TransformerEngine's MXFP8BlockScaling; torchao's MXFP8 training.
     """
 
-    dtype: Any = float8_e4m3fn
+    dtype: FP8DTypeField = float8_e4m3fn
     mode: MXMode = "rceil"
     profile: MXProfile = "te"
     block: tuple[int, int] = (1, 32)
@@ -204,7 +205,7 @@ class BlockScaling:
     """
 
     block: tuple[int | None, int | None] = (1, 128)
-    dtype: Any = float8_e4m3fn
+    dtype: FP8DTypeField = float8_e4m3fn
     eps: float | None = None
     pow2_scale: bool | None = None
     profile: BlockProfileName = "te"

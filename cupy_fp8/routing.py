@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from .advice import shown
 from .arrays import Array, Result, aligned_address, is_contiguous
 from .formats import integer
 from .results import facts_table
+from .typed_array import TypedArray
 
 __all__ = ["Routing"]
 
@@ -43,14 +44,18 @@ class Routing(Result):
     All but `rows` and `align` are on the device; nothing waits for it.
     """
 
-    row_map: Array
-    splits: Array
-    aligned_splits: Array
-    offsets: Array
-    sources: Array
+    row_map: TypedArray
+    splits: TypedArray
+    aligned_splits: TypedArray
+    offsets: TypedArray
+    sources: TypedArray
     rows: int
     align: int
-    experts: Array | None = None
+    experts: TypedArray | None = None
+
+    if TYPE_CHECKING:               # Arrays of any class are taken.
+        def __init__(self, row_map: Array, splits: Array, aligned_splits: Array, offsets: Array,
+                     sources: Array, rows: int, align: int, experts: Array | None = None) -> None: ...
 
     def __post_init__(self) -> None:
         xp = backend.module_of(self.row_map, "row_map")
