@@ -64,11 +64,22 @@ class _Shown(reprlib.Repr):
 shown = _Shown().repr
 
 
+def member(a: Any, name: str) -> str:
+    """What to take of a Grouped instead, whose scales are those of all groups and fit no matrix; '' of
+    anything else."""
+    if type(a).__module__ != "cupy_fp8.grouped":
+        return ""
+    return f"; {name}[i] is the tensor of group i" + ("" if a._plain else
+                                                      f", and {name}.dequantize() has the values of all")
+
+
 def array_instead(a: Any, name: str, dtype: str = "float32", dimensions: int = 0) -> str:
     """Says how to make an array of this dtype of something that is no NumPy or CuPy array. dimensions: those
     of an array that a number can be made to; 0 if that would be of no use."""
     kind = type(a)
     if kind.__module__.startswith("cupy_fp8."):
+        if instead := member(a, name):
+            return instead
         if hasattr(kind, "dequantize"):
             return (f"; {name}.dequantize() has its values, {name}.data its codes and {name}.scale_inv its "
                     "scales")

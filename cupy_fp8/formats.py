@@ -20,7 +20,9 @@ __all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "as
 
 _Name = TypeVar("_Name", bound=str)
 #: What functions take for a dtype, and for one of FP8.
-DType: TypeAlias = np.dtype[Any] | type[Any] | str
+DType: TypeAlias = (np.dtype[Any] | type[Any] | Literal[
+    "float8_e4m3fn", "e4m3", "e4m3fn", "fp8_e4m3", "fp8_e4m3fn", "float8_e5m2", "e5m2", "fp8_e5m2",
+    "float8_e8m0fnu", "e8m0", "e8m0fnu", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32"])
 FP8DType: TypeAlias = (np.dtype[Any] | type[Any] | Literal[
     "float8_e4m3fn", "e4m3", "e4m3fn", "fp8_e4m3", "fp8_e4m3fn", "float8_e5m2", "e5m2", "fp8_e5m2"])
 
@@ -84,7 +86,7 @@ SIZE_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 
-def finfo(dtype: Any) -> Format:
+def finfo(dtype: DType) -> Format:
     """What `dtype` can represent: maximum, smallest normal and subnormal, bits, NaN and Inf bit patterns.
 
     Its fields are `dtype`, `bits`, `exponent_bits`, `mantissa_bits`, `bias`, `max`, `smallest_normal`,
@@ -174,9 +176,15 @@ def choice(value: Any, what: str, allowed: Iterable[_Name]) -> _Name:
     """A name that is one of those allowed. ValueError for anything else, with the name that may be meant."""
     known = tuple(allowed)
     if isinstance(value, str) and value in known:
-        return value
+        return known[known.index(value)]        # Python's own str for one of NumPy's
     advice = meant(value, known) if isinstance(value, str) else ""
     raise ValueError(f"{what}: expected one of {known}, got {shown(value)}{advice}")
+
+
+def plain_name(name: Any) -> Any:
+    """A name as Python's own str, which JSON keeps, for one of NumPy's. Anything else as it is, for checks to
+    refuse."""
+    return str(name) if isinstance(name, str) else name
 
 
 def names(dtypes: tuple[np.dtype[Any], ...]) -> str:

@@ -7,20 +7,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from . import backend
 from .advice import shown
 from .arrays import Array, Result, _as_shape, asnumpy
-from .formats import FP8_DTYPES, flag, float32, names
+from .formats import FP8_DTYPES, flag, float32, names, plain_name
 from .kernels import capturing
 from .layouts import (
     SCALE_DTYPES,
     Block,
     ScaleLayout,
     as_block,
+    block_text,
     cdiv,
     group_scales,
     group_unit,
@@ -28,7 +29,8 @@ from .layouts import (
     scale_shape,
 )
 from .methods import ops
-from .results import Quantized, Scaled, block_text, facts_table
+from .results import Quantized, Scaled, facts_table
+from .scaled_parts import check_offsets_of_sizes
 from .typed_array import TypedArray
 
 __all__ = ["Grouped"]
@@ -40,9 +42,10 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 class Grouped(Result):
     """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
-    splits      int32 or int64 [N]: the rows of each group. `group_quantize` makes copies of its sizes and
-                offsets, so that data stay what these say
-    offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays
+    splits      int32 or int64 [N]: the rows of each group. `group_quantize` and `wrap` make copies of sizes
+                and offsets, so that data stay what these say
+    offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays:
+                the sums of the sizes, times K. Others are refused, on the GPU by members and products
     shape       (M, K) of the flat arrays. Rows after the last group belong to none
     rowwise     flat [M * K] with each group's [m, K]; or None
     columnwise  flat [M * K] with each group's [K, m] if `transposed`, else [m, K]; or None
@@ -65,21 +68,29 @@ class Grouped(Result):
     TypeError or ValueError says which fields do not fit together.
     """
 
-    splits: Array
-    offsets: Array
+    splits: TypedArray
+    offsets: TypedArray
     shape: tuple[int, int]
-    rowwise: Array | None = None
-    columnwise: Array | None = None
-    scale_inv: Array | None = None
-    columnwise_scale_inv: Array | None = None
+    rowwise: TypedArray | None = None
+    columnwise: TypedArray | None = None
+    scale_inv: TypedArray | None = None
+    columnwise_scale_inv: TypedArray | None = None
     block: tuple[int | None, int | None] | None = None
     scale_layout: ScaleLayout | None = None
     transposed: bool = True
+
+    if TYPE_CHECKING:               # Arrays of any class are taken.
+        def __init__(self, splits: Array, offsets: Array, shape: tuple[int, int],
+                     rowwise: Array | None = None, columnwise: Array | None = None,
+                     scale_inv: Array | None = None, columnwise_scale_inv: Array | None = None,
+                     block: tuple[int | None, int | None] | None = None,
+                     scale_layout: ScaleLayout | None = None, transposed: bool = True) -> None: ...
 
     def __post_init__(self) -> None:
         if self.rowwise is None and (self.columnwise is None or self._plain):
             raise ValueError("Grouped: expected row-wise data, or quantised column-wise data, got neither")
         self.__dict__.update(shape=_as_shape(self.shape), block=as_block(self.block),
+                             scale_layout=plain_name(self.scale_layout),
                              transposed=flag(self.transposed, "transposed"))
         check_fields(self)
         if self._plain and self.dtype in FP8_DTYPES:
@@ -88,12 +99,13 @@ class Grouped(Result):
 
     @classmethod
     def wrap(cls, data: Array, splits: Any, *, offsets: Array | None = None) -> Grouped:
-        """Group the rows of an array [M, K] of any dtype, without a copy.
+        """Group the rows of an array [M, K] of any dtype, without a copy of them.
 
         splits : rows of each group: an int32 or int64 array of data's kind, or a list. Rows after the last
             group belong to none
-        offsets : int64 [N + 1], if they are known; they are not compared with splits. None: one launch
-            computes them
+        offsets : int64 [N + 1], if they are known: the sums of the sizes, times K. None: one launch computes
+            them
+        The result has copies of given splits and offsets, which may change.
         Raises TypeError, ValueError before anything is launched. Sizes in NumPy arrays and lists are errors
         if data has fewer rows.
 
@@ -164,7 +176,8 @@ class Grouped(Result):
 
     def _sizes_and_offsets(self) -> tuple[list[int], list[int]]:
         """(sizes, offsets) on the host."""
-        if not isinstance(self.offsets, np.ndarray) and capturing(self.offsets.data.device_id):
+        given: Array = self.offsets
+        if not isinstance(given, np.ndarray) and capturing(given.data.device_id):
             raise ValueError("Grouped: members are found by their offsets on the device, which cannot be "
                              "waited for while a CUDA graph is captured")
         rows, columns = self.shape
@@ -178,6 +191,8 @@ class Grouped(Result):
             if size < 0 or offset < 0 or offset + size * columns > rows * columns:
                 raise ValueError(f"splits: group {i} of {size} rows at element {offset} is not within the "
                                  f"{rows} x {columns} elements there are")
+        # These fields were exchanged or changed in place: data and scales would be those of other groups.
+        check_offsets_of_sizes(np.array(offsets), np.array(sizes, np.int64), columns)
         return sizes, offsets
 
     def _members(self, sizes: list[int], offsets: list[int]) -> Callable[[int], Any]:
@@ -272,6 +287,8 @@ def check_fields(g: Grouped) -> None:
         _check_one_scale_each(g, number)
     else:
         _check_block_scales(g, g.block, number)
+    if isinstance(g.splits, np.ndarray):
+        check_offsets_of_sizes(g.offsets, g.splits, g.shape[1])
 
 
 def _check_one_scale_each(g: Grouped, number: int) -> None:

@@ -76,6 +76,12 @@ def as_block(block: Any) -> Any:
     return tuple(int(extent) if isinstance(extent, np.integer) else extent for extent in block)
 
 
+def block_text(block: tuple[int | None, int | None]) -> str:
+    """A block as users see it: 'block 1×128', 'block 1×row'."""
+    return "block " + "×".join(("column", "row")[axis] if b is None else str(b)
+                               for axis, b in enumerate(block))
+
+
 def check_block(block: Any, name: str = "block") -> Block:
     """A block as a tuple. ValueError unless elements can share a scale that way. name: of the block, in
     messages."""

@@ -35,6 +35,7 @@ from .options import (
     checked_eps,
 )
 from .results import Quantized
+from .typed_array import FP8DTypeField
 
 __all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling", "quantize"]
 
@@ -48,10 +49,15 @@ def _as_matrices(shape: Shape) -> tuple[int, ...]:
     return shape
 
 
+def _keep(recipe: Any, **fields: Any) -> None:
+    """Stores checked fields as Python's own numbers and names, so that `save` writes what `load` takes."""
+    recipe.__dict__.update(fields)
+
+
 class _PerTensor:
     """The method of recipes with one scale for a tensor."""
 
-    dtype: Any
+    dtype: FP8DTypeField
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, dbias: bool = False,
               like: Any = None, buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
@@ -83,17 +89,18 @@ class DelayedScaling(_PerTensor):
     Source: TransformerEngine's DelayedScaling recipe; arXiv 2209.05433.
     """
 
-    dtype: Any = float8_e4m3fn
+    dtype: FP8DTypeField = float8_e4m3fn
     margin: int = 0
     history_len: int = 1024
     algo: Algorithm = "max"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
-        choice(self.algo, "algo", ALGORITHMS)
+        _keep(self, dtype=lookup(self.dtype, FP8_DTYPES, "dtype").dtype,
+              algo=choice(self.algo, "algo", ALGORITHMS))
         if integer(self.history_len, "history_len") < 1:
             raise ValueError(f"history_len: expected an integer of 1 or more, got {shown(self.history_len)}")
-        integer(self.margin, "margin")
+        _keep(self, history_len=integer(self.history_len, "history_len"),
+              margin=integer(self.margin, "margin"))
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,
                  amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
@@ -116,15 +123,15 @@ class CurrentScaling(_PerTensor):
     Source: TransformerEngine's Float8CurrentScaling recipe.
     """
 
-    dtype: Any = float8_e4m3fn
+    dtype: FP8DTypeField = float8_e4m3fn
     eps: float = 0.0
     _: KW_ONLY
     pow2_scale: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
+        _keep(self, dtype=lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
         checked_eps(self.eps)
-        flag(self.pow2_scale, "pow2_scale")
+        _keep(self, eps=float(self.eps), pow2_scale=flag(self.pow2_scale, "pow2_scale"))
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
                  amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
@@ -151,16 +158,16 @@ class MXScaling:
     Source: OCP Microscaling Formats v1.0; TransformerEngine's MXFP8BlockScaling; torchao's MXFP8 training.
     """
 
-    dtype: Any = float8_e4m3fn
+    dtype: FP8DTypeField = float8_e4m3fn
     mode: MXMode = "rceil"
     profile: MXProfile = "te"
     block: tuple[int, int] = (1, 32)
     scale_layout: MXScaleLayout = "compact"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
-        object.__setattr__(self, "block", as_block(self.block))
+        _keep(self, dtype=lookup(self.dtype, FP8_DTYPES, "dtype").dtype, block=as_block(self.block))
         check_mx_options(self.mode, self.profile, self.block, self.scale_layout)
+        _keep(self, mode=str(self.mode), profile=str(self.profile), scale_layout=str(self.scale_layout))
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
                  amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
@@ -199,7 +206,7 @@ class BlockScaling:
     """
 
     block: tuple[int | None, int | None] = (1, 128)
-    dtype: Any = float8_e4m3fn
+    dtype: FP8DTypeField = float8_e4m3fn
     eps: float | None = None
     _: KW_ONLY
     pow2_scale: bool | None = None
@@ -207,11 +214,15 @@ class BlockScaling:
     scale_layout: BlockScaleLayout = "gemm_ready"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", as_block(self.block))
+        _keep(self, block=as_block(self.block))
         check_block_options(self.block, self.profile, self.scale_layout)
-        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
+        _keep(self, dtype=lookup(self.dtype, FP8_DTYPES, "dtype").dtype, profile=str(self.profile),
+              scale_layout=str(self.scale_layout))
         block_eps(self.eps, self.profile)
-        block_pow2(self.pow2_scale, self.profile)
+        if self.eps is not None:
+            _keep(self, eps=float(self.eps))
+        if self.pow2_scale is not None:
+            _keep(self, pow2_scale=block_pow2(self.pow2_scale, self.profile))
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
                  amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .advice import Absent, shown, type_name
+from .advice import Absent, member, shown, type_name
 from .arrays import Array, Result, Shape, _as_shape, bits, once
-from .formats import as_dtype, choice, flag, float32
-from .layouts import SCALE_DTYPES, ScaleLayout, as_block, is_of_integers, swap_last
+from .formats import as_dtype, choice, flag, float32, plain_name
+from .layouts import SCALE_DTYPES, ScaleLayout, as_block, block_text, is_of_integers, swap_last
 from .methods import ops
 from .scaled_parts import check_one_piece, check_parts, may_be_equal
 from .typed_array import TypedArray
@@ -68,7 +68,7 @@ class Scaled(_Values):
                  splits: Array | None = None) -> None:
         self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape),
                              transposed=flag(transposed, "transposed"), block=as_block(block),
-                             scale_layout=scale_layout, splits=splits)
+                             scale_layout=plain_name(scale_layout), splits=splits)
         check_parts(self)
 
     @classmethod
@@ -168,11 +168,14 @@ class Scaled(_Values):
         return Scaled._of(change(self.data), change(self.scale_inv), self.shape, self.transposed, self.block,
                           self.scale_layout, None if self.splits is None else change(self.splits))
 
+    def _groups(self) -> str:
+        return "" if self.splits is None else f", in {len(self.splits)} groups"
+
     def _facts(self) -> dict[str, str]:
         granularity = "per tensor" if self.block is None else block_text(self.block)
         if self.scale_layout is not None:
             granularity += f", {self.scale_layout} scales"
-        granularity += "" if self.splits is None else f", in {len(self.splits)} groups"
+        granularity += self._groups()
         return {"dtype": self.dtype.name, "shape": _dims(self.shape), "scaling": granularity,
                 "stored": f"transposed {_dims(self.data.shape)}" if self.transposed else "as is",
                 "kind": backend.kind_of(self.data), "bytes": f"{self.nbytes:,}"}
@@ -332,7 +335,9 @@ class Quantized(_Values):
 
     def __repr__(self) -> str:
         f = self._any._facts()
-        parts = " + ".join(name + (" (stored transposed)" if part.transposed else "")
+        # Row-wise MX data are not laid out by sizes when their columns are.
+        more = self._column._groups() if self._column and not self._any._groups() else ""
+        parts = " + ".join(name + (f" (stored transposed{more})" if part.transposed else "")
                            for name, part in self.parts.items())
         return f"Quantized({f['dtype']}[{f['shape']}], {f['scaling']}, {parts}, {f['kind']})"
 
@@ -363,12 +368,6 @@ def _dims(shape: tuple[int, ...]) -> str:
     return ", ".join(map(str, shape))
 
 
-def block_text(block: tuple[int | None, int | None]) -> str:
-    """A block as users see it: 'block 1×128', 'block 1×row'."""
-    return "block " + "×".join(("column", "row")[axis] if b is None else str(b)
-                               for axis, b in enumerate(block))
-
-
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], first: str = "td") -> str:
     """An HTML table. first: 'th' if the first cell of a row names it."""
     lines = ["".join(f"<th>{escape(title)}</th>" for title in head)]
@@ -388,6 +387,7 @@ def row_wise(q: Any, name: str = "q", advice: str = "") -> Scaled:
     end of the ValueError's message."""
     if isinstance(q, Quantized):
         if q._row is None:
+            check_one_piece(q._any, name)
             raise ValueError(f"{name}: expected a row-wise part, got a Quantized without one{advice}")
         return q._row
     return as_scaled(q, name)
@@ -396,5 +396,5 @@ def row_wise(q: Any, name: str = "q", advice: str = "") -> Scaled:
 def as_scaled(q: Any, name: str = "q") -> Scaled:
     """A Scaled, or of a Quantized its row-wise part if it has one. TypeError for anything else."""
     if not isinstance(q, (Scaled, Quantized)):
-        raise TypeError(f"{name}: expected a Scaled or Quantized, got {type_name(q)}")
+        raise TypeError(f"{name}: expected a Scaled or Quantized, got {type_name(q)}{member(q, name)}")
     return q if isinstance(q, Scaled) else q._any

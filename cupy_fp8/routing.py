@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from .advice import shown
 from .arrays import Array, Result, aligned_address, is_contiguous
 from .formats import integer
 from .results import facts_table
+from .typed_array import TypedArray
 
 __all__ = ["Routing"]
 
@@ -43,16 +44,20 @@ class Routing(Result):
     All but `rows` and `align` are on the device; nothing waits for it.
     """
 
-    row_map: Array
-    splits: Array
-    aligned_splits: Array
-    offsets: Array
-    sources: Array
+    row_map: TypedArray
+    splits: TypedArray
+    aligned_splits: TypedArray
+    offsets: TypedArray
+    sources: TypedArray
     rows: int
     align: int
-    experts: Array | None = None
+    experts: TypedArray | None = None
     #: How often `route` has written it: what a step has saved belongs to one time.
     _written: ClassVar[int] = 0
+
+    if TYPE_CHECKING:               # Arrays of any class are taken.
+        def __init__(self, row_map: Array, splits: Array, aligned_splits: Array, offsets: Array,
+                     sources: Array, rows: int, align: int, experts: Array | None = None) -> None: ...
 
     def __post_init__(self) -> None:
         xp = backend.module_of(self.row_map, "row_map")
@@ -62,6 +67,7 @@ class Routing(Result):
         if integer(self.align, "align") not in _ALIGNS:
             raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got "
                              f"{shown(self.align)}")
+        self.__dict__.update(rows=integer(self.rows, "rows"), align=integer(self.align, "align"))
         if self.row_map.ndim != 2:
             raise ValueError(f"row_map: expected shape [T, topk], got {self.row_map.shape}")
         if self.splits.ndim != 1:

@@ -12,7 +12,8 @@ from .advice import dtype_instead, shown
 from .formats import FP8_DTYPES, SIZE_DTYPES, float32, names
 from .layouts import SCALE_DTYPES, grouped_scale_shape, scale_shape, swap_last
 
-__all__ = ["check_block_scales", "check_data_shape", "check_one_piece", "check_parts", "may_be_equal"]
+__all__ = ["check_block_scales", "check_data_shape", "check_offsets_of_sizes", "check_one_piece",
+           "check_parts", "may_be_equal"]
 
 
 class Parts(Protocol):
@@ -134,6 +135,17 @@ def may_be_equal(sizes: Any, others: Any) -> bool:
     """Whether two arrays of sizes, or None, are equal as far as the host knows."""
     known = isinstance(sizes, np.ndarray) and isinstance(others, np.ndarray)
     return not known or np.array_equal(sizes, others)
+
+
+def check_offsets_of_sizes(offsets: np.ndarray, sizes: np.ndarray, columns: int,
+                           name: str = "offsets") -> None:
+    """ValueError unless offsets of groups are the sums of their sizes, times columns. name: of the offsets,
+    in messages."""
+    want = np.concatenate([[0], np.cumsum(sizes)]) * columns
+    if not np.array_equal(offsets, want):
+        wrong = int(np.argmax(offsets != want))
+        raise ValueError(f"{name}: expected {want[wrong]} at {wrong} (rows before it, times {columns} "
+                         f"columns), got {offsets[wrong]}")
 
 
 def _fitting(s: Parts) -> str:

@@ -8,6 +8,7 @@ from .arrays import Array, full, zeros
 from .formats import float32, integer
 from .ops.scales.scale import update_delayed_scaling
 from .recipes import DelayedScaling, check_recipe
+from .typed_array import TypedArray
 
 __all__ = ["DelayedScalingState"]
 
@@ -44,8 +45,8 @@ class DelayedScalingState:
             raise ValueError(f"n: expected 0 or more tensors, got {n}")
         check_recipe(recipe, (DelayedScaling,))
         self.recipe = recipe
-        self.scale: Array = full((n,), 1.0, float32, like=like)
-        self.amax_history: Array = zeros((recipe.history_len, n), float32, like=like)
+        self.scale: TypedArray = full((n,), 1.0, float32, like=like)
+        self.amax_history: TypedArray = zeros((recipe.history_len, n), float32, like=like)
         self._updates = 0
 
     def update(self, amax: Array | None = None) -> None:

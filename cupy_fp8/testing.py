@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
 from . import backend, kernels
 from .advice import public_only
 from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, once, pairs, raw_bytes
-from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, as_dtype, choice, float8_e8m0fnu
+from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, DType, as_dtype, choice, float8_e8m0fnu
 from .grouped import Grouped
 from .layouts import scale_shape, swap_last
 from .results import Quantized, Scaled
@@ -23,6 +23,10 @@ from .routing import Routing
 __all__ = ["EXECUTORS", "Executor", "arrays", "assert_bytes_equal", "executor", "executor_problem",
            "mx_results", "scales"]
 
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+_Made = TypeVar("_Made")
 ExecutorName: TypeAlias = Literal["reference", "host", "cuda"]
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 
@@ -88,9 +92,11 @@ class Executor:
     def __post_init__(self) -> None:
         choice(self.name, "name", EXECUTORS)
 
-    def array(self, a: Any) -> Any:
+    def array(self, a: _Made) -> _Made:
         """A NumPy array, a result, or a list or tuple of these, moved to where kernels run."""
-        return _map_arrays(a, (lambda v: asarray(v, like="cupy")) if self.name == "cuda" else lambda v: v)
+        on_gpu = self.name == "cuda"
+        moved: _Made = _map_arrays(a, lambda v: asarray(v, like="cupy") if on_gpu else v)
+        return moved
 
     def array_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -98,9 +104,10 @@ class Executor:
         """The arguments of a call, each moved as `array` does."""
         return tuple(map(self.array, args)), {name: self.array(value) for name, value in kwargs.items()}
 
-    def numpy(self, a: Any) -> Any:
+    def numpy(self, a: _Made) -> _Made:
         """The same brought back: NumPy arrays."""
-        return _map_arrays(a, asnumpy)
+        back: _Made = _map_arrays(a, asnumpy)
+        return back
 
 
 @contextmanager
@@ -165,7 +172,8 @@ def _strategies() -> Any:
     return strategies
 
 
-def arrays(dtype: Any = None, *, max_side: int = 40, max_dims: int = 3) -> Any:
+def arrays(dtype: DType | None = None, *, max_side: int = 40,
+           max_dims: int = 3) -> SearchStrategy[np.ndarray]:
     """A Hypothesis strategy: NumPy arrays of any bit patterns (NaN, Inf, -0, subnormals included) of `dtype`,
     or of any dtype that quantisers read; up to `max_dims` dimensions, sides from 0."""
     st = _strategies()
@@ -176,18 +184,21 @@ def arrays(dtype: Any = None, *, max_side: int = 40, max_dims: int = 3) -> Any:
     def array(draw: Any) -> np.ndarray:             # Failures show what a composite strategy returns.
         return _random_bits(draw(dtypes), draw(shapes), draw(st.integers(0, 2**32 - 1)))
 
-    return st.composite(array)()
+    made: SearchStrategy[np.ndarray] = st.composite(array)()
+    return made
 
 
-def scales() -> Any:
+def scales() -> SearchStrategy[float]:
     """A Hypothesis strategy: f32 scales over the whole range, subnormals, 0, negative, Inf and NaN
     included."""
     st = _strategies()
 
-    return st.one_of(st.floats(width=32), st.integers(-149, 127).map(lambda e: float(np.float32(2.0**e))))
+    made: SearchStrategy[float] = st.one_of(
+        st.floats(width=32), st.integers(-149, 127).map(lambda e: float(np.float32(2.0**e))))
+    return made
 
 
-def mx_results(*, max_side: int = 140) -> Any:
+def mx_results(*, max_side: int = 140) -> SearchStrategy[Scaled]:
     """A Hypothesis strategy: `Scaled`s of any FP8 codes under any E8M0 scales, in blocks of 32 along rows or
     columns, 2-D and 3-D, sides from 0, data stored either way round, scales compact or swizzled (with
     anything in the padding)."""
@@ -208,7 +219,8 @@ def mx_results(*, max_side: int = 140) -> Any:
                                       st.just(transposed), st.just(block), st.just(layout)))
         return made
 
-    return st.composite(result)()
+    results: SearchStrategy[Scaled] = st.composite(result)()
+    return results
 
 
 def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-__all__ = ["TypedArray"]
+__all__ = ["FP8DTypeField", "TypedArray"]
 
 if TYPE_CHECKING:
+    from .formats import FP8DType
+
     class TypedArray(np.ndarray[Any, np.dtype[Any]]):
         """A NumPy or CuPy array: what NumPy's arrays have, and what CuPy's have beside. Arithmetic and copies
         are such arrays too. (CuPy has no types, and arrays that are given may be of any class.)"""
@@ -27,5 +29,10 @@ if TYPE_CHECKING:
         __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _again  # type: ignore[assignment]
         __matmul__ = __rmatmul__ = __neg__ = __abs__ = _again
         astype = reshape = view = copy = transpose = ravel = swapaxes = _again  # type: ignore[assignment]
+
+    # A field of a dataclass, whose constructor takes more than the attribute has.
+    class FP8DTypeField:
+        def __get__(self, owner: object, kind: Any = None) -> np.dtype[Any]: ...
+        def __set__(self, owner: object, value: FP8DType) -> None: ...
 else:
-    TypedArray = Any
+    TypedArray = FP8DTypeField = Any

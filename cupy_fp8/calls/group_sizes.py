@@ -10,6 +10,7 @@ from .. import backend, kernels
 from ..advice import shown
 from ..arrays import Array, address, check_dimensions, is_array
 from ..formats import SIZE_DTYPES, flag, integer, integers
+from ..scaled_parts import check_offsets_of_sizes
 from . import validate
 
 _MOST_ALIGN = 1 << 16
@@ -111,15 +112,11 @@ def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
     return validate.fitting(offsets, offsets.shape, SIZE_DTYPES[1], x, xp, "offsets")
 
 
-def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:
+def compare_offsets(offsets: Array, given: np.ndarray, columns: int, name: str = "offsets") -> None:
     """Raises ValueError unless offsets, wherever they are, are the sums of sizes on the host, times columns.
-    """
+    name: of the offsets, in messages."""
     host = offsets if isinstance(offsets, np.ndarray) else offsets.get()
-    want = np.concatenate([[0], np.cumsum(given)]) * columns
-    if not np.array_equal(host, want):
-        wrong = int(np.argmax(host != want))
-        raise ValueError(f"offsets: expected {want[wrong]} at {wrong} (rows before it, times {columns} "
-                         f"columns), got {host[wrong]}")
+    check_offsets_of_sizes(host, given, columns, name)
 
 
 def _as_sizes(splits: Any, name: str) -> np.ndarray:

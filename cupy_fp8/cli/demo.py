@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -194,7 +195,8 @@ class _Demo:
                 file.write(f"{text}\n".encode())
         if self._options.plot:
             axes = plot.comparison({one.name: one.comparison for one in self._compared})
-            axes[0].figure.savefig(self._options.plot, dpi=150)
+            figure: Any = axes[0].figure
+            figure.savefig(self._options.plot, dpi=150)
             print(f"Picture: {self._options.plot}")
 
 

@@ -11,10 +11,11 @@ from .. import backend
 from ..arrays import Array, contiguous
 from ..formats import FORMATS, INPUT_DTYPES, choice, float8_e5m2, float32, names
 from ..kernels import Variant, recording
+from ..layouts import block_text
 from ..ops.scales.amax import compute_amax
 from ..ops.scales.scale import compute_scale
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..results import Quantized, Scaled, as_scaled, block_text, html_table
+from ..results import Quantized, Scaled, as_scaled, html_table
 from . import on_gpu
 from .recipe_rows import COLUMNS, Recipe, RecipeError, columns_for, recipe_name
 from .scale_report import compact_scales

@@ -18,6 +18,10 @@ OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 6144
 #: `error_sums` adds up so many quantities, and so many with those of runs: RUN elements beside each other.
 SUMS, LOCAL_SUMS = 11, 13
 RUN = 32
+#: A value of a run is an outlier from so many powers of two above the run's median on (8 to 16 times as large
+#: as that). Of normally distributed values one in 10,000 is; against the largest value alone instead, an
+#: outlier hides beside a larger one.
+OUTLIER = 4
 
 
 def error_sums(x: np.ndarray, v: np.ndarray, codes: np.ndarray | None, local: bool = False) -> np.ndarray:
@@ -36,20 +40,31 @@ def error_sums(x: np.ndarray, v: np.ndarray, codes: np.ndarray | None, local: bo
         signal, noise = np.square(magnitude), np.square(gap)
         sums = [a.sum(dtype=np.float64) for a in (signal, noise, *lost, ~finite, normal, subnormal,
                                                   np.square(of_normal))]
-        runs = _of_runs(signal, noise) if local else ()
+        runs = _of_runs(magnitude, gap) if local else ()
         return np.stack([*sums, *runs, of_normal.max(), relative.max()])
 
 
-def _of_runs(signal: np.ndarray, noise: np.ndarray) -> tuple[np.floating, np.floating]:
-    """(the sum of noise over signal, at most 1 each, of runs without their first largest element; how many
-    runs have others that are not 0). The last run may be shorter. Changes both arrays."""
-    signal, noise = (np.append(a, np.zeros(-a.size % RUN)) if a.size % RUN else a for a in (signal, noise))
-    largest = np.arange(0, signal.size, RUN) + signal.reshape(-1, RUN).argmax(axis=-1)
-    signal[largest] = noise[largest] = 0
-    signal, noise = (a.reshape(-1, RUN).sum(axis=-1) for a in (signal, noise))
+def _of_runs(magnitude: np.ndarray, gap: np.ndarray) -> tuple[np.floating, np.floating]:
+    """(the sum of noise over signal, at most 1 each, of runs without their first largest element and their
+    outliers; how many runs have others that are not 0). The last run may be shorter."""
+    magnitude, gap = (np.append(a, np.zeros(-a.size % RUN)).reshape(-1, RUN) for a in (magnitude, gap))
+    kept = ~_outliers(magnitude)
+    np.put_along_axis(kept, magnitude.argmax(axis=-1)[:, None], False, axis=-1)
+    signal, noise = (np.square(a).sum(axis=-1, where=kept) for a in (magnitude, gap))
     counted = signal > 0
     ratio = np.divide(noise, signal, out=np.ones_like(noise), where=counted & (noise < signal))
     return ratio.sum(where=counted), counted.sum(dtype=np.float64)
+
+
+def _outliers(magnitude: np.ndarray) -> np.ndarray:
+    """Flags of the outliers of runs [n, RUN]. Zeros have no part in the median, which is the lower one of an
+    even number: as many as half of a run's values can be outliers."""
+    exponent = magnitude.view(np.int64) >> 52
+    last = exponent.max()
+    ordered = np.sort(np.where(magnitude > 0, exponent, last + 1), axis=-1)
+    used = (magnitude > 0).sum(axis=-1, keepdims=True)
+    median = np.take_along_axis(ordered, np.maximum(used - 1, 0) // 2, axis=-1)
+    return exponent >= median + OUTLIER
 
 
 def _precision(magnitude: np.ndarray, v: np.ndarray, kept: np.ndarray,

@@ -39,7 +39,7 @@ class BlockReport:
 
     block: Block
     shape: tuple[int, ...]
-    saturated: Array
+    saturated: Array                # as nan, or None: a type checker cannot know whether there was an x
     underflowed: Array
     nan: TypedArray
     negative_zeros: TypedArray

@@ -22,7 +22,8 @@ COLUMNS = (Column("recipe", 17, right=False), Column("SQNR dB", 7), Column("loca
 LEGEND = {
     "recipe": "what shares a scale (MX: 1×32), and the format; pow2: scales are powers of two.",
     "SQNR": "power of the values over that of the errors; 6 dB are one bit.",
-    "local": "that of 32 adjacent values without the largest, on average: what is left beside larger values.",
+    "local": "that of 32 adjacent values without the largest and outliers, on average: what is left beside "
+             "those.",
     "normal error": "relative error of the values that are normal numbers in FP8: rms / largest.",
     "saturated": "values beyond the format's maximum.",
     "to zero": "values too small for any number but 0.",
@@ -39,8 +40,9 @@ class RecipeError:
     error               the `ErrorReport`
     bytes_per_element   bytes of data and scales per element (one direction)
     local_sqnr_db       the SQNR beside larger values: 10 log10(1 / mean(Σ (v − x)² / Σ x²)) over runs of 32
-                        adjacent values, each without its largest one, and with a ratio of 1 at most. So large
-                        values do not hide what becomes of the others
+                        adjacent values, each without its largest one and its outliers (from 8 to 16 times
+                        its median on), and with a ratio of 1 at most. So large values do not hide what
+                        becomes of the others
     """
 
     name: str

@@ -14,6 +14,7 @@ from ..formats import integer
 from ..layouts import cdiv
 from ..reference.numerics import widen
 from ..results import Quantized, Scaled, facts_table, row_wise
+from ..scaled_parts import check_one_piece
 from . import pieces
 from .losses import spans_of_tiles
 from .scale_report import warn_of_unusable
@@ -100,6 +101,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     ([[20.0, 20.0]], 768, Vanished(row_blocks=2, elements=256))
     """
     part = row_wise(q, advice="; q.columnwise.T has its columns as rows")
+    check_one_piece(part)
     if part.block is None or part.block[0] != 1:
         had = part.block or "one scale for the tensor"
         raise ValueError(f"q: expected row-wise blocks (1, B), got {had}; those of column-wise data are in "

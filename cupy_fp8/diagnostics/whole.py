@@ -106,8 +106,9 @@ def error_and_local(x: Array, q: Any) -> tuple[ErrorReport, float]:
     """(what `error` gives, the SQNR of values beside larger ones, in decibels).
 
     The latter is 10 log10(1 / mean(Σ (v − x)² / Σ x²)) over runs of 32 values beside each other, each without
-    its largest one, and with a ratio of 1 at most: no value counts more because others are smaller, and those
-    that set scales do not count. Without runs of two values that are not 0 it is the SQNR of all.
+    its largest one and its outliers (`losses.OUTLIER`), and with a ratio of 1 at most: no value counts more
+    because others are smaller, and those that set scales do not count. Without runs of two values that are
+    not 0 it is the SQNR of all.
     """
     values, codes = values_and_codes(q, module_of_x(x))
     require_shape(x, values)

@@ -40,6 +40,7 @@ from ..options import check_path
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..results import Quantized, Scaled
 from ..routing import Routing
+from ..scaled_parts import check_offsets_of_sizes
 from ..state import DelayedScalingState
 from .replace import PathLike, replacing
 
@@ -199,7 +200,7 @@ class _Writer:
         fields = {field: vars(value)[field] for field in _FIELDS[kind]}
         fields |= {field: contiguous(a) for field, a in fields.items() if _is_strided(kind, field, a)}
         try:
-            _build(kind, dict(fields))
+            fields = {field: vars(_build(kind, dict(fields)))[field] for field in fields}
         except (TypeError, ValueError) as error:
             raise type(error)(_in_result(name, kind, error)) from None
         # An absent field is None to every version that reads the file, also one that does not know it.
@@ -350,8 +351,22 @@ def _build(kind: type, fields: dict[str, Any]) -> Any:
         codes = fields.get("rowwise")
         if getattr(codes, "dtype", None) in FP8_DTYPES:     # These are codes of `Grouped.wrap`.
             checked = Grouped(**{**fields, "rowwise": bits(codes)})
+            _check_sizes(checked)
             return Grouped._plain_values(checked.splits, checked.offsets, checked.shape, codes)
-    return kind(**fields)
+    made = kind(**fields)
+    _check_sizes(made)
+    return made
+
+
+def _check_sizes(made: Any) -> None:
+    """ValueError unless sizes fit each other, which results on a GPU do not look at. (`save` waits for it
+    anyway.)"""
+    if isinstance(made, Grouped):
+        check_offsets_of_sizes(asnumpy(made.offsets), asnumpy(made.splits), made.shape[1])
+    elif isinstance(made, Quantized):
+        sizes = {id(part.splits): part.splits for part in made.parts.values() if part.splits is not None}
+        if len({asnumpy(a).tobytes() for a in sizes.values()}) > 1:
+            raise ValueError("columnwise.splits: expected the sizes of rowwise, got others")
 
 
 def _is_strided(kind: type, field: str, value: Any) -> bool:

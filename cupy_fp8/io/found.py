@@ -13,8 +13,9 @@ import numpy as np
 
 from ..formats import FP8_DTYPES, bfloat16, float8_e8m0fnu, float16, float32
 from ..grouped import Grouped
+from ..layouts import block_text
 from ..options import check_path
-from ..results import Quantized, Scaled, block_text
+from ..results import Quantized, Scaled
 from .archive import MANIFEST, load, open_members
 from .checkpoint import Checkpoint
 from .pairing import Pairing, scale_names

@@ -16,6 +16,7 @@ from ..advice import shown, type_name
 from ..arrays import Array, asnumpy, bits
 from ..options import check_path
 from ..results import Quantized, Scaled
+from ..scaled_parts import check_one_piece
 from .checkpoint import INDEX, SUFFIX
 from .leftovers import check_no_strangers
 from .pairing import scale_names
@@ -91,12 +92,14 @@ def _layer(name: Any, value: Any, keeps_exponents: bool) -> _Layer:
         raise ValueError("tensors: '__metadata__' is no name of a tensor")
     if isinstance(value, Quantized):
         if value._row is None:
+            check_one_piece(value._any, name)
             raise ValueError(f"{name}: expected a row-wise part, got {value!r}")
         value = value._row
     if not isinstance(value, Scaled):
         backend.module_of(value, name)
         dtype_name(name, value.dtype)
         return _Layer(value)
+    check_one_piece(value, name)
     block = value.block
     if value.transposed or (block and block != _COLUMNS and (block[0] is None or block[1] == 1)):
         raise ValueError(f"{name}: expected row-wise data, not stored transposed, got {value!r}; transpose "

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..arrays import asnumpy
 from ..formats import float8_e8m0fnu, float32
-from ..results import Scaled, block_text
+from ..layouts import block_text
+from ..results import Scaled
 from .checkpoint import Checkpoint
 from .pairing import Pairing
 from .safetensors import DTYPES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from .sample import MOST_CELLS
 from .scale_maps import draw_map
 from .style import BLUE, GREEN, ORANGE, VERMILION, axes, blue, integer_ticks
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["loss_histogram", "loss_map", "scale_histogram"]
 
 #: A loss has a label, a colour and dashes. Lines differ in both, for colour-blind readers.
@@ -28,7 +31,7 @@ _LOSSES: dict[str, tuple[str, str, str]] = {
 _MOST_BARS = 64
 
 
-def scale_histogram(q: Scaled | Quantized | ScaleReport, *, ax: Any = None) -> Any:
+def scale_histogram(q: Scaled | Quantized | ScaleReport, *, ax: Axes | None = None) -> Axes:
     """Draw how many scales lie in each power of two: a bar at e counts the scale_inv that are at least 2**e
     and less than 2**(e + 1).
 
@@ -62,7 +65,7 @@ def scale_histogram(q: Scaled | Quantized | ScaleReport, *, ax: Any = None) -> A
     return ax
 
 
-def loss_map(report: BlockReport, loss: Loss = "underflowed", *, ax: Any = None) -> Any:
+def loss_map(report: BlockReport, loss: Loss = "underflowed", *, ax: Axes | None = None) -> Axes:
     """Draw which share of each block's elements was lost, where the block is in the matrix. Blocks without
     losses are grey.
 
@@ -98,7 +101,7 @@ def loss_map(report: BlockReport, loss: Loss = "underflowed", *, ax: Any = None)
     return ax
 
 
-def loss_histogram(report: BlockReport, *, ax: Any = None) -> Any:
+def loss_histogram(report: BlockReport, *, ax: Axes | None = None) -> Axes:
     """Draw how many blocks lost how many elements: a line for each kind of loss that there is.
 
     report : what `diagnostics.blocks` found. Blocks that lost nothing are left out of the lines, and counted

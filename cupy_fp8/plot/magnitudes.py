@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,12 +12,15 @@ from ..results import Quantized, Scaled
 from .sample import sampled
 from .style import GREY, ORANGE, VERMILION, axes, binade_ticks, blue, is_dark
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["error_by_magnitude", "histogram"]
 
 _BINS_PER_BINADE = 4
 
 
-def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
+def histogram(x: Array, q: Any = None, *, ax: Axes | None = None) -> Axes:
     """Draw how often each magnitude occurs in x and after quantisation, on log2 axes with four bins per power
     of two.
 
@@ -38,7 +41,7 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     present = np.concatenate([before[before > 0], [] if after is None else after[after > 0]])
     low, high = (np.floor(np.log2(present.min())),
                  np.floor(np.log2(present.max())) + 1) if present.size else (-1, 1)
-    edges = 2.0 ** np.linspace(low, high, int(high - low) * _BINS_PER_BINADE + 1)
+    edges: Any = 2.0 ** np.linspace(low, high, int(high - low) * _BINS_PER_BINADE + 1)
     ax = axes(ax, (7, 3.2))
     ax.hist(before, edges, color=blue(ax), alpha=0.5, label=_counted("x", before))
     if after is not None:
@@ -59,7 +62,7 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     return ax
 
 
-def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
+def error_by_magnitude(x: Array, q: Any, *, ax: Axes | None = None) -> Axes:
     """Draw the relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of
     a power of two.
 

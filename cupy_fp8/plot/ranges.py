@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +11,8 @@ from ..arrays import Array, asarray, asnumpy
 from ..formats import FORMATS, FP8_DTYPES, lookup
 from ..ops.convert.astype import astype
 from ..reference.numerics import widen
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, as_scaled
+from ..scaled_parts import check_one_piece
 from .representable import number_line
 from .style import (
     BLUE,
@@ -26,10 +27,13 @@ from .style import (
     whole_number,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["block_ranges", "format_ranges", "rounding"]
 
 
-def format_ranges(dtypes: Any, *, top: float | None = None, ax: Any = None) -> Any:
+def format_ranges(dtypes: Any, *, top: float | None = None, ax: Axes | None = None) -> Axes:
     """Draw from where to where formats reach, one bar each: normal numbers in blue, subnormals hatched.
 
     dtypes : a format of `finfo`, or a sequence of them.
@@ -73,7 +77,7 @@ def format_ranges(dtypes: Any, *, top: float | None = None, ax: Any = None) -> A
 
 
 def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 0, blocks: int = 4,
-                 ax: Any = None) -> Any:
+                 ax: Axes | None = None) -> Axes:
     """Draw the magnitudes of a few blocks of one row of x, and where each block's scale puts the format: its
     maximum (dashed), its subnormals (band), below which values become 0.
 
@@ -88,8 +92,9 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
     ['block 0', 'block 1', 'block 2']
     """
     backend.module_of(x, "x")
+    check_one_piece(as_scaled(q))
     part = q._row if isinstance(q, Quantized) else q
-    if not isinstance(part, Scaled) or part.block is None or part.block[0] != 1 or part.block[1] is None:
+    if part is None or part.block is None or part.block[0] != 1 or part.block[1] is None:
         raise ValueError(f"q: expected row-wise blocks, such as quantize_mx makes, got {q!r}")
     if part.shape != x.shape or len(x.shape) != 2:
         raise ValueError(f"x: expected two dimensions, and the shape of q, {part.shape}, got {x.shape}")
@@ -108,7 +113,7 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
         named = block == first
         ax.fill_between(edges, f.smallest_subnormal * s, f.smallest_normal * s, color=ORANGE, alpha=0.35,
                         linewidth=0, label="subnormals" if named else None)
-        ax.hlines(f.max * s, *edges, color=VERMILION, linestyle="--", label="largest code" if named else None)
+        ax.hlines(f.max * s, *edges, color=VERMILION, linestyle="--", label="largest code" if named else "")
         ax.text(sum(edges) / 2, f.max * s * 1.5, f"block {block}", ha="center", fontsize="small")
     ax.plot(at, np.where(magnitude > 0, magnitude, np.nan), "o", color=blue(ax), markersize=3.5, label="|x|")
     ax.set_yscale("log", base=2)
@@ -123,7 +128,7 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
     return ax
 
 
-def rounding(x: Any, dtype: Any = "float8_e4m3fn", *, ax: Any = None) -> Any:
+def rounding(x: Any, dtype: Any = "float8_e4m3fn", *, ax: Axes | None = None) -> Axes:
     """Draw which code each number becomes: numbers above, the format's positive values below, an arrow for
     each. Blue is exact, orange red is rounded; a cross becomes 0.
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..advice import type_name
 from ..diagnostics import Comparison
 from ..diagnostics.text import elided
 from .style import BLUE, GREEN, ORANGE, VERMILION, ink, list_of_axes, pair
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["comparison"]
 
@@ -18,7 +21,8 @@ _LOOKS = ((BLUE, "o"), (VERMILION, "s"), (GREEN, "^"), (ORANGE, "D"))
 _LEAST = 1e-4                                   # % of lost values up to which the axis is linear
 
 
-def comparison(found: Comparison | Mapping[str, Comparison], *, ax: Any = None) -> Any:
+def comparison(found: Comparison | Mapping[str, Comparison], *,
+               ax: Sequence[Axes] | None = None) -> list[Axes]:
     """Draw what each recipe does to tensors: SQNR at the left, and the share of the values that was saturated
     or lost to 0 at the right.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -10,13 +10,16 @@ from ..formats import FORMATS, Format
 from ..reference.numerics import widen
 from .style import GREY, ORANGE, axes, binade_ticks, blue, formats_of, positive_number
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["number_line"]
 
 _LINE_DTYPES = tuple(dtype for dtype, f in FORMATS.items() if f.bits <= 16)
 
 
 def number_line(dtypes: Any, *, axis: Literal["log", "linear"] = "log", limit: float | None = None,
-                ax: Any = None) -> Any:
+                ax: Axes | None = None) -> Axes:
     """Draw every finite value of a format as a tick on a line: one line per format, subnormals in orange.
 
     dtypes : one of float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bfloat16, float16, or a sequence of them.

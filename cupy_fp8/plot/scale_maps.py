@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,10 +15,13 @@ from ..results import Quantized, Scaled, as_scaled
 from .sample import MOST_CELLS, every_nth, taken
 from .style import GREY, axes, integer_ticks
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["scale_heat_map"]
 
 
-def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> Any:
+def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Axes | None = None) -> Axes:
     """Draw log2 of every scale_inv: it shows where a matrix is large and where it is small.
 
     scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Or

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..advice import shown, type_name
 from .sweeps import stacked
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["steps"]
 
@@ -27,7 +30,8 @@ _NAMES = {"sqnr_db": "SQNR (dB)", "nan": "NaN", "negative_zeros": "−0", "block
 def steps(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
           quantities: Sequence[str] = ("sqnr_db", "blocks_saturated", "blocks_underflowed",
                                        "scale_log2_mean"), *,
-          tensors: Sequence[str] | None = None, title: str = "", ax: Any = None) -> Any:
+          tensors: Sequence[str] | None = None, title: str = "",
+          ax: Sequence[Axes] | None = None) -> list[Axes]:
     """Draw a log of a training run: a panel for each quantity, one above the other, and in it a line for each
     tensor.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from ..routing import Routing
 from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, ink
 from .tables import cells
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["routes", "scale_layout"]
 
 _MOST_SCALES, _MOST_ROWS = 512, 128
@@ -23,7 +26,7 @@ _BASE = 254                     # Scales are numbered in this base: E8M0 bytes 1
 
 
 def scale_layout(shape: tuple[int, int], layout: ScaleLayout, *, block: Block = (1, 128),
-                 dtype: Any = "float32", ax: Any = None) -> Any:
+                 dtype: Any = "float32", ax: Axes | None = None) -> Axes:
     """Draw where each scale of a small matrix lies in memory, row by row. A cell names its scale as
     'line, block': for 1-D blocks a line is a row of the matrix, for 2-D blocks a row of blocks. Grey cells
     are padding.
@@ -59,7 +62,8 @@ def scale_layout(shape: tuple[int, int], layout: ScaleLayout, *, block: Block = 
     if number.size > 128:
         for cell in ax.texts:
             cell.set_fontsize("xx-small")
-        ax.figure.set_size_inches(8.5, 1 + 0.17 * number.shape[0])
+        figure: Any = ax.figure
+        figure.set_size_inches(8.5, 1 + 0.17 * number.shape[0])
     return ax
 
 
@@ -88,7 +92,7 @@ def _stored_numbers(shape: tuple[int, int], layout: ScaleLayout, block: Block, d
     return np.where(low < 0, -1, _BASE * high + low)
 
 
-def routes(routing: Routing, *, ax: Any = None) -> Any:
+def routes(routing: Routing, *, ax: Axes | None = None) -> Axes:
     """Draw a small routing: above, every slot of every token with the expert it asks for (– for a dropped
     one), below, the rows with the token that each holds, and a line from slot to row. Grey rows are padding.
 

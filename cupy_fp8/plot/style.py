@@ -6,13 +6,16 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..advice import shown, type_name
 from ..arrays import asnumpy, is_array
 from ..formats import Format, integer, lookup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: pip install matplotlib)"
 
@@ -30,7 +33,7 @@ def pyplot() -> Any:
     return found
 
 
-def axes(ax: Any, size: tuple[float, float]) -> Any:
+def axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     if ax is None:
         ax = pyplot().subplots(figsize=size, layout="constrained")[1]
     elif not hasattr(ax, "spines"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from .style import (
     members,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["curves", "reports"]
 
 # Lines differ in colour, dashes and marker at once, so that no reader depends on colour.
@@ -42,7 +45,7 @@ _SHARES = ("saturated", "underflowed", "nan", "nonfinite")
 
 def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str = "", title: str = "",
            xscale: AxisScale = "linear", yscale: AxisScale = "linear", legend: bool = True,
-           ax: Any = None) -> Any:
+           ax: Axes | None = None) -> Axes:
     """Draw several lines over the same x: losses by step, bytes by size, errors by setting.
 
     x : one-dimensional array or sequence of numbers.
@@ -78,7 +81,7 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
     if title:
         ax.set_title(title, fontsize="medium")
     if legend and len(lines) > 1:
-        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(lines) > 3 else {}
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(lines) > 3 else {}
         ax.legend(frameon=False, fontsize="small", **beside)
     return ax
 
@@ -101,7 +104,8 @@ def _set_scales(ax: Any, xscale: str, yscale: str) -> None:
 
 def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
             quantities: Sequence[str] = ("sqnr_db", "saturated", "underflowed"), *, xlabel: str = "",
-            title: str = "", xscale: AxisScale = "linear", ax: Any = None) -> Any:
+            title: str = "", xscale: AxisScale = "linear",
+            ax: Sequence[Axes] | None = None) -> list[Axes]:
     """Draw what `diagnostics.error` found over a sweep or over steps: a panel for each quantity, one above
     the other.
 
@@ -138,7 +142,7 @@ def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
 
 
 def stacked(x: Any, lines: Mapping[str, Mapping[str, Any]], *, xlabel: str = "", title: str = "",
-            xscale: AxisScale = "linear", ax: Any = None) -> list[Any]:
+            xscale: AxisScale = "linear", ax: Sequence[Axes] | None = None) -> list[Axes]:
     """`curves` in panels one above the other, by the label of their y axis. Returns the Axes."""
     size = 7.5, 1.2 + 1.5 * len(lines)
     panels = list(figure(size, len(lines))) if ax is None else list_of_axes(ax)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from .style import (
     mapping,
     members,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["bars", "cells", "table"]
 
@@ -63,7 +66,7 @@ def table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> NotebookTable:
 
 
 def bars(rows: Mapping[str, Mapping[str, float] | Sequence[tuple[str, float]]], *, xlabel: str = "",
-         title: str = "", form: str = "{:,.4g}", ax: Any = None) -> Any:
+         title: str = "", form: str = "{:,.4g}", ax: Axes | None = None) -> Axes:
     """Draw horizontal bars made of parts, with their totals: bytes by purpose, launches by kernel, rows by
     state.
 
@@ -108,7 +111,7 @@ def bars(rows: Mapping[str, Mapping[str, float] | Sequence[tuple[str, float]]], 
 
 def cells(values: Any, text: Any = None, *, rows: Sequence[Any] | None = None,
           columns: Sequence[Any] | None = None, xlabel: str = "", ylabel: str = "", title: str = "",
-          form: str = "{:.3g}", ax: Any = None) -> Any:
+          form: str = "{:.3g}", ax: Axes | None = None) -> Axes:
     """Draw a small matrix with a colour and a text in each cell: what differs from what, or where something
     lies in memory.
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..formats import FP8_DTYPES, lookup
 from .style import GREY, VERMILION, axes, binade_ticks, blue, floats, ink, integer_ticks
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["amax_history"]
 
 
 def amax_history(amax: Any, limit: Any, *, dtype: Any = "float8_e4m3fn", steps: Any = None, title: str = "",
-                 ax: Any = None) -> Any:
+                 ax: Axes | None = None) -> Axes:
     """Draw a tensor's amax at every step, and the largest magnitude that the scale of the step lets through.
     A vertical line in orange red is a step that saturates: amax is larger by half a step of the format or
     more.

@@ -9,7 +9,8 @@
 //
 // Defines:
 //   IN, VALUE    bf16, f16, f32 or f64
-//   LOCAL        1: also the noise of runs, 32 elements that a warp reads, without the largest of each
+//   LOCAL        1: also the noise of runs, 32 elements that a warp reads, without the largest of each and
+//                the outliers
 #include "numerics/formats.cuh"
 
 struct f64 {
@@ -56,6 +57,23 @@ __device__ __forceinline__ double warp_sum(double term) {
 }
 #endif
 
+#if LOCAL
+constexpr int kOutlier = 4;                      // OUTLIER in losses.py
+// The lower median of the exponents (11 bits) of the lanes that have one, found bit by bit.
+__device__ __forceinline__ int median_exponent(int exponent, bool has_one) {
+    u32 left = __ballot_sync(~0u, has_one);
+    int below = (__popc(left) - 1) / 2, median = 0;
+    for (int bit = 10; bit >= 0; bit--) {
+        const u32 ones = __ballot_sync(~0u, exponent >> bit & 1) & left, zeros = left & ~ones;
+        const bool is_one = below >= __popc(zeros);
+        if (is_one) below -= __popc(zeros);
+        left = is_one ? ones : zeros;
+        median |= (int)is_one << bit;
+    }
+    return median;
+}
+#endif
+
 struct ErrorSums {
     double signal = 0, noise = 0;
     u32 saturated = 0, underflowed = 0, nan = 0, nonfinite = 0, normal = 0, subnormal = 0;
@@ -65,7 +83,7 @@ struct ErrorSums {
     u32 runs = 0;
 
     // Adds a run, of which each lane has an element, or zeros past the end: its noise over its signal,
-    // without its first element of the largest magnitude. Called from every lane.
+    // without its first element of the largest magnitude and its outliers. Called from every lane.
     __device__ __forceinline__ void add_run(double magnitude, double gap) {
         double most = magnitude;
         for (int step = 1; step < 32; step *= 2) {
@@ -74,8 +92,11 @@ struct ErrorSums {
         }
         const int lane = threadIdx.x % 32;
         const bool first = __ffs(__ballot_sync(~0u, magnitude == most)) == lane + 1;
-        const double run_signal = warp_sum(first ? 0 : magnitude * magnitude);
-        const double run_noise = warp_sum(first ? 0 : gap * gap);
+        const int exponent = (int)(__double_as_longlong(magnitude) >> 52);
+        const int median = median_exponent(exponent, magnitude > 0);
+        const bool left_out = first || exponent >= median + kOutlier;
+        const double run_signal = warp_sum(left_out ? 0 : magnitude * magnitude);
+        const double run_noise = warp_sum(left_out ? 0 : gap * gap);
         if (lane || !(run_signal > 0)) return;
         runs++;
         of_runs += run_noise < run_signal ? run_noise / run_signal : 1;

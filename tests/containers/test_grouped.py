@@ -33,7 +33,7 @@ def test_wrap(run):
         assert int(data[2, 0]) == 99, "a member is a view"
         data[2, 0] = 6
     offsets = run.array(np.array([0, 6, 6, 18]))
-    assert fp8.Grouped.wrap(data, splits, offsets=offsets).offsets is offsets
+    assert fp8.asnumpy(fp8.Grouped.wrap(data, splits, offsets=offsets).offsets).tolist() == [0, 6, 6, 18]
     kind = "cupy" if run.name == "cuda" else "numpy"
     assert repr(g) == f"Grouped(int32[7, 3] in 3 groups, plain values, {kind})"
     codes = np.arange(8, dtype=np.uint8).view(float8_e4m3fn).reshape(4, 2)
@@ -64,8 +64,8 @@ DATA, EVERYTHING = np.zeros((4, 2), np.float32), cast(Any, slice(None))
      "dequantize: plain float32 values are not quantised"),
     (lambda: Grouped(DATA, DATA, (4, 2)), ValueError,
      "Grouped: expected row-wise data, or quantised column-wise data"),
-    (lambda: Grouped.wrap(DATA, [2, 2], offsets=np.array([0, 6, 8]))[0], ValueError,
-     "splits: group 1 of 2 rows at element 6"),
+    (lambda: Grouped.wrap(DATA, [2, 2], offsets=np.array([0, 6, 8])), ValueError,
+     r"offsets: expected 4 at 1 \(rows before it, times 2 columns\), got 6"),
 ])  # fmt: skip
 def test_refused(wrong, error, message):
     with pytest.raises(error, match="^" + message):
@@ -82,6 +82,10 @@ BLOCKS = fp8.group_quantize(matrix(9, 4), [4, 5], BlockScaling(scale_layout="com
     (TENSORS, {"splits": np.ones(2)}, TypeError, "splits: expected dtype int32, int64, got float64"),
     (TENSORS, {"offsets": np.ones(3, np.int32)}, TypeError, "offsets: expected dtype int64, got int32"),
     (TENSORS, {"offsets": np.ones(2, np.int64)}, ValueError, r"offsets: expected shape \(3,\), got \(2,\)"),
+    (TENSORS, {"offsets": np.array([0, 20, 36])}, ValueError,
+     r"offsets: expected 16 at 1 \(rows before it, times 4 columns\), got 20"),
+    (BLOCKS, {"splits": np.array([5, 4])}, ValueError,
+     r"offsets: expected 20 at 1 \(rows before it, times 4 columns\), got 16"),
     (TENSORS, {"shape": (36,)}, ValueError, r"shape: expected \(M, K\), got \(36,\)"),
     (TENSORS, {"shape": (9, -4)}, ValueError, "shape: expected extents of zero or more"),
     (TENSORS, {"shape": (9, 5)}, ValueError, r"rowwise: expected shape \(45,\), got \(36,\)"),
@@ -184,6 +188,27 @@ def test_dequantize_into_its_own_scales(run):
     assert (fp8.asnumpy(memory)[:-80] == 7).all()
 
 
+def test_wrapped_sizes_and_offsets_may_change(run):
+    data = run.array(np.arange(21, dtype=np.int32).reshape(7, 3))
+    for dtype in (np.int32, np.int64):
+        splits = run.array(np.array([2, 0, 4], dtype))
+        offsets = run.array(np.array([0, 6, 6, 18]))
+        for g in (Grouped.wrap(data, splits), Grouped.wrap(data, splits, offsets=offsets)):
+            splits[...], offsets[...] = 1, 0
+            assert [fp8.asnumpy(a).reshape(-1).tolist() for a in g] == [[*range(6)], [], [*range(6, 18)]]
+            splits[...], offsets[...] = run.array(np.array([2, 0, 4])), run.array(np.array([0, 6, 6, 18]))
+
+
+@pytest.mark.parametrize("change", ["splits", "offsets"])
+def test_members_of_other_sizes_are_refused(change, run):
+    """Whether a field was exchanged or changed in place, and wherever it is."""
+    g = fp8.group_quantize(run.array(matrix(9, 4)), run.array(np.array([4, 5])), BlockScaling())
+    getattr(g, change)[1] = 3
+    for use in (lambda: g[0], lambda: list(g), g.dequantize):
+        with pytest.raises(ValueError, match=r"^offsets: expected \d+ at \d \(rows before it, times 4 col"):
+            use()
+
+
 # ---- in files and on pages ----
 EACH: Any = product
 RECIPES = [CURRENT, BlockScaling(profile="deepgemm", scale_layout="deepgemm_sm90"),
@@ -228,7 +253,7 @@ def test_damaged_files_are_refused(recipe, field, message, tmp_path, monkeypatch
         fp8.save(tmp_path / "groups.npz", g=damaged)
     assert not list(tmp_path.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(archive, "_build", lambda *_: None)
+        patch.setattr(archive, "_build", lambda kind, fields: kind._of_fields(**fields))
         fp8.save(tmp_path / "groups.npz", g=damaged)
     with pytest.raises(ValueError, match=message):
         fp8.load(tmp_path / "groups.npz")

@@ -25,12 +25,13 @@ def test_arrays_that_make_no_routing():
             dataclasses.replace(r, **{name: wrong})
     with pytest.raises(ValueError, match=r"^row_map: expected shape \[T, topk\]"):
         dataclasses.replace(r, row_map=r.splits)
-    odd = np.zeros(r.row_map.nbytes + 1, np.uint8)[1:].view(np.int32).reshape(r.row_map.shape)
+    wide: Any = np.zeros((1, 1025), np.int32)
+    odd: Any = np.zeros(r.row_map.nbytes + 1, np.uint8)[1:].view(np.int32).reshape(r.row_map.shape)
     with pytest.raises(ValueError,
                        match=r"^row_map: address 0x[0-9a-f]+ is not a multiple of the element size 4"):
         dataclasses.replace(r, row_map=odd)
     with pytest.raises(ValueError, match=r"^Routing: expected at most 1024 experts"):
-        dataclasses.replace(r, row_map=np.zeros((1, 1025), np.int32))
+        dataclasses.replace(r, row_map=wide)
     with pytest.raises(dataclasses.FrozenInstanceError):
         r.rows = 3              # type: ignore[misc]
 

@@ -294,6 +294,7 @@ def test_a_name_and_its_dtype_are_remembered_apart(place: Place):
     """Calls that are launched again give what each was asked for."""
     x = place.array(X)
     for _ in range(3):
+        name: Any
         for name, dtype in (("e4m3", fp8.float8_e4m3fn), ("e5m2", fp8.float8_e5m2)):
             by_name, by_dtype = (fp8.astype(x, of) for of in (name, dtype))
             assert by_name.dtype == by_dtype.dtype == dtype

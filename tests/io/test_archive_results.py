@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -118,3 +119,50 @@ def test_what_load_would_refuse_is_not_written(changes, error, message, tmp_path
     with pytest.raises(error, match=message):
         fp8.save(tmp_path / "q.npz", weights={"q": Quantized._of(None, column)})
     assert not list(tmp_path.iterdir())
+
+
+# ---- options in NumPy's scalars ----
+ONES: list[Any] = [np.float64(1), np.float32(1), np.float16(1), np.int64(1), np.uint8(1), 1, True]
+YES: list[Any] = [np.bool_(True), np.int64(1), 1]
+RECIPES: dict[type, dict[str, list[Any]]] = {
+    fp8.BlockScaling: {"eps": ONES[:-1], "pow2_scale": YES, "profile": [np.str_("vllm")],
+                       "scale_layout": [np.str_("compact")], "block": [[1, np.int64(128)]]},
+    fp8.CurrentScaling: {"eps": ONES[:-1], "pow2_scale": YES, "dtype": [np.str_("e5m2")]},
+    fp8.DelayedScaling: {"margin": ONES[3:-1], "history_len": ONES[3:-1], "algo": [np.str_("most_recent")]},
+    fp8.MXScaling: {"mode": [np.str_("floor")], "profile": [np.str_("torchao")],
+                    "scale_layout": [np.str_("swizzled")], "block": [np.array([32, 32])]}}
+
+
+@pytest.mark.parametrize(("kind", "field"), [(kind, field.name) for kind in RECIPES
+                                             for field in dataclasses.fields(kind)])
+def test_recipes_of_numpys_scalars(kind, field, tmp_path):
+    """They hold Python's own numbers and names, which JSON keeps."""
+    for value in RECIPES[kind].get(field, []):
+        recipe = kind(**{field: value})
+        held = getattr(recipe, field)
+        assert isinstance(held, np.dtype) or type(held) in (float, bool, int, str, tuple), repr(value)
+        fp8.save(tmp_path / "v.npz", v=recipe)
+        assert fp8.load(tmp_path / "v.npz")["v"] == recipe
+
+
+def in_numpys(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a result, with its numbers and names as NumPy's."""
+    kinds: dict[type, Any] = {bool: np.bool_, int: np.int64, str: np.str_}
+    return {name: tuple(np.int64(n) for n in a) if name == "shape" else kinds.get(type(a), lambda a: a)(a)
+            for name, a in fields.items()}
+
+
+def test_results_of_numpys_scalars(tmp_path):
+    """Made by hand, or by calls that were given such options."""
+    x = np.ones((8, 256), float32)
+    block = fp8.quantize_block(x, scale_layout="compact", columnwise=True)
+    grouped = fp8.group_quantize(x, [3, 5], fp8.BlockScaling(), columnwise=True)
+    routing = fp8.route(np.zeros((4, 1), np.int32), num_experts=2)
+    for made in (block.rowwise, block.columnwise, grouped, routing):
+        fields = in_numpys(made.__getstate__())
+        for again in (type(made)(**fields), type(made)._of(**fields) if isinstance(made, Scaled)
+                      else type(made)._of_fields(**fields)):
+            fp8.save(tmp_path / "q.npz", q=again)
+            assert fp8.load(tmp_path / "q.npz")["q"] == made
+    layout: Any = np.str_("compact")
+    same_again(tmp_path / "q.npz", {"q": fp8.quantize_block(x, scale_layout=layout)})

@@ -217,6 +217,25 @@ def test_a_shard_of_another_part_and_other_settings(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model-1.safetensors"]
 
 
+def test_a_shard_that_was_exchanged_meanwhile(tmp_path):
+    """By one of the same conversion with other settings, after this one began: nothing is finished, and a
+    folder of two recipes gets no index."""
+    source(tmp_path / "in")
+    assert convert(tmp_path / "in", tmp_path / "other", "--recipe", "mxfp8") == 0
+    settings = module.Settings("row")
+    with module.Conversion(tmp_path / "in", tmp_path / "out", settings) as ours:
+        for shard in ours.shards:
+            ours.convert(shard, lambda _: None)
+        name = "model-1.safetensors"
+        good = (tmp_path / "out" / name).read_bytes()
+        (tmp_path / "out" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+        assert not ours.finish()
+        assert len(list((tmp_path / "out").glob("*.json"))) == 0
+        (tmp_path / "out" / name).write_bytes(good)
+        assert ours.finish()
+        assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
 def test_a_folder_with_other_weights_is_refused(tmp_path, capsys):
     source(tmp_path / "in")
     write(tmp_path / "out" / "stranger.safetensors", {"w": np.ones(3, np.float32)})
@@ -227,7 +246,13 @@ def test_a_folder_with_other_weights_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "options",
-    [["--exclude", "l.0.*"], ["--include", "x"], ["--block", "64,64"], ["--scales", "none"]],
+    [
+        ["--exclude", "l.0.*"],
+        ["--exclude", "nothing.*"],
+        ["--include", "x"],
+        ["--block", "64,64"],
+        ["--scales", "none"],
+    ],
     ids=str,
 )
 def test_every_setting_counts(tmp_path, options, capsys):

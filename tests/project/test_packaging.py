@@ -194,6 +194,18 @@ q.to_layout("swizled")  # arg-type
 q.rowwise.to_block((1, 128), scale_layout="gemm")  # arg-type
 fp8.Scaled(x, x, (128, 128), block=(1, 128), scale_layout="rows")  # arg-type
 n: int = fp8.matmul_nt(q, q)  # assignment
+fp8.matmul_nt(q, q, dtype="float33")  # arg-type
+fp8.astype(x, "e4m4")  # arg-type
+fp8.finfo("e4m4")  # arg-type
+fp8.CurrentScaling(dtype="e4m4")  # arg-type
+fp8.BlockScaling(dtype="e4m4")  # arg-type
+fp8.MXScaling("rceil")  # arg-type
+name: str = fp8.MXScaling().dtype  # assignment
+name = fp8.group_quantize(x, [64, 64], fp8.BlockScaling()).splits  # assignment
+name = fp8.route(np.zeros((4, 1), np.int32)).row_map  # assignment
+name = fp8.DelayedScalingState(2, fp8.DelayedScaling()).scale  # assignment
+name = fp8.testing.Executor("host").array(q)  # assignment
+name = fp8.testing.Executor("host").numpy(x)  # assignment
 fp8.matmul_nt(q, q).shapee  # attr-defined
 q.dequantize().get().nowhere  # attr-defined
 q.rowwise.scale_inf  # attr-defined

@@ -30,11 +30,16 @@ def test_the_text_occurs_once(fault):
 
 
 def test_every_kernel_file_has_a_fault():
-    """Files that no op launches have none, since cases of ops find the faults."""
+    """Files that no op launches need none, since cases of ops find the faults."""
     kernels = {fault.file.removesuffix(".cu") for fault in FAULTS.values() if fault.file.endswith(".cu")}
     lacking = set(sources.names()) - WITHOUT_OP - kernels
     assert not lacking, f"{sorted(lacking)}: add a Fault to tests/support/faults_in_kernels.py"
-    assert kernels == set(sources.names()) - WITHOUT_OP
+    assert kernels <= set(sources.names())
+
+
+def test_there_are_faults_enough():
+    """Issue 43 asks for so many. One that an edit makes pointless is exchanged for another."""
+    assert len(FAULTS) >= 120
 
 
 @pytest.mark.parametrize("package", PACKAGES)

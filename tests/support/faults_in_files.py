@@ -96,6 +96,20 @@ FILE_FAULTS = (
     ),
     Fault(
         "io/convert.py",
+        "s.include, s.exclude, s.scales, str(s.block)]",
+        "s.include, s.scales, str(s.block)]",
+        test=f"{CLAIM}::test_every_setting_counts",
+        name="exclude in no fingerprint",
+    ),
+    Fault(
+        "io/convert.py",
+        "if not target.exists() or _fingerprint_of(target) != self._fingerprint(shard):",
+        "if not target.exists():",
+        test=f"{CLAIM}::test_a_shard_that_was_exchanged_meanwhile",
+        name="foreign shards at the end",
+    ),
+    Fault(
+        "io/convert.py",
         "if target.exists() and self._fingerprint(shard) != _fingerprint_of(target):",
         "if False:",
         test=f"{CLAIM}::test_a_shard_of_another_part_and_other_settings",
@@ -198,6 +212,13 @@ FILE_FAULTS = (
         "scale = scale.view(float8_e8m0fnu)\n    return",
         "scale = scale.astype(float32)\n    return",
         test=f"{FORMS}::test_swizzled_scales",
+    ),
+    Fault(
+        "io/scale_forms.py",
+        "return Form(fits[0])",
+        "return Form(fits[-1])",
+        test=f"{FORMS}::test_a_marker_that_is_none",
+        name="the last block that fits",
     ),
     Fault(
         "io/scale_forms.py",

@@ -73,6 +73,9 @@ def test_the_kernel_adds_up_what_numpy_does(special, monkeypatch, of, codes, loc
     assert got.shape == (4, losses.LOCAL_SUMS if local else losses.SUMS)
     if local:
         assert 0 < want[9] < want[10] == 32
+        blocks = [slice(i, i + 256) for i in range(0, 1003, 256)]
+        each = [losses.error_sums(x[i], values[i], q.data[i] if codes else None, True)[9] for i in blocks]
+        np.testing.assert_allclose(got[:, 9], each, rtol=1e-13)
         np.testing.assert_allclose(got[:, 9:11].sum(axis=0), want[9:11], rtol=1e-13)
         got, want = np.delete(got, [9, 10], axis=1), np.delete(want, [9, 10])
     np.testing.assert_array_equal(got[:, -2:].max(axis=0), want[-2:])

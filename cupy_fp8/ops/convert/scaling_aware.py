@@ -27,6 +27,7 @@ from ...layouts import (
 )
 from ...reference.convert.scaling_aware import exponents
 from ...results import Quantized, Scaled, row_wise
+from ...scaled_parts import check_one_piece
 from ..scales.convert import Conversion, conversion, conversion_launches, row_scale_strides
 from .astype import transposed_launches
 from .scaling_aware_tiles import TARGETS, TILE_ROWS, Target, launch, tiles_of, variants
@@ -220,6 +221,7 @@ class _TransposeRowBlocks(Op[_Inputs]):
     def arguments(self, call: Call, s: Scaled, splits: Any, target: Any, scale_layout: Any,
                   check: Any) -> _Inputs:
         _check_choices(target, scale_layout)
+        check_one_piece(s)
         if s.block not in _BLOCKS or s.transposed or len(s.shape) != 2:
             blocks = " or ".join(map(str, _BLOCKS))
             raise ValueError(f"q: expected row-wise data [M, K] in blocks of {blocks}, not stored "

@@ -21,6 +21,7 @@ from . import operands, tiles
 from .operands import Operand
 from .problem import OperandView
 
+_INT64 = np.dtype(np.int64)
 #: So many rows share a scale in each kind of scaling, as a power of two.
 _ROW_SHIFTS = {"tensor": 0, "row": 0, "vector": 0, "block": 7}
 
@@ -217,11 +218,14 @@ def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: st
         shape = grouped_scale_shape(g.shape, sizes.number, block, str(g.scale_layout), columnwise)
     scales = call.read(f"{name}.{part}", getattr(g, part), (float32,), shape,
                        f"the scales of {counted(sizes.number)}")
+    offsets = call.read(f"{name}.offsets", g.offsets, (_INT64,), (sizes.number + 1,), "one more than splits")
+    if sizes.host is not None:
+        group_sizes.compare_offsets(offsets.array, sizes.host, g.shape[1], f"{name}.offsets")
     view = view._replace(scale=scales.at, e5m2=int(data.dtype == float8_e5m2),
-                         scale_shift=_ROW_SHIFTS[scaling])
+                         scale_shift=_ROW_SHIFTS[scaling], own_offsets=offsets.at)
     rows, k = g.shape[::-1] if columnwise else g.shape
-    return GroupedOperand(given=g, rows=rows, k=k, scaling=scaling, view=view, held=(data, scales),
-                          own_sizes=sizes)
+    return GroupedOperand(given=g, rows=rows, k=k, scaling=scaling, view=view,
+                          held=(data, scales, offsets), own_sizes=sizes)
 
 
 # ---- "k" ----

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...advice import member
 from ...arrays import Array, address, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input
 from ...formats import float8_e8m0fnu, float32
 from ...kernels import Launch
-from ...layouts import round_up
-from ...results import Quantized, Scaled, block_text, row_wise
+from ...layouts import block_text, round_up
+from ...results import Quantized, Scaled, row_wise
+from ...scaled_parts import check_one_piece
 from ..scales.convert import conversion, conversion_launches
 from ..scales.swizzle import check_aligned
 
@@ -114,6 +116,7 @@ class ScaleView(NamedTuple):
 def read(call: Call, name: str, given: Any) -> Operand:
     """Declares and validates an operand. TypeError or ValueError for anything that is not K-major FP8."""
     s = _row_wise(name, given)
+    check_one_piece(s, name)
     if s.transposed:
         raise ValueError(f"{name}: expected data stored as is (values along K adjacent), got data stored "
                          f"transposed; {name}.T of it is an operand of a product over its rows"
@@ -169,16 +172,17 @@ def scales_for(call: Call, operand: Operand, layout: str | None = None,
 # ---- parts of read ----
 def _row_wise(name: str, given: Any) -> Scaled:
     if not isinstance(given, (Scaled, Quantized)):
-        raise TypeError(f"{name}: expected a Scaled or Quantized, got {type(given).__name__}; "
-                        "quantize_tensor, quantize_block and quantize_mx make one")
+        instead = member(given, name) or "; quantize_tensor, quantize_block and quantize_mx make one"
+        raise TypeError(f"{name}: expected a Scaled or Quantized, got {type(given).__name__}{instead}")
     return row_wise(given, name, f"; {name}.T has one, an operand of a product over its rows"
                                  f"{_for_columns(name)}")
 
 
 def _for_columns(name: str) -> str:
-    """What .T of a result needs to be an operand: it may have been taken of one that lacks its columns."""
-    return (f". If {name} is q.T, quantise q with columnwise=True (quantize_mx also with transposed=True): "
-            "the columns are the rows of q.T")
+    """What .T of a result needs to be an operand: it may have been taken of one that lacks its columns, or of
+    a part, which never has them."""
+    return (f". If {name} is q.T or q.rowwise.T, give q.T (not a part's), of a q that was quantised with "
+            "columnwise=True (quantize_mx also with transposed=True): the columns are the rows of q.T")
 
 
 def _scaling(name: str, s: Scaled) -> str:

@@ -33,6 +33,7 @@ class OperandView(NamedTuple):
     own_sizes: int = 0
     own_wide: int = 0
     copies: int = 0
+    own_offsets: int = 0
 
     def with_scales(self, view: ScaleView) -> OperandView:
         """Returns the same data with scales that lie as `view` says, for matrices that are all equally large.

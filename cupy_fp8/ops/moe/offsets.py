@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ... import advice, backend, reference
 from ...advice import shown, without_rest
-from ...arrays import Array, address, check_dimensions, is_contiguous, is_sequence
+from ...arrays import Array, address, check_dimensions, empty_beside, is_contiguous, is_sequence
 from ...calls import group_sizes
 from ...calls.call import Call, Op, run
 from ...calls.descriptions import Description, Written
@@ -106,7 +107,19 @@ def wrap_groups(data: Array, splits: Any,
         offsets = splits_to_offsets(groups.array, strides=(columns,))[0]
     else:
         check_offsets(offsets, groups, data, xp)
-    return groups.array, offsets, (rows, columns), data.reshape(-1)
+        if groups.host is not None and xp is np:
+            group_sizes.compare_offsets(offsets, groups.host, columns)
+        offsets = _copied(offsets)
+    own = _copied(splits) if groups.array is splits else groups.array
+    return own, offsets, (rows, columns), data.reshape(-1)
+
+
+def _copied(a: Array) -> Array:
+    """A copy on the same device."""
+    copy = empty_beside(a, a.shape, a.dtype)
+    with nullcontext() if isinstance(a, np.ndarray) else backend.cupy().cuda.Device(a.data.device_id):
+        copy[...] = a
+    return copy
 
 
 # ---- options ----

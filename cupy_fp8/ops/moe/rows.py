@@ -11,6 +11,7 @@ from ...calls.call import Call, Input
 from ...calls.descriptions import Description, Written, one_array
 from ...layouts import LAYOUTS_WITH_STRIDES, scale_shape
 from ...results import Quantized, Scaled, row_wise
+from ...scaled_parts import check_one_piece
 from ..scales.convert import with_compact_scales
 
 
@@ -77,6 +78,7 @@ def read_rows(call: Call, name: str, x: Any, layout: str = "compact") -> MovedRo
         check_dimensions(x.shape, name, 1)
         data = call.read(name, x, (x.dtype,))
         return MovedRows(data.array, data)
+    check_one_piece(x, name)
     if x.transposed or (x.block is not None and x.block[0] != 1):
         raise ValueError(f"{name}: expected row-wise data stored as is, with one scale or blocks (1, B), "
                          f"whose scales move with their rows; got {x!r}")

@@ -93,7 +93,9 @@ def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, ax
 
     s : float8_e8m0fnu, of the shape that `swizzle_scales` gives
     shape : of the compact scales, (R, C) or (E, R, C)
-    splits, axis, check : as for `swizzle_scales`. Scales that no group covers are 0
+    splits, axis, check : as for `swizzle_scales`. Scales that no group covers are 0. The splits have to be
+        those that s was made with: an array holds no sizes, so with others the scales are those of other
+        places, without an error
     out : float8_e8m0fnu array of this shape, written and returned: C-contiguous, or with its lines adjacent
         (``a.T`` of an a [C, R], which is how column-wise scales are stored)
     Returns float8_e8m0fnu of this shape. Errors and source as for `swizzle_scales`. Bytes moved: s and the

@@ -99,8 +99,8 @@ def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
 def _members(g: Grouped, ranges: _Ranges) -> Iterator[Any]:
     """Its members, found by sizes alone."""
     sizes = np.array([end - start for start, end in ranges], np.int64)
-    offsets = np.concatenate([[0], np.cumsum(sizes)]) * g.shape[1]
-    return iter(replace(g, splits=sizes, offsets=offsets))
+    own: dict[str, Any] = {"splits": sizes, "offsets": np.concatenate([[0], np.cumsum(sizes)]) * g.shape[1]}
+    return iter(replace(g, **own))
 
 
 def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:

@@ -64,3 +64,22 @@ __device__ __forceinline__ void compare_sizes(const Splits& splits, const void* 
         differs |= splits.load(g) != load_size(own, wide, g);
     if (differs) report(splits.errors, kSplitOther);
 }
+
+// Reports offsets [groups + 1] of rows of `columns` elements that are not those of the sizes, if there are
+// any. Sizes that check_sizes reports tell nothing. One whole warp calls it.
+__device__ __forceinline__ void compare_offsets(const Splits& splits, const i64* offsets, i64 columns,
+                                                i64 total) {
+    if (!offsets) return;
+    bool differs = false;
+    i64 sum = 0;                                 // clamped as in check_sizes
+    for (i64 round = 0; round <= splits.groups; round += 32) {
+        const i64 g = round + threadIdx.x % 32;
+        i64 size = splits.load(g);
+        size = size < 0 ? 0 : size > total ? total + 1 : size;
+        const i64 end = warp_prefix_sum(size), start = sum + end - size;
+        if (g <= splits.groups && start <= total) differs |= load_read_only(offsets + g) != start * columns;
+        sum += __shfl_sync(~0u, end, 31);
+        sum = sum > total ? total + 1 : sum;
+    }
+    if (differs) report(splits.errors, kSplitOther);
+}

@@ -33,6 +33,7 @@ struct Operand {
     u32 own_wide;                  // they are i64, else i32
     u8* copies;                    // of groups of "k" that tensor copies cannot read (matmul/align_rows.cu);
                                    // null: none are made
+    const i64* own_offsets;        // [groups + 1] elements before each group of a Grouped; or null
 
     __device__ __forceinline__ const u8* first(const GroupStart& g) const {
         return data + g.group * group_bytes + g.start * start_bytes;
@@ -85,12 +86,15 @@ struct Product {
         const u32 bits = reinterpret_cast<const u16*>(bias)[column];
         return bias_type == kOutBf16 ? bf16::widen(bits) : f16::widen(bits);
     }
-    // Reports wrong sizes, and others than an operand is laid out by. One whole warp calls it.
+    // Reports wrong sizes, and others than an operand is laid out by. One whole warp calls it. Rows of "m"
+    // have k elements, and those before the transposition of "k" m or n: of m and k one is 0.
     __device__ __forceinline__ void check() const {
         if (!splits.sizes) return;
         check_sizes(splits, total);
         compare_sizes(splits, a.own_sizes, a.own_wide);
         compare_sizes(splits, b.own_sizes, b.own_wide);
+        compare_offsets(splits, a.own_offsets, m + k, total);
+        compare_offsets(splits, b.own_offsets, n, total);
     }
     // False for a group that breaks a promise: its scales lie elsewhere, or tensor copies cannot read its rows.
     // It becomes a group without K, and the kernel reports it.

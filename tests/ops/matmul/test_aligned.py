@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def zeros_behind(s: Scaled, k: int) -> Scaled:
 def misplaced(s: Scaled, run: testing.Executor) -> Scaled:
     """Its data at an odd address."""
     there = run.array(s)
-    memory = run.array(np.zeros(s.data.size + 16, np.uint8))
+    memory: Any = run.array(np.zeros(s.data.size + 16, np.uint8))
     view = memory[1 : 1 + s.data.size].view(s.dtype).reshape(s.shape)
     view[...] = there.data
     return dataclasses.replace(there, data=view)

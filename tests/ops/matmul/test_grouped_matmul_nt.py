@@ -339,5 +339,5 @@ def test_columns_of_weights_that_were_not_made_are_what_it_asks_for():
     gq, wq = fp8.quantize_block(g), fp8.quantize_block(w, block=(128, 128), columnwise=True)
     assert fp8.grouped_matmul_nt(gq, wq.T, sizes).shape == (256, 128)
     for wrong in (fp8.Quantized(wq.rowwise).T, wq.rowwise.T):
-        with pytest.raises(ValueError, match=r"^b: expected .* If b is q\.T, quantise q with columnw"):
+        with pytest.raises(ValueError, match=r"^b: expected .* If b is q\.T or q\.rowwise\.T, give q\.T"):
             fp8.grouped_matmul_nt(gq, wrong, sizes)

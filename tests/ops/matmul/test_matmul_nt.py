@@ -238,8 +238,9 @@ def test_columns_that_were_not_made_are_what_it_asks_for(quantize):
     wq, gq = quantize(w, columnwise=True), quantize(g)
     lacking = Quantized(wq.rowwise).T
     assert fp8.matmul_nt(gq, wq.T).shape == (128, 384)
-    for wrong in (lacking, lacking.columnwise):
-        with pytest.raises(ValueError, match=r"^b: expected .* If b is q\.T, quantise q with columnw"):
+    for wrong in (lacking, lacking.columnwise, wq.rowwise.T):
+        with pytest.raises(ValueError, match=r"^b: expected .* If b is q\.T or q\.rowwise\.T, give q\.T \(no"
+                                             r"t a part's\), of a q that was quantised with columnwise=True"):
             fp8.matmul_nt(gq, wrong)
 
 

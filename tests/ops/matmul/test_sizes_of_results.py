@@ -180,6 +180,95 @@ def test_other_sizes_are_noted_on_the_device(a, b, group, kernel, device, monkey
             assert fp8.device_errors() == ()
 
 
+#: What disagrees in a Grouped: sizes or offsets that were exchanged, or changed in place.
+DISAGREEING: dict[str, Callable[[Any, Any], Any]] = {
+    "other sizes": lambda run, g: dataclasses.replace(g, splits=run.array(OTHERS)),
+    "other offsets": lambda run, g: dataclasses.replace(g, offsets=run.array(np.array([0, 60, 64, 160]) * K)),
+    "sizes in place": lambda run, g: g.splits.__setitem__(slice(None), run.array(OTHERS)) or g,
+    "offsets in place": lambda run, g: g.offsets.__setitem__(1, 60 * K) or g,
+    "the last offset": lambda run, g: g.offsets.__setitem__(3, 159 * K) or g}
+
+
+@pytest.mark.parametrize("change", DISAGREEING.values(), ids=DISAGREEING)
+@pytest.mark.parametrize("group", ["m", "k"])
+def test_sizes_and_offsets_that_disagree_are_refused(group, change, run):
+    """Else the sizes of the call would equal those of an operand, which is laid out by others."""
+    def call() -> None:
+        a = change(run, grouped(run, SIZES))
+        fp8.grouped_matmul_nt(a, weights(run) if group == "m" else a, group=group, check=True)
+
+    with pytest.raises(ValueError, match=r"^(a\.)?offsets: expected \d+ at \d \(rows before it, times 144 "):
+        call()
+
+
+@pytest.mark.parametrize("kernel", ["usual", "any"])
+@pytest.mark.parametrize("change", DISAGREEING.values(), ids=DISAGREEING)
+def test_offsets_that_disagree_are_noted_on_the_device(change, kernel, device, monkeypatch):
+    if kernel == "any":
+        monkeypatch.setattr(wgmma, "takes", lambda *_: False)
+        monkeypatch.setattr(align_rows, "worth_copies", lambda _: False)
+    run = device.run
+    wrong, right = change(run, grouped(run, SIZES)), grouped(run, SIZES)
+    with_sizes_of = wrong.splits
+    group: Any
+    for a, b, group in ((wrong, weights(run), "m"), (wrong, wrong, "k"),
+                        (wrong, aware(run, with_sizes_of), "k"), (aware(run, with_sizes_of), wrong, "k")):
+        fp8.grouped_matmul_nt(a, b, group=group)
+        assert fp8.device_errors(clear=True) == (OTHER,), group
+    for a, b, group in ((right, weights(run), "m"), (right, right, "k")):
+        fp8.grouped_matmul_nt(a, b, group=group)
+        assert fp8.device_errors() == ()
+
+
+def test_remembered_calls_know_the_sizes(device):
+    """Of a result whose other arrays are the same ones. A call that is remembered by these alone would read
+    the sizes of the earlier one."""
+    run = device.run
+    q, given = aware(run, SIZES), run.array(SIZES)
+    other = Quantized._of(*(Scaled._of(**{**part.__getstate__(), "splits": run.array(OTHERS)})
+                            for part in q.parts.values()))
+    out = fp8.grouped_matmul_nt(q, q, given, group="k")
+    for a, found in ((q, ()), (q, ()), (other, (OTHER,)), (q, ()), (other, (OTHER,))):
+        fp8.grouped_matmul_nt(a, q, given, group="k", out=out)
+        assert fp8.device_errors(clear=True) == found
+
+
+@pytest.mark.parametrize("place", [0, 1, 31, 32, 33, 69, 70])
+def test_every_offset_is_compared(place, device):
+    run, sizes = device.run, np.full(70, 2)
+    g = grouped(run, sizes)
+    fp8.grouped_matmul_nt(g, g, group="k")
+    assert fp8.device_errors() == ()
+    offsets = fp8.asnumpy(g.offsets)
+    offsets[place] += 1
+    g.offsets[...] = run.array(offsets)
+    fp8.grouped_matmul_nt(g, g, group="k")
+    assert fp8.device_errors(clear=True) == (OTHER,)
+
+
+def test_offsets_of_wrong_sizes_are_no_other_error(device):
+    """Where sizes pass the last row, offsets tell nothing more."""
+    run = device.run
+    for sizes, fact in ((np.array([64, 0, 100]), errors.Fact.SPLIT_SUM),
+                        (np.array([64, -1, 96]), errors.Fact.SPLIT_NEGATIVE)):
+        g = grouped(run, sizes)
+        fp8.device_errors(clear=True)
+        fp8.grouped_matmul_nt(g, g, group="k")
+        assert fp8.device_errors(clear=True) == (errors.MESSAGES[fact],)
+
+
+def test_save_refuses_sizes_that_disagree(device, tmp_path):
+    """Arrays on a GPU are compared as they are when they are loaded as NumPy's."""
+    run = device.run
+    a, b = aware(run, SIZES), aware(run, OTHERS)
+    for value, message in (
+            (dataclasses.replace(grouped(run, SIZES), splits=run.array(OTHERS)), "q.offsets: expected "),
+            (Quantized(a.rowwise, b.columnwise), "q.columnwise.splits: expected the sizes of rowwise")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            fp8.save(tmp_path / "q.npz", q=value)
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("place", [0, 31, 32, 69])
 def test_every_size_is_compared(place, device):
     """Of more groups than a warp has lanes, and of sizes of either dtype."""
@@ -221,20 +310,58 @@ def test_parts_of_groups_are_no_tensor(layout, use, run):
             use(part)
 
 
-@pytest.mark.parametrize("use", ["matmul_nt", "pad_groups", "scaling_aware_transpose"])
+#: What takes rows that are stored as they are. A part of groups is refused for its groups before anything
+#: else, whichever part: following other advice one would be refused again.
+ROW_USES: dict[str, Callable[[Any, Any], Any]] = {
+    "matmul_nt": lambda q, run: fp8.matmul_nt(q, q),
+    "weights": lambda q, run: fp8.grouped_matmul_nt(rows_of(run), q, [ROWS]),
+    "pad_groups": lambda q, run: fp8.pad_groups(q, run.array(SIZES), align=16),
+    "sort_chunks": lambda q, run: fp8.sort_chunks(q, run.array(SIZES), run.array(np.array([2, 0, 1]))),
+    "scaling_aware_transpose": lambda q, run: fp8.scaling_aware_transpose(q),
+    "scale_span": lambda q, run: fp8.diagnostics.scale_span(q),
+    "save_safetensors": lambda q, run: fp8.io.save_safetensors("never_written.safetensors", {"w": q}),
+    "block_ranges": lambda q, run: fp8.plot.block_ranges(np.ones(q.shape, float32), q)}
+
+
+@pytest.mark.parametrize("use", ROW_USES.values(), ids=ROW_USES)
 def test_rows_of_groups_are_no_matrix(use, run):
-    row = aware(run, SIZES).rowwise
-    call = {"matmul_nt": lambda: fp8.matmul_nt(row, row),
-            "pad_groups": lambda: fp8.pad_groups(row, run.array(SIZES), align=16),
-            "scaling_aware_transpose": lambda: fp8.scaling_aware_transpose(row)}[use]
-    with pytest.raises(ValueError, match=r"^[aqx]: expected data of one piece, got data of 3 groups"):
-        call()
+    made = aware(run, SIZES)
+    for q in (made.rowwise, made.columnwise, made, Quantized(None, made.columnwise)):
+        with pytest.raises(ValueError, match=r"^[abqxw]: expected data of one piece, got data of 3 groups"):
+            use(q, run)
+
+
+#: What takes no Grouped.
+TENSOR_USES: dict[str, Callable[[Any], Any]] = {
+    **{name: use for name, use in REFUSED.items() if " " not in name and name not in (
+        "dequantize", "T", "to_layout", "to_block")},
+    "matmul_nt": lambda g: fp8.matmul_nt(g, g), "scaling_aware_transpose": fp8.scaling_aware_transpose,
+    "scale_span": fp8.diagnostics.scale_span, "compare": fp8.diagnostics.compare,
+    "save_safetensors": lambda g: fp8.io.save_safetensors("never_written.safetensors", {"w": g}),
+    "block_ranges": lambda g: fp8.plot.block_ranges(np.ones(g.shape, float32), g),
+    "pad_groups": lambda g: fp8.pad_groups(g, SIZES, align=16)}
+
+
+@pytest.mark.parametrize("use", TENSOR_USES.values(), ids=TENSOR_USES)
+def test_a_grouped_is_no_tensor(use):
+    """Its scales are those of all groups, one after the other: no advice takes them for a matrix's."""
+    g = grouped(testing.Executor("reference"), SIZES)
+    with pytest.raises(TypeError, match=r"got Grouped; (\w+)\[i\] is the tensor of group i, and \1\.dequ"):
+        use(g)
+    plain: Any = fp8.Grouped.wrap(np.ones((ROWS, K), float32), SIZES)
+    with pytest.raises(TypeError, match=r"got Grouped; (\w+)\[i\] is the tensor of group i$"):
+        use(plain)
 
 
 def test_copies_and_representations(run):
     made = aware(run, SIZES)
     assert ", in 3 groups" in repr(made)
     assert "in 3 groups" in made._repr_html_()
+    with testing.executor("reference"):
+        mx = run.array(fp8.quantize_mx(values(K)))
+    assert "columnwise (stored transposed, in 3 groups)" in repr(
+        fp8.scaling_aware_transpose(mx, splits=run.array(SIZES)))
+    assert repr(made).count("in 3 groups") == 1
     assert made == deepcopy(made)
     assert made != aware(run, OTHERS)
     assert (again := deepcopy(made)).columnwise.splits is again.rowwise.splits is not made.rowwise.splits
