@@ -85,7 +85,7 @@ WRONG: dict[str, Any] = {
                          "x: expected row-wise data with blocks (1, 128), got"),
     "x in FP8 to quantise": (lambda: BOTH.forward(fp8.quantize_block(GIVEN.x), ROUTING), TypeError,
                              "x: expected an array, which 'both_directions' quantises in both directions"),
-    "rows that are not FP8": (lambda: EXPERTS.forward_rows(GIVEN.x, [48, 0, 0, 0]), TypeError,
+    "rows that are not FP8": (lambda: EXPERTS.forward_rows(GIVEN.x, ROUTING.aligned_splits), TypeError,
                               "rows: expected rows in FP8 (a Scaled), got ndarray"),
     "no routing": (lambda: EXPERTS.forward(GIVEN.x, GIVEN.chosen), TypeError, "routing: expected a Routing"),
     "other experts": (lambda: EXPERTS.forward(GIVEN.x, fp8.route(GIVEN.chosen, num_experts=5)), ValueError,
