@@ -153,8 +153,8 @@ def _map_arrays(a: Any, move: Any) -> Any:
         return Quantized(row, column, None if a.dbias is None else move(a.dbias))
     if isinstance(a, Grouped):
         move_once = once(move, {})
-        fields = {f.name: v for f in dataclasses.fields(a) if hasattr(v := getattr(a, f.name), "dtype")}
-        return dataclasses.replace(a, **{name: move_once(v) for name, v in fields.items()})
+        fields = {f.name: getattr(a, f.name) for f in dataclasses.fields(a)}
+        return Grouped._of_fields(**{name: move_once(v) if is_array(v) else v for name, v in fields.items()})
     if isinstance(a, Routing):
         return dataclasses.replace(a, **{name: move(v) for name, v in a._arrays().items()})
     return move(a) if hasattr(a, "dtype") and hasattr(a, "ndim") and not np.isscalar(a) else a

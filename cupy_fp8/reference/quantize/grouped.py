@@ -44,8 +44,11 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
         for flat, direction in ((row, q.rowwise), (column, q.columnwise)):
             if flat is not None:
                 bits(flat)[here] = bits(direction.data).reshape(-1)
-    return Grouped(np.array(splits), starts * columns if offsets is None else offsets.copy(), (rows, columns),
-                   row, column, scale_inv)
+    # Not checked: wrong sizes, which only a device can give, stay in the result.
+    return Grouped._of_fields(
+        splits=np.array(splits), offsets=starts * columns if offsets is None else offsets.copy(),
+        shape=(rows, columns), rowwise=row, columnwise=column, scale_inv=scale_inv,
+        columnwise_scale_inv=None, block=None, scale_layout=None, transposed=True)
 
 
 def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, starts: np.ndarray,
@@ -78,6 +81,8 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
     if row and column and recipe.block[0] == recipe.block[1] and not column.transposed:
         flat["columnwise"] = flat["rowwise"]                    # Both directions have the same codes.
     row_block = row.block if row else cast(Scaled, column).T.block
-    return Grouped(np.array(splits), starts * columns if offsets is None else offsets.copy(), (rows, columns),
-                   block=row_block, scale_layout=recipe.scale_layout,
-                   transposed=isinstance(recipe, BlockScaling), **flat)
+    fields = {**dict.fromkeys(("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")), **flat}
+    return Grouped._of_fields(
+        splits=np.array(splits), offsets=starts * columns if offsets is None else offsets.copy(),
+        shape=(rows, columns), block=row_block, scale_layout=recipe.scale_layout,
+        transposed=isinstance(recipe, BlockScaling), **fields)
