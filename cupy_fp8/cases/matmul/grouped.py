@@ -80,7 +80,8 @@ def _misplaced(operand: Any) -> Any:
     """The same operand with data at an odd address."""
     if isinstance(operand, Grouped):
         assert isinstance(operand.columnwise, np.ndarray)
-        return dataclasses.replace(operand, columnwise=laid_out(operand.columnwise, "offset"))
+        moved: Any = laid_out(operand.columnwise, "offset")
+        return dataclasses.replace(operand, columnwise=moved)
     if isinstance(operand, Quantized):
         return Quantized(operand.rowwise, _misplaced(operand.columnwise))
     return Scaled._of(laid_out(operand.data, "offset"), operand.scale_inv, operand.shape, operand.transposed,
