@@ -38,7 +38,9 @@ def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> 
         data = data.reshape(columns, size)
         for first in (0, columns - _COLUMNS):
             some = slice(first, first + _COLUMNS)
-            scale_inv = part(q.scale_inv, of_expert, slice(first // block, (first + _COLUMNS) // block))
+            blocks = slice(first // block, (first + _COLUMNS) // block)
+            scale_inv = (part(q.scale_inv, of_expert, blocks) if q.scale_layout == "compact" else
+                         np.ascontiguousarray(part(q.scale_inv, blocks, of_expert).T))
             few = Scaled(part(q.data, of_expert, some), scale_inv, (size, _COLUMNS), False, q.block,
                          "compact")
             want = reference.scaling_aware_transpose(few, target=target, scale_layout="compact").columnwise

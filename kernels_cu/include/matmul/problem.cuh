@@ -96,8 +96,8 @@ struct Product {
         compare_offsets(splits, a.own_offsets, m + k, total);
         compare_offsets(splits, b.own_offsets, n, total);
     }
-    // False for a group that breaks a promise: its scales lie elsewhere, or tensor copies cannot read its rows.
-    // It becomes a group without K, and the kernel reports it.
+    // False for a group that breaks a promise: its scales lie elsewhere, or tensor copies cannot read its
+    // rows. It becomes a group without K, and the kernel reports it.
     __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
         const bool aligned = (((u32)g.start | (u32)g.size) & align_mask) == 0;
         return g.size == 0 || (aligned && (!whole_blocks || g.blocks * kScaleBlock == g.start));

@@ -41,7 +41,7 @@ def permuted(device: Place, layout: Any) -> Scaled:
     """Rows in the order of experts, whose scales are compact."""
     q = scaled((ROWS, K), "vector", 1).to_layout("compact")
     routing = fp8.route(device.array(np.arange(ROWS, dtype=np.int32)[:, None] % 3), num_experts=3)
-    found = fp8.permute(device.run.array(q), routing)
+    found = fp8.permute(device.run.array(q), routing, scale_layout="compact")
     assert found.scale_layout == "compact"
     return found.to_layout(layout)
 
