@@ -196,7 +196,8 @@ class Experts:
         """
         tokens, topk = integer(tokens, "tokens"), integer(topk, "topk")
         like = weights.kind(self.up)
-        nowhere = self._xp.full((tokens, topk), -1, np.int32)
+        nowhere = zeros((tokens, topk), np.int32, like=like)
+        nowhere.fill(-1)
         routing = route(nowhere, num_experts=self.num_experts, rows=rows, align=align)
         facts = {"tokens": tokens, "topk": topk, "rows": routing.rows, "align": align, "probs": bool(probs),
                  "keep": keep}
