@@ -59,14 +59,13 @@ struct TileNumbers {
     }
 };
 
-// Writes the maps of A and B of a tile's group, for sizes of K.
-__device__ __forceinline__ void write_maps(const WgmmaParams& p, const ProductTile& tile, TensorMap* maps,
-                                           Shared& shared) {
-    const Product& product = p.product;
-    write_map(&maps[0], &shared.map, p.a_map, product.a.first(tile.at), tile.k, product.m,
-              product.a.pitch_of(tile.at));
-    write_map(&maps[1], &shared.map, p.b_map, product.b.first(tile.at), tile.k, product.n,
-              product.b.pitch_of(tile.at));
+// Writes the map of an operand's rows of a group, or of their copy, for sizes of K.
+__device__ __forceinline__ void write_map_of(const Operand& operand, const GroupStart& group, i64 rows,
+                                             const TensorMap& all, TensorMap* map, Shared& shared) {
+    const bool copied = operand.is_copied(group);
+    const u8* const from = copied ? operand.copy_of(group, rows) : operand.first(group);
+    const i64 pitch = copied ? Operand::copied_chunks(group) * 16 : operand.pitch_of(group);
+    write_map(map, &shared.map, all, from, group.size, rows, pitch);
 }
 
 // Describes a tile for the warps that copy and multiply, but for its blocks of K. own_maps: those of its
@@ -110,7 +109,8 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
         if (kSizesOfK && found && tile.k > 0 && mapped != (int)tile.at.group) {
             mapped = (int)tile.at.group;
             map = map + 1 == kMaps ? 0 : map + 1;
-            write_maps(p, tile, &own_maps[2 * map], shared);
+            write_map_of(product.a, tile.at, product.m, p.a_map, &own_maps[2 * map], shared);
+            write_map_of(product.b, tile.at, product.n, p.b_map, &own_maps[2 * map + 1], shared);
         }
         __syncwarp();                              // No lane still waits when the position is filled.
         if (lane == 0) {

@@ -274,7 +274,7 @@ def _aligned(m: Any, x: Any) -> Any:
         return np.pad(bits(x), ((0, 0), (0, -k % 16))).view(x.dtype)
     out = fp8.empty((rows, round_up(k, 16)), x.dtype, like=x)
     grid = grid_size(cdiv(rows, align_rows._ROWS_OF_BLOCK), x.shape)
-    align_rows._KERNEL.variant().bind(x, grid, to=address(out), rows=rows, row_bytes=k,
+    align_rows._ROWS.variant().bind(x, grid, to=address(out), rows=rows, row_bytes=k,
                                    chunks=out.shape[1] // 16, **{"from": address(x)}).run()
     return out
 

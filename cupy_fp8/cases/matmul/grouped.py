@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -75,12 +76,29 @@ def _placed(scales: np.ndarray, where: str) -> np.ndarray:
     return laid_out(scales, "offset" if where == "offset" else "strided")
 
 
+def _misplaced(operand: Any) -> Any:
+    """The same operand with data at an odd address."""
+    if isinstance(operand, Grouped):
+        assert isinstance(operand.columnwise, np.ndarray)
+        return dataclasses.replace(operand, columnwise=laid_out(operand.columnwise, "offset"))
+    if isinstance(operand, Quantized):
+        return Quantized(operand.rowwise, _misplaced(operand.columnwise))
+    return Scaled._of(laid_out(operand.data, "offset"), operand.scale_inv, operand.shape, operand.transposed,
+                      operand.block, operand.scale_layout, operand.splits)
+
+
 def _splits(total: int, groups: int, division: str, spare: int) -> np.ndarray:
     """Sizes of groups, `spare` less than there is room for."""
     used = max(total - spare, 0)
     if division == "blocks":                                        # All but the last are multiples of 128.
         found = np.diff(np.round(np.linspace(0, used // 128, groups + 1)).astype(np.int64) * 128)
         found[-1:] += used % 128
+        return found
+    if division == "ascending":                                     # 1, 2, … of so many groups
+        return np.arange(1, groups + 1)
+    if division == "mixed":                                         # Every other one is a multiple of 16.
+        found = sizes(used // 16, groups, seed=used) * 16
+        found[1::2] -= np.minimum(found[1::2], 1 + np.arange(groups // 2) % 15)
         return found
     if division == "even":
         return np.full(groups, used // max(groups, 1), np.int64)
@@ -100,7 +118,7 @@ def _inputs(case: Case) -> Arguments:
     count, division = options.pop("groups", 4), options.pop("division", "uneven")
     spare, wide = options.pop("spare", 0), options.pop("wide", True)
     of_b, scale = options.pop("other", float8_e4m3fn), options.pop("scale", float32)
-    scales_at = options.pop("scales_at", None)
+    scales_at, data_at = options.pop("scales_at", None), options.pop("data_at", "")
     splits = _splits(total, count, division, spare).astype(np.int64 if wide else np.int32)
     of_rows, kind = options.get("group", "m") == "m", case.values
     a_shape, b_shape = (total, other), (count, n, other) if of_rows else (total, n)
@@ -123,6 +141,7 @@ def _inputs(case: Case) -> Arguments:
     if scales_at is not None:
         a, b = (Scaled._of(s.data, _placed(s.scale_inv, scales_at), s.shape, False, s.block, s.scale_layout)
                 for s in (a, b))
+    a, b = (_misplaced(s) if name in data_at else s for name, s in (("a", a), ("b", b)))
     if options.pop("accumulate", False):
         shape = (total, n) if of_rows else (count, other, n)
         options["accumulate"] = values("normal", shape, float32, 4)
@@ -140,6 +159,7 @@ def _cases() -> Iterator[Case]:
         yield _case((421, 4, 13), pair, groups=3, given=given, group="k")
     yield from _row_cases()
     yield from _column_cases()
+    yield from _copied_column_cases()
     yield from _cases_past_constants()
 
 
@@ -220,6 +240,24 @@ def _column_cases() -> Iterator[Case]:
             yield _case((total, 40, 24), pair, groups=groups, given=given, wide=groups < 40, **of_k)
         for shape in ((20, 0, 16), (20, 8, 0)):
             yield _case(shape, pair, given=given, **of_k)
+
+
+def _copied_column_cases() -> Iterator[Case]:
+    """Groups that begin anywhere, in products that are worth copies of them (ops/matmul/align_rows.py)."""
+    for given, pair in (("flat", ("vector", "vector")), ("Grouped", ("vector", "row")),
+                        ("Grouped", ("tensor", "tensor")), ("Scaled", ("row", "tensor"))):
+        of_k: dict[str, Any] = {"group": "k", "given": given}
+        for total, groups, division in (
+                (170, 17, "ascending"), (200, 4, "mixed"), (900, 6, "mixed"),
+                (700, 40, "uneven"), (640, 70, "mixed"), (300, 9, "empty"), (2100, 1, "uneven")):
+            yield _case((total, 72, 130), pair, groups=groups, division=division, spare=3, **of_k)
+        for at in ("a", "b", "ab"):                     # Of no group, or of all.
+            yield _case((288, 64, 80), pair, groups=3, division="even", data_at=at, **of_k)
+            yield _case((231, 65, 67), pair, groups=4, division="mixed", data_at=at, **of_k)
+        yield _case((450, 130, 64), pair, groups=5, accumulate=True, spare=9, **of_k)
+    for total in (384, 397):                            # Rows begin anywhere, and groups at blocks of 128.
+        yield _case((total, 72, 130), ("vector", "vector"), division="blocks", group="k")
+        yield _case((total, 72, 130), ("vector", "row"), division="blocks", data_at="b", group="k")
 
 
 def _cases_past_constants() -> Iterator[Case]:

@@ -169,8 +169,10 @@ class _GroupedMatmulNT(Op[_Inputs]):
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         of_rows, n = inputs.group == "m", inputs.b.rows
-        conversions, left = inputs.a.view_for(call, inputs.groups)
-        more, right = inputs.b.view_for(call, inputs.groups)
+        worth = tiles.worth_of_copied_scales(inputs.a.scaling, inputs.b.scaling,
+                                             inputs.a.rows * n * inputs.a.k, sizes_of_k=not of_rows)
+        conversions, left = inputs.a.view_for(call, inputs.groups, worth)
+        more, right = inputs.b.view_for(call, inputs.groups, worth)
         yield from (*conversions, *more)
         m, k = (0, inputs.a.k) if of_rows else (inputs.a.rows, 0)
         yield from tiles.own_kernel_launches(call, Problem(
@@ -179,7 +181,7 @@ class _GroupedMatmulNT(Op[_Inputs]):
             m=m, n=n, k=k, out=written[0], to=inputs.to,
             out_group=0 if of_rows else m * n, out_start=n if of_rows else 0,
             accumulate=inputs.accumulate is not None,
-            whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks))
+            whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks, sizes=inputs.groups.host))
 
 
 _GROUPED_MATMUL_NT = _GroupedMatmulNT()

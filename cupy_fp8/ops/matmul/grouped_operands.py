@@ -49,16 +49,17 @@ class GroupedOperand(NamedTuple):
     whole_blocks: bool = False
     own_sizes: Groups | None = None
 
-    def view_for(self, call: Call, groups: Groups) -> tuple[list[Launch], OperandView]:
+    def view_for(self, call: Call, groups: Groups, worth: int) -> tuple[list[Launch], OperandView]:
         """Returns the launches that convert scales, and where the kernel finds everything. groups: the sizes
-        of the call, which the kernel compares with other ones of the operand."""
-        own = self.own_sizes
+        of the call, which the kernel compares with other ones of the operand. worth: see
+        `tiles.worth_of_copied_scales`."""
+        own, view = self.own_sizes, self.view
         if own is not None and own is not groups:
-            return [], self.view._replace(own_sizes=own.at, own_wide=own.wide)
+            view = view._replace(own_sizes=own.at, own_wide=own.wide)
         if self.unconverted is None:
-            return [], self.view
-        conversions, scales = operands.scales_for(call, self.unconverted)
-        view = self.view.with_scales(scales)
+            return [], view
+        conversions, scales = tiles.scales_of(call, self.unconverted, worth)
+        view = view.with_scales(scales)
         if self.whole_blocks:
             view = view._replace(scale_blocks=scales.block)
         return conversions, view
@@ -150,7 +151,12 @@ def _grouped_rows(call: Call, g: Grouped, check: Any) -> GroupedOperand:
                  | {"scale_block": 1},
     }[scaling]
     view = OperandView(data.at, 0, pitch=k, start_bytes=k, **strides)
-    return _grouped_operand(call, "a", g, data, scaling, view, check)
+    found = _grouped_operand(call, "a", g, data, scaling, view, check)
+    if scaling != "vector" or padded:
+        return found
+    # Compact scales of rows are those of one matrix, whatever the groups.
+    rows = Scaled._of(g.rowwise, g.scale_inv, g.shape, False, (1, 128), "compact")
+    return found._replace(unconverted=Operand(rows, data, 1, found.rows, k, scaling, found.held[1], "a"))
 
 
 def _grouped_columns(call: Call, name: str, g: Grouped, check: Any) -> GroupedOperand:

@@ -32,6 +32,7 @@ class OperandView(NamedTuple):
     e5m2: int = 0
     own_sizes: int = 0
     own_wide: int = 0
+    copies: int = 0
 
     def with_scales(self, view: ScaleView) -> OperandView:
         """Returns the same data with scales that lie as `view` says, for matrices that are all equally large.
@@ -52,6 +53,7 @@ class Problem(NamedTuple):
     bias          an address, or 0
     accumulate    the products are added to D
     whole_blocks  groups begin at multiples of 128 of K
+    sizes         the sizes, where the host knows them
     """
 
     a: OperandView
@@ -71,6 +73,7 @@ class Problem(NamedTuple):
     bias_dtype: np.dtype[Any] = float32
     accumulate: bool = False
     whole_blocks: bool = False
+    sizes: np.ndarray | None = None
 
     def members(self) -> dict[str, Any]:
         """Returns the members of the struct Product."""

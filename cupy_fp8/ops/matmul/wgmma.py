@@ -47,12 +47,16 @@ def variants() -> list[Variant]:
             if not (scaling == "kBlocks" and sizes_of_k)]
 
 
+def runs(call: Call) -> bool:
+    """Returns whether this kernel runs where the call does."""
+    return call.xp is np or (compute_capability(call.x.data.device_id) == _HOPPER
+                             and nvrtc_version() >= _NVRTC)
+
+
 def takes(call: Call, problem: Problem) -> bool:
     """Returns whether this kernel computes a problem if its operands are aligned (align_rows.py): on Hopper,
-    and (as there) on the CPU. Of "k", groups whose rows do not begin at multiples of 16 bytes are left out.
-    """
-    if call.xp is not np and (compute_capability(call.x.data.device_id) != _HOPPER
-                              or nvrtc_version() < _NVRTC):
+    and (as there) on the CPU."""
+    if not runs(call):
         return False
     p = problem
     sizes = [p.total, p.m, p.n, p.k, p.groups * p.n, p.groups * p.m if p.sizes_of_k else 0,
@@ -60,14 +64,14 @@ def takes(call: Call, problem: Problem) -> bool:
     return max(sizes) <= _LARGEST
 
 
-def launches(call: Call, problem: Problem) -> Iterator[Launch]:
+def launches(call: Call, problem: Problem, share: int) -> Iterator[Launch]:
     p, scaling = problem, _scaling(problem)
     clusters = min(_CLUSTERS_ON_CPU if call.xp is np else multiprocessors(call.x.data.device_id) // _CLUSTER,
                    tiles_of(p, _ROWS, _CLUSTER * _COLUMNS))
     blocks = clusters * _CLUSTER
-    members = p.members() | {"share": IN_16_BYTES if p.sizes_of_k else ALL_GROUPS}
-    copies = (scaling != "kRows" and _copied(p.a, anywhere=True)
-              and (scaling == "kBlocks" or _copied(p.b, anywhere=False)))
+    members = p.members() | {"share": share}
+    copies = (scaling != "kRows" and copies_scales(p.a, anywhere=True)
+              and (scaling == "kBlocks" or copies_scales(p.b, anywhere=False)))
     a, b = (_FP8[view.e5m2] for view in (p.a, p.b))
     out_map = _out_map(call, p, _PART_ROWS if p.sizes_of_k else _ROWS_OUT)
     out_part_map = None if p.sizes_of_k else _out_map(call, p, _PART_ROWS)
@@ -100,7 +104,7 @@ def _scaling(p: Problem) -> str:
     return "kBlocks" if p.b.scale_shift == 7 and not p.sizes_of_k else "kVectors"
 
 
-def _copied(view: OperandView, *, anywhere: bool) -> bool:
+def copies_scales(view: OperandView, *, anywhere: bool) -> bool:
     """Returns whether the copy engine can copy the scales of an operand: those of neighbouring rows are
     neighbours, and all lines of scales begin at multiples of 16 bytes. anywhere: groups may begin within a
     line."""
@@ -115,7 +119,8 @@ def _operand_maps(call: Call, p: Problem, blocks: int) -> dict[str, Any]:
     """
 
     def boxes(view: OperandView, columns: int, rows: int, pitch: int, box_rows: int) -> dict[str, TensorMap]:
-        return {"bytes": tensor_map.encode(call.x, view.data, columns, rows, pitch, box_rows)}
+        # Of "k" the kernel sets the address; that of data may be none that a map can have.
+        return {"bytes": tensor_map.encode(call.x, view.copies or view.data, columns, rows, pitch, box_rows)}
 
     if not p.sizes_of_k:
         return {"a_map": boxes(p.a, p.k, p.total, p.a.pitch, _ROWS // _CLUSTER),

@@ -9,13 +9,9 @@ __device__ __forceinline__ bool has_neighbours(i64 at, i64 row_bytes) {
     return at >= 4 && at + kChunkBytes + 4 <= row_bytes;
 }
 
-// Loads 16 bytes at any address, of which `bytes` exist. inner: so do the bytes that share words with them.
-__device__ __forceinline__ uint4 load_16(const u8* from, int bytes, bool inner) {
+// Loads 16 bytes at any address. The bytes that share words with them exist, too.
+__device__ __forceinline__ uint4 load_inner_16(const u8* from) {
     const u32 odd = (u32)(u64)from % 4;
-    if (bytes < kChunkBytes || (odd && !inner)) {
-        const Chunk<e4m3fn, 16> chunk = Chunk<e4m3fn, 16>::load_partial(from, bytes);
-        return make_uint4(chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]);
-    }
     const u32* const words = reinterpret_cast<const u32*>(from - odd);
     u32 word[5];
 #pragma unroll
@@ -23,4 +19,14 @@ __device__ __forceinline__ uint4 load_16(const u8* from, int bytes, bool inner) 
     word[4] = odd ? load_read_only(words + 4) : 0;
     return make_uint4(__funnelshift_r(word[0], word[1], 8 * odd), __funnelshift_r(word[1], word[2], 8 * odd),
                       __funnelshift_r(word[2], word[3], 8 * odd), __funnelshift_r(word[3], word[4], 8 * odd));
+}
+
+// Loads 16 bytes at any address, of which `bytes` exist. inner: so do the bytes that share words with them.
+__device__ __forceinline__ uint4 load_16(const u8* from, int bytes, bool inner) {
+    const u32 odd = (u32)(u64)from % 4;
+    if (bytes < kChunkBytes || (odd && !inner)) {
+        const Chunk<e4m3fn, 16> chunk = Chunk<e4m3fn, 16>::load_partial(from, bytes);
+        return make_uint4(chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]);
+    }
+    return load_inner_16(from);
 }

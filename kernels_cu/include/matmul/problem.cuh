@@ -31,11 +31,26 @@ struct Operand {
     u32 e5m2;                      // the format is e5m2, else e4m3fn
     const void* own_sizes;         // [groups] sizes that it is laid out by; null: those of `splits`, or none
     u32 own_wide;                  // they are i64, else i32
+    u8* copies;                    // of groups of "k" that tensor copies cannot read (matmul/align_rows.cu);
+                                   // null: none are made
 
     __device__ __forceinline__ const u8* first(const GroupStart& g) const {
         return data + g.group * group_bytes + g.start * start_bytes;
     }
     __device__ __forceinline__ i64 pitch_of(const GroupStart& g) const { return pitch ? pitch : g.size; }
+    // Returns true if tensor copies can read a group's rows: they begin at multiples of 16 bytes.
+    __device__ __forceinline__ bool in_16_bytes(const GroupStart& g) const {
+        return (((u64)first(g) | (u64)pitch_of(g)) & 15) == 0;
+    }
+    __device__ __forceinline__ bool is_copied(const GroupStart& g) const {
+        return copies && g.size > 0 && !in_16_bytes(g);
+    }
+    // A copied group has rows of whole chunks of 16 bytes. With 15 bytes more for each group before it, rounded
+    // up, it begins after theirs.
+    static __device__ __forceinline__ i64 copied_chunks(const GroupStart& g) { return (g.size + 15) / 16; }
+    __device__ __forceinline__ u8* copy_of(const GroupStart& g, i64 rows) const {
+        return copies + (g.start + 15 * g.group + 15) / 16 * 16 * rows;
+    }
     __device__ __forceinline__ const float* first_scale(const GroupStart& g) const {
         return scale + g.group * scale_group + g.start * scale_start + g.padded * scale_padded
                + g.blocks * scale_blocks;
@@ -81,12 +96,88 @@ struct Product {
     __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
         return !whole_blocks || g.size == 0 || g.blocks * kScaleBlock == g.start;
     }
-    // Returns true if tensor copies can read a group: rows begin at multiples of 16 bytes.
-    __device__ __forceinline__ bool in_16_bytes(const GroupStart& g) const {
-        return (((u64)a.first(g) | (u64)b.first(g) | (u64)a.pitch_of(g) | (u64)b.pitch_of(g)) & 15) == 0;
-    }
     __device__ __forceinline__ bool computes(const GroupStart& g) const {
-        return share == kAllGroups || (g.size == 0 || in_16_bytes(g)) == (share == kGroupsIn16Bytes);
+        return share == kAllGroups
+               || (g.size == 0 || (a.in_16_bytes(g) && b.in_16_bytes(g))) == (share == kGroupsIn16Bytes);
+    }
+};
+
+// Walks over groups in order, each of which has a number of items. Every warp that takes part walks on its own,
+// all lanes together, and asks for items in ascending order. Index: i32 if all sizes and numbers of items fit,
+// else i64.
+//
+// Items::of(p, group)  how many items a group has
+// Items::rest(p)       whether the rows of A after the last group, which belong to none, are a group too
+template <class Items, class Index>
+class GroupWalk {
+public:
+    __device__ __forceinline__ explicit GroupWalk(const Product& product)
+        : p(product), has_rest(Items::rest(product)) {}
+
+    // Returns whether there is such an item.
+    __device__ __forceinline__ bool find(Index wanted) {
+        while (wanted >= items_loaded)
+            if (!load_groups()) return false;
+        if (wanted >= end) select_group(wanted);
+        return true;
+    }
+
+    const Product& p;
+    GroupStart at;                     // of the item found last
+    Index first = 0, end = 0;          // its group's items
+
+private:
+    struct Sums { Index start, padded, blocks; };
+
+    const bool has_rest;
+    Index next_group = 0, items_loaded = 0;
+    Sums round = {0, 0, 0};            // before the next 32 groups
+    Sums own = {0, 0, 0};              // before this lane's group, of the 32 loaded last
+    Index own_size = 0, own_first = 0; // its size and its first item
+
+    __device__ __forceinline__ Index size_of(Index group) const {
+        if (group >= p.splits.groups) return 0;
+        const i64 size = p.splits.sizes ? p.splits.load(group) : p.total / p.splits.groups;
+        return (Index)(size < 0 ? 0 : size > p.total ? p.total : size);
+    }
+
+    // Loads the next 32 groups, a lane each. After the last one come the rows of no group.
+    __device__ __forceinline__ bool load_groups() {
+        const Index groups = (Index)p.splits.groups, total = (Index)p.total;
+        if (next_group > groups || (next_group == groups && !has_rest)) return false;
+        const Index group = next_group + threadIdx.x % 32;
+        const bool is_rest = has_rest && group == groups;
+        Index size = size_of(group);
+        const i64 end_of = warp_prefix_sum((i64)size) + round.start;   // of 32 sizes: 64 bits do not overflow
+        const Index start = (Index)(end_of - size < total ? end_of - size : total);
+        if (size > total - start || is_rest) size = total - start;
+        const Index blocks_of = (size + kScaleBlock - 1) / kScaleBlock, padded_of = (size + 3) / 4 * 4;
+        const i64 padded = warp_prefix_sum((i64)padded_of), blocks = warp_prefix_sum((i64)blocks_of);
+        own = {start, (Index)(round.padded + padded - padded_of), (Index)(round.blocks + blocks - blocks_of)};
+        own_size = size;
+        const bool exists = group < groups || is_rest;
+        const Index items = exists ? (Index)Items::of(p, start_of(group, own, size)) : 0;
+        const i64 end_item = warp_prefix_sum((i64)items);
+        own_first = items_loaded + (Index)end_item - items;
+        const i64 all = __shfl_sync(~0u, end_of, 31);
+        round = {(Index)(all < total ? all : total), (Index)(round.padded + __shfl_sync(~0u, padded, 31)),
+                 (Index)(round.blocks + __shfl_sync(~0u, blocks, 31))};
+        items_loaded += (Index)__shfl_sync(~0u, end_item, 31);
+        next_group += 32;
+        return true;
+    }
+    static __device__ __forceinline__ GroupStart start_of(Index group, const Sums& sums, Index size) {
+        return {group, sums.start, sums.padded, sums.blocks, size};
+    }
+    __device__ __forceinline__ void select_group(Index wanted) {
+        const int lane = 31 - __clz((int)__ballot_sync(~0u, own_first <= wanted));
+        const Index group = next_group - 32 + lane, size = __shfl_sync(~0u, own_size, lane);
+        const Sums sums = {__shfl_sync(~0u, own.start, lane), __shfl_sync(~0u, own.padded, lane),
+                           __shfl_sync(~0u, own.blocks, lane)};
+        at = start_of(group, sums, size);
+        first = __shfl_sync(~0u, own_first, lane);
+        const Index next = __shfl_sync(~0u, own_first, (lane + 1) % 32);
+        end = lane < 31 ? next : items_loaded;
     }
 };
 
@@ -99,9 +190,8 @@ struct ProductTile {
     i64 k;                         // elements of K that the group's products have
 };
 
-// Walks over the tiles of all groups in order. Every warp that takes part walks on its own, all lanes
-// together, and asks for tiles in ascending order. Rows of A after the last group belong to none: they become
-// a group without K, so that D is 0 there. Index: i32 if all sizes and numbers of tiles fit, else i64.
+// Walks over the tiles of all groups. Rows of A after the last group become a group without K, so that D is 0
+// there.
 //
 // Where a last tile would have kPartRows or fewer, the tile before it gives it kPartRows: one part takes
 // nearly as long as two.
@@ -109,15 +199,17 @@ template <bool kSizesOfK, int kTileRows, int kTileColumns, class Index = i64, in
 class TileWalk {
 public:
     __device__ __forceinline__ explicit TileWalk(const Product& product)
-        : p(product), column_tiles((Index)((product.n + kTileColumns - 1) / kTileColumns)),
-          zero_rest(!kSizesOfK && !product.accumulate && product.share != kOtherGroups) {}
+        : groups(product), column_tiles(Tiles::across(product)) {}
 
     // Returns whether there is such a tile.
     __device__ __forceinline__ bool find(Index wanted) {
-        while (wanted >= tiles_loaded)
-            if (!load_groups()) return false;
-        if (wanted >= group_end) select_group(wanted);
-        place(wanted - group_first);
+        if (!groups.find(wanted)) return false;
+        const Product& p = groups.p;
+        tile.at = groups.at;
+        tile.rows = kSizesOfK ? p.m : tile.at.size;
+        if (kSizesOfK) tile.k = p.keeps_promise(tile.at) ? tile.at.size : 0;
+        else tile.k = tile.at.group < p.splits.groups ? p.k : 0;
+        place(wanted - groups.first);
         return true;
     }
 
@@ -127,66 +219,22 @@ private:
     // So many row tiles share columns of B, which then come from the L2.
     static constexpr int kBand = kTileRows > 128 ? 11 : 16;
 
-    struct Sums { Index start, padded, blocks; };
+    struct Tiles {
+        static __device__ __forceinline__ Index across(const Product& p) {
+            return (Index)((p.n + kTileColumns - 1) / kTileColumns);
+        }
+        static __device__ __forceinline__ Index of(const Product& p, const GroupStart& g) {
+            const Index rows = (Index)(kSizesOfK ? p.m : g.size);
+            return p.computes(g) ? (rows + kTileRows - 1) / kTileRows * across(p) : 0;
+        }
+        static __device__ __forceinline__ bool rest(const Product& p) {
+            return !kSizesOfK && !p.accumulate && p.share != kOtherGroups;
+        }
+    };
 
-    const Product& p;
+    GroupWalk<Tiles, Index> groups;
     const Index column_tiles;
-    const bool zero_rest;
-    Index next_group = 0, tiles_loaded = 0;
-    Sums round = {0, 0, 0};            // before the next 32 groups
-    Sums own = {0, 0, 0};              // before this lane's group, of the 32 loaded last
-    Index own_size = 0, own_first = 0; // its size and its first tile
-    Index group_first = 0, group_end = 0;  // tiles of the group of `tile`
 
-    __device__ __forceinline__ Index tiles_of(Index size) const {
-        return (Index)(((kSizesOfK ? (Index)p.m : size) + kTileRows - 1) / kTileRows) * column_tiles;
-    }
-    __device__ __forceinline__ Index size_of(Index group) const {
-        if (group >= p.splits.groups) return 0;
-        const i64 size = p.splits.sizes ? p.splits.load(group) : p.total / p.splits.groups;
-        return (Index)(size < 0 ? 0 : size > p.total ? p.total : size);
-    }
-
-    // Loads the next 32 groups, a lane each. After the last one come the rows of no group.
-    __device__ __forceinline__ bool load_groups() {
-        const Index groups = (Index)p.splits.groups, total = (Index)p.total;
-        if (next_group > groups || (next_group == groups && !zero_rest)) return false;
-        const Index group = next_group + threadIdx.x % 32;
-        const bool is_rest = zero_rest && group == groups;
-        Index size = size_of(group);
-        const i64 end = warp_prefix_sum((i64)size) + round.start;      // of 32 sizes: 64 bits do not overflow
-        const Index start = (Index)(end - size < total ? end - size : total);
-        if (size > total - start || is_rest) size = total - start;
-        const Index blocks_of = (size + kScaleBlock - 1) / kScaleBlock, padded_of = (size + 3) / 4 * 4;
-        const i64 padded = warp_prefix_sum((i64)padded_of), blocks = warp_prefix_sum((i64)blocks_of);
-        own = {start, (Index)(round.padded + padded - padded_of), (Index)(round.blocks + blocks - blocks_of)};
-        own_size = size;
-        const bool exists = group < groups ? p.computes(start_of(group, own, size)) : is_rest;
-        const Index tiles = exists ? tiles_of(size) : 0;
-        const i64 end_tile = warp_prefix_sum((i64)tiles);
-        own_first = tiles_loaded + (Index)end_tile - tiles;
-        const i64 all = __shfl_sync(~0u, end, 31);
-        round = {(Index)(all < total ? all : total), (Index)(round.padded + __shfl_sync(~0u, padded, 31)),
-                 (Index)(round.blocks + __shfl_sync(~0u, blocks, 31))};
-        tiles_loaded += (Index)__shfl_sync(~0u, end_tile, 31);
-        next_group += 32;
-        return true;
-    }
-    static __device__ __forceinline__ GroupStart start_of(Index group, const Sums& sums, Index size) {
-        return {group, sums.start, sums.padded, sums.blocks, size};
-    }
-    __device__ __forceinline__ void select_group(Index wanted) {
-        const int lane = 31 - __clz((int)__ballot_sync(~0u, own_first <= wanted));
-        const Index group = next_group - 32 + lane, size = __shfl_sync(~0u, own_size, lane);
-        const Sums sums = {__shfl_sync(~0u, own.start, lane), __shfl_sync(~0u, own.padded, lane),
-                           __shfl_sync(~0u, own.blocks, lane)};
-        tile.at = start_of(group, sums, size);
-        group_first = __shfl_sync(~0u, own_first, lane);
-        group_end = group_first + tiles_of(size);
-        tile.rows = kSizesOfK ? p.m : size;
-        if (kSizesOfK) tile.k = p.keeps_promise(tile.at) ? size : 0;
-        else tile.k = group < p.splits.groups ? p.k : 0;
-    }
     // Tiles go down a band of rows, then to the next columns.
     __device__ __forceinline__ void place(Index in_group) {
         const Index row_tiles = ((Index)tile.rows + kTileRows - 1) / kTileRows;
