@@ -3,15 +3,16 @@
 //   sums[e, k] = the sum over the rows r of group e of fl(weights[r] * x[r, k]), by the fixed tree over the
 //                group's rows
 //
-// x IN [rows, columns], of FP8 times its scales, sizes i32 or i64 [groups], weights f32 [rows] or none -> sums
-// f32 [groups, columns]. FP8 values are rounded to f32 with their scale, then with their weight. NaN becomes
-// the one NaN.
+// x IN [rows, columns], of FP8 times its scales, sizes i32 or i64 [groups], weights f32 [rows] or none ->
+// sums f32 [groups, columns]. FP8 values are rounded to f32 with their scale, then with their weight. NaN
+// becomes the one NaN.
 //
 // Groups are cut into segments of up to 256 rows, and rows into strips. A block takes a strip of a segment,
-// and in each round a warp takes eight rows that follow one another, a lane kCount columns of them. The sums of
-// a warp's rows, of a segment and of 32 segments are subtrees of the fixed tree. The block that ends a group's
-// strip last adds up the sums of its segments. Blocks of the first segment also clear the sums of groups
-// without rows. It moves every byte of x once, and 8 bytes per column of a segment of a group that has several.
+// and in each round a warp takes eight rows that follow one another, a lane kCount columns of them. The sums
+// of a warp's rows, of a segment and of 32 segments are subtrees of the fixed tree. The block that ends a
+// group's strip last adds up the sums of its segments. Blocks of the first segment also clear the sums of
+// groups without rows. It moves every byte of x once, and 8 bytes per column of a segment of a group that has
+// several.
 //
 // Defines:
 //   IN      the format of x
@@ -54,8 +55,8 @@ struct Shared {
     bool last;
 };
 
-// Returns where a group with several segments has the sums of its first one. No two groups meet, since one has
-// at most twice as many segments as whole ones.
+// Returns where a group with several segments has the sums of its first one. No two groups meet, since one
+// has at most twice as many segments as whole ones.
 __device__ __forceinline__ i64 first_slot(const GroupSumsParams& p, const RowSegment& segment) {
     return (segment.start >> p.rows_log2) * 2;
 }
@@ -77,8 +78,9 @@ __device__ __forceinline__ void load_factors(const GroupSumsParams& p, Shared& s
     }
 }
 
-// Writes the sums of a warp's rows in a round to shared memory. at: the first one's place in the segment; from:
-// the lane's chunk of it; rows: how many there are from it on; left: columns from the lane's first one on.
+// Writes the sums of a warp's rows in a round to shared memory. at: the first one's place in the segment;
+// from: the lane's chunk of it; rows: how many there are from it on; left: columns from the lane's first one
+// on.
 template <bool kVector>
 __device__ __forceinline__ void add_rows(const GroupSumsParams& p, Shared& shared, int at,
                                          const IN::storage* from, int rows, int left) {
@@ -169,7 +171,8 @@ __device__ __forceinline__ void do_segment(const GroupSumsParams& p, Shared& sha
         else add_rows<false>(p, shared, at, from, rows - at, left);
     }
     __syncthreads();
-    const i64 segments = (segment.rows + (1 << p.rows_log2) - 1) >> p.rows_log2, slot = first_slot(p, segment);
+    const i64 segments = (segment.rows + (1 << p.rows_log2) - 1) >> p.rows_log2;
+    const i64 slot = first_slot(p, segment);
     const i64 to = column + threadIdx.x;
     const bool exists = (int)threadIdx.x < kStrip && to < p.columns;
     float* const result = p.sums + segment.group * p.columns + to;
