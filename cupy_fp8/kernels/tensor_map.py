@@ -45,7 +45,9 @@ def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
 
 def on_host(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int = 0,
             itemsize: int = 1) -> TensorMap:
-    """The map that kernels on the CPU read."""
+    """The map that kernels on the CPU read, of what the driver would encode."""
+    if at % 16 or pitch % 16:
+        raise RuntimeError(f"a tensor map of rows at {at:#x}, pitch {pitch}: no multiples of 16 bytes")
     packed = struct.pack("=QQQQIII", at, columns, rows, pitch, box_rows, max(matrices, 1), itemsize)
     return TensorMap(packed.ljust(_BYTES, b"\0"))
 

@@ -2,9 +2,9 @@
 // them (matmul/wgmma.cu). It moves 2 bytes per byte.
 //
 // align_rows    rows that follow one another. A warp copies a row
-// align_groups  of groups of "k", whose sizes only the device may know, the rows of those that need it, of both
-//               operands; bytes past a group's size, which tensor copies do not read, become anything. Blocks
-//               are persistent. A warp copies 128 chunks of an operand's rows at a time, however long these are
+// align_groups  of both operands of "k", the rows of groups that need it, of which only the device may know.
+//               Bytes past a group's size, which tensor copies do not read, become anything. Blocks are
+//               persistent. A warp copies 128 chunks of a group's rows at a time, however long these are
 #include "matmul/any_bytes.cuh"
 
 constexpr int kThreads = 256;
@@ -51,9 +51,9 @@ struct Units {
 // A lane's chunks of a unit of an operand's rows.
 struct LaneChunks {
     const Operand& operand;
-    const i64 rows, bytes;         // of the operand: all rows, of which each has those of all groups together
+    const i64 rows, bytes;         // of the operand, with all groups
     i64 row;                       // of the unit's first chunk
-    u32 in_row, chunks;            // from that row's beginning to the lane's first chunk; of a row, below 2^27
+    u32 in_row, chunks;            // from that row's beginning to the lane's first one; of a row (below 2^27)
     i64 pitch, from;               // of the group's rows, and where that row begins in the operand
     uint4* to;
 

@@ -19,6 +19,7 @@ from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16
 from cupy_fp8.kernels import grid_size
 from cupy_fp8.layouts import cdiv, round_up
 from cupy_fp8.ops.matmul import align_rows
+from cupy_fp8.ops.matmul.problem import OperandView, Problem
 from cupy_fp8.ops.moe import route
 from cupy_fp8.ops.quantize import bias_gradient
 from cupy_fp8.reference import numerics
@@ -239,6 +240,7 @@ def _others() -> Iterator[tuple[str, Far]]:
                                                  1 << 10 if kernel == product_kernels.HOPPER else BLOCKS)
     yield "grouped_matmul_nt-align_rows", Far(_aligned, np.dtype(float8_e4m3fn), (FAR, 136))
     yield "group_sums", Far(_summed_rows, np.dtype(float8_e4m3fn), *_SHAPES[1][1:])
+    yield "grouped_matmul_nt-align_groups", Far(_aligned_groups, np.dtype(float8_e4m3fn), (FAR, 136))
     yield "quantize_tensor-sum_rows", Far(_summed, np.dtype(np.float32), _TALL)
     yield "route-count", Far(_experts, np.dtype(float8_e4m3fn), ((1 << 22) + 64, 1024), 0, 64, 2)
 
@@ -283,6 +285,20 @@ def _aligned(m: Any, x: Any) -> Any:
     grid = grid_size(cdiv(rows, align_rows._ROWS_OF_BLOCK), x.shape)
     align_rows._ROWS.variant().bind(x, grid, to=address(out), rows=rows, row_bytes=k,
                                    chunks=out.shape[1] // 16, **{"from": address(x)}).run()
+    return out
+
+
+def _aligned_groups(m: Any, x: Any) -> Any:
+    """The copies of a group of "k" alone, of which a row is eight chunks of 16 bytes."""
+    (rows, k), size = x.shape, 128
+    if m is reference:
+        return x[:, :size]
+    out, sizes = fp8.empty((rows, size), x.dtype, like=x), _beside(x, np.array([size]))
+    a = OperandView(address(x), 0, start_bytes=1, pitch=k, copies=address(out))
+    product = Problem(a, OperandView(0, 0), True, 1, {"sizes": address(sizes), "groups": 1, "wide": 1}, k,
+                      rows, 0, 0, 0, np.dtype(np.float32))
+    grid = grid_size(cdiv(out.nbytes, align_rows._BLOCK_BYTES), x.shape)
+    align_rows._GROUPS.variant().bind(x, grid, **product.members()).run()
     return out
 
 

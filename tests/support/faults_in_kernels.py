@@ -3,6 +3,7 @@
 from faults import Fault
 
 _FAR = "tests/contract/test_large.py"
+_COPIES = "tests/ops/matmul/test_aligned_groups.py"
 _GROUPED = "tests/ops/matmul/test_grouped_matmul_nt.py"
 _BIAS = "tests/ops/matmul/test_grouped_bias.py"
 _ROW_OUTSIDE = "tests/ops/moe/test_permute.py::test_a_row_outside_of_the_routing_is_none"
@@ -20,6 +21,8 @@ KERNEL_FAULTS = (
     Fault("groups/row_segments.cu", "p.rows_log2, p.first_shift", "p.rows_log2 + 1, p.first_shift",
           "scaling_aware_transpose"),
     Fault("matmul/align_rows.cu", "row * p.row_bytes", "row * (p.row_bytes - 1)", "matmul_nt"),
+    Fault("matmul/align_rows.cu", "of.data + row * pitch;", "of.data;", "grouped_matmul_nt",
+          name="units of an operand"),
     Fault("matmul/tiles.cu", "left_of(k_end - at, kChunkBytes)", "left_of(k_end - at - 1, kChunkBytes)",
           "grouped_matmul_nt"),
     Fault("matmul/wgmma.cu", "t.rows - first_row() : 0;", "t.rows - first_row() - 1 : 0;",
@@ -154,6 +157,12 @@ KERNEL_FAULTS = (
     # ---- more than one round, window, band, warp of groups or turn; one past a constant ----
     Fault("groups/row_segments.cu", "(u32)(round + other)", "(u32)other", "swiglu_quantize",
           name="rounds of experts"),
+    Fault("matmul/align_rows.cu", "is_a ? in_group : in_group - of_a", "in_group", "grouped_matmul_nt",
+          name="units of B"),
+    Fault("matmul/align_rows.cu", "has_neighbours(at[i], bytes);", "true;", "grouped_matmul_nt",
+          case="data_at=ab", mode="asan", name="ends of an operand"),
+    Fault("matmul/align_rows.cu", "unit += gridDim.x * kWarps", "unit += kWarps + gridDim.x * kWarps",
+          test=f"{_COPIES}::test_few_blocks_copy_all", name="next unit of a warp"),
     Fault("matmul/tiles.cu", "% (2 * element) == 0 && p.n", "% (2 * element) >= 0 && p.n",
           test=_WRITTEN, case="65-k", name="pairs at odd addresses"),
     Fault("matmul/tiles.cu", "tile.at.group * p.out_group + tile",
@@ -170,6 +179,8 @@ KERNEL_FAULTS = (
           case="weighted=True", name="weights of the upper rows"),
     Fault("include/matmul/problem.cuh", "return bias && group < splits.groups;", "return bias;", test=_BIAS,
           case="integers", name="biases of no group"),
+    Fault("matmul/wgmma.cu", "copied ? Operand::copied_chunks(group) * 16 : ", "", "grouped_matmul_nt",
+          define="SIZES_OF_K=1", name="the pitch of a copy"),
     Fault("matmul/wgmma.cu", "mapped != (int)tile.at.group", "mapped < 0", "grouped_matmul_nt",
           define="SIZES_OF_K=1", name="maps of the next group"),
     Fault("moe/group_sums.cu", "sum.add(round, of_round.sum());", "sum.add(0, of_round.sum());", "group_sums",
@@ -232,6 +243,10 @@ KERNEL_FAULTS = (
     Fault("include/matmul/problem.cuh", "smaller<Index>(row_tiles - band * kBand, kBand)",
           "smaller<Index>(row_tiles, kBand)", "grouped_matmul_nt", "matmul/tiles", "TILE_ROWS=128",
           case="2100x132x20", name="a second band"),
+    Fault("include/matmul/problem.cuh", "(g.start + 15 * g.group + 15)", "(g.start + 15)",
+          "grouped_matmul_nt", "matmul/align_rows", name="copies of groups"),
+    Fault("include/matmul/problem.cuh", "end = lane < 31 ? next : items_loaded;",
+          "end = items_loaded;", "grouped_matmul_nt", "matmul/wgmma", name="the next group"),
     Fault("include/matmul/problem.cuh", "|| g.size == 0 ||", "||",
           test=f"{_GROUPED}::test_an_empty_group_may_begin_anywhere", name="empty groups"),
     Fault("include/moe/moved_rows.cuh", "                from += __reduce_add_sync(~0u, from_rows);\n", "",

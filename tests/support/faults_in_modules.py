@@ -3,6 +3,8 @@
 from faults import Fault
 
 _CUBIN = "tests/toolchain/test_cubin.py"
+_COMPACT = "tests/ops/matmul/test_compact_scales.py"
+_COPIES = "tests/ops/matmul/test_aligned_groups.py"
 _CUBLASLT = "tests/ops/matmul/test_cublaslt.py"
 _GROUPED = "tests/ops/matmul/test_grouped_matmul_nt.py"
 _LISTS = "tests/ops/quantize/test_tensor_lists.py"
@@ -112,6 +114,12 @@ MODULE_FAULTS = (
     # ---- the host side of products ----
     Fault("ops/matmul/align_rows.py", "view.data % _UNIT == 0 and view.pitch % _UNIT == 0",
           "view.data % _UNIT == 0", "matmul_nt"),
+    Fault("ops/matmul/align_rows.py", "(_UNIT - 1) * p.groups", "0 * p.groups",
+          test=f"{_COPIES}::test_only_what_needs_it_is_copied", name="memory of copies"),
+    Fault("ops/matmul/align_rows.py", "p.whole_blocks and view.pitch", "p.whole_blocks",
+          test=f"{_COPIES}::test_a_last_group_at_whole_blocks", name="flat groups at whole blocks"),
+    Fault("ops/matmul/align_rows.py", "((starts | pitches) % _UNIT", "(starts % _UNIT",
+          test=f"{_COPIES}::test_one_launch_copies_and_one_multiplies", name="pitches of groups"),
     Fault("ops/matmul/cublaslt.py", "if a.dtype == b.dtype == float8_e5m2:", "if False:", test=_CUBLASLT,
           case="e5m2"),
     Fault("ops/matmul/cublaslt.py", "if values[3:6] != self._addresses:", "if not self._addresses:",
@@ -143,6 +151,12 @@ MODULE_FAULTS = (
           "matmul/tiles", name="lines of scales"),
     Fault("ops/matmul/tiles.py", "out_at, to=product.to, out_start=product.n", "out_at, to=product.to",
           "matmul_nt", case="3x5x3x7"),
+    Fault("ops/matmul/tiles.py", "_FOR_A_SCALE * number", "_FOR_A_SCALE",
+          test=f"{_COMPACT}::test_small_products_do_not_convert", name="scales to convert"),
+    Fault("ops/matmul/tiles.py", 'b == "block" and not sizes_of_k', 'b == "block"',
+          test=f"{_COMPACT}::test_bytes_are_those_of_gemm_ready_scales", case="k, block", name="blocks of k"),
+    Fault("ops/matmul/wgmma.py", "view.copies or view.data", "view.data",
+          test=f"{_COPIES}::test_ends_of_memory", name="addresses of maps"),
     Fault("ops/matmul/wgmma.py", "min(groups, total) + 1)", "min(groups, total))", "grouped_matmul_nt",
           "matmul/tiles", "TILE_ROWS=32", case="2x24x100"),
     Fault("ops/matmul/wgmma.py", "(view.scale // 4, view.scale_group", "(view.scale_group",

@@ -103,6 +103,7 @@ _NEVER_NAMED = {
     "quantize_whole_vectors": {"square"}, "group_quantize_whole_vectors": {"along_columns"},
     "group_quantize_rows": {"along_columns", "row_amaxes", "column_amaxes"},
     "dequantize_blocks_transposed": {"down", "across", "chunks_log2"},
+    "align_groups": {"share"},
 }
 
 

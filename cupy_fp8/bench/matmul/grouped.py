@@ -16,6 +16,7 @@ from ...formats import bfloat16, float8_e4m3fn, float32
 from ...grouped import Grouped
 from ...layouts import grouped_scale_shape, scale_shape
 from ...ops.matmul.grouped import GroupedAxis, grouped_matmul_nt
+from ...options import BlockScaleLayout
 from ...reference.matmul import grouped as reference
 from ...results import Scaled
 from ..measure import Call, Check, Spec
@@ -25,7 +26,7 @@ _ROWS = 4                           # rows of the result that are compared
 
 class Shape(NamedTuple):
     """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: of all sizes.
-    accumulate: in float32; else the result is bfloat16."""
+    accumulate: in float32; else the result is bfloat16. scale_layout: of rows."""
 
     group: GroupedAxis
     experts: int
@@ -34,6 +35,7 @@ class Shape(NamedTuple):
     other: int                      # K of "m", M of "k"
     multiple: int = 1
     accumulate: bool = False
+    scale_layout: BlockScaleLayout = "gemm_ready"
 
     @property
     def flops(self) -> int:
@@ -52,7 +54,8 @@ class Shape(NamedTuple):
     def label(self) -> str:
         kind = "rows" if self.group == "m" else "gradient"
         sizes = "any size" if self.multiple == 1 else f"sizes % {self.multiple}"
-        return f"{kind} E={self.experts} {sizes}{' accumulate' if self.accumulate else ''}"
+        compact = "" if self.scale_layout == "gemm_ready" else f", {self.scale_layout} scales"
+        return f"{kind} E={self.experts} {sizes}{' accumulate' if self.accumulate else ''}{compact}"
 
     def sizes(self) -> np.ndarray:
         """Uneven sizes that add up to total."""
@@ -70,6 +73,9 @@ SHAPES = (
     *(Shape("m", e, tokens, 4096, 7168) for e, tokens in ((64, 64), (64, 1024), (256, 64), (256, 1024))),
 )
 
+#: `permute` makes rows with such scales.
+_COMPACT = tuple(Shape("m", 8, 32768, n, k, scale_layout="compact") for n, k in ((4096, 7168), (7168, 2048)))
+
 
 def _codes(shape: tuple[int, ...]) -> Array:
     """Values of both signs up to 2: times their mean of squares they stay within bfloat16."""
@@ -84,9 +90,8 @@ def _scales(shape: tuple[int, ...]) -> Array:
     return cp.random.uniform(0.5, 2, shape).astype(cp.float32)
 
 
-def scaled(shape: tuple[int, ...], block: tuple[int, int]) -> Scaled:
-    return Scaled(_codes(shape), _scales(scale_shape(shape, block, "gemm_ready")), shape, False, block,
-                  "gemm_ready")
+def scaled(shape: tuple[int, ...], block: tuple[int, int], layout: BlockScaleLayout = "gemm_ready") -> Scaled:
+    return Scaled(_codes(shape), _scales(scale_shape(shape, block, layout)), shape, False, block, layout)
 
 
 def operands(shape: Shape) -> tuple[Any, ...]:
@@ -94,7 +99,7 @@ def operands(shape: Shape) -> tuple[Any, ...]:
     cp = backend.cupy()
     sizes = cp.asarray(shape.sizes())
     if shape.group == "m":
-        return (scaled((shape.total, shape.other), (1, 128)),
+        return (scaled((shape.total, shape.other), (1, 128), shape.scale_layout),
                 scaled((shape.experts, shape.n, shape.other), (128, 128)), sizes)
     return *(_columns(shape, rows, sizes) for rows in (shape.other, shape.n)), None
 
@@ -141,8 +146,9 @@ def _check_rows(a: Scaled, b: Scaled, shape: Shape, out: Array) -> None:
     sizes = shape.sizes()
     expert = int(np.flatnonzero(sizes)[0])
     rows = min(_ROWS, int(sizes[expert]))
-    part = Scaled(asnumpy(a.data[:rows]), np.ascontiguousarray(asnumpy(a.scale_inv)[:, :rows].T),
-                  (rows, a.shape[1]), False, (1, 128), "compact")
+    compact = a.to_layout("compact").scale_inv
+    part = Scaled(asnumpy(a.data[:rows]), asnumpy(compact[:rows]), (rows, a.shape[1]), False, (1, 128),
+                  "compact")
     data, scales = (asnumpy(array[expert : expert + 1]) for array in (b.data, b.scale_inv))
     one = Scaled(data, scales, (1, *b.shape[1:]), False, b.block, b.scale_layout)
     want = reference.grouped_matmul_nt(part, one, [rows])
@@ -164,6 +170,6 @@ def _check_gradient(a: Grouped, b: Grouped, out: Array) -> None:
 
 
 def rows() -> Iterator[Spec]:
-    for shape in SHAPES:
+    for shape in (*SHAPES, *_COMPACT):
         yield Spec("grouped_matmul_nt", shape.label, (shape.total, shape.n, shape.other), shape.traffic,
                    partial(_product, shape), shape.flops)

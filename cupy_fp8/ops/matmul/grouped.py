@@ -40,7 +40,8 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
                       bias_weights: Array | None = None, accumulate: Array | None = None,
                       out: Array | None = None, check: bool = False) -> TypedArray:
     """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
-    groups of "m" take one launch; on Hopper "k" takes a second one, for groups that begin anywhere.
+    groups of "m" take one launch, and so do those of "k"; on Hopper "k" takes another one before it, which
+    copies groups that begin anywhere, unless the host knows that none does.
 
         group="m":  out[r, n]    = Σ_k a[r, k] · b[e, n, k]             e: the group that row r belongs to
                                    + bias_weights[r] · bias[e, n]
@@ -95,9 +96,11 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
 
     Any extents, sizes and addresses are taken, on compute capability 8.0 or later. It is fast on 9.0 with
     NVRTC 12.3 or later, and several times slower elsewhere; on other GPUs it was compiled but never ran.
-    Groups of "k" that do not begin at multiples of 16, or in column-wise data are no such multiples long,
-    take 8 to 11 times as long. Rows of "m" that do not begin at multiples of 16 bytes are copied first, where
-    that saves time.
+    Rows that do not begin at multiples of 16 bytes are copied first, where that saves time: of "m" all rows
+    of an operand, of "k" those of groups that begin elsewhere, or in column-wise data are no multiples of 16
+    long. Memory for it, as large as the operand, is needed where the host cannot tell that nothing is copied.
+    (It can by sizes in a list, or of blocks 1×128 of all columns.) Large products convert compact scales
+    1×128 first.
 
     Source: docs/numerics.md, section 10; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 

@@ -45,8 +45,8 @@ struct Operand {
     __device__ __forceinline__ bool is_copied(const GroupStart& g) const {
         return copies && g.size > 0 && !in_16_bytes(g);
     }
-    // A copied group has rows of whole chunks of 16 bytes. With 15 bytes more for each group before it, rounded
-    // up, it begins after theirs.
+    // A copied group has rows of whole chunks of 16 bytes. With 15 bytes more for each group before it,
+    // rounded up, it begins after theirs.
     static __device__ __forceinline__ i64 copied_chunks(const GroupStart& g) { return (g.size + 15) / 16; }
     __device__ __forceinline__ u8* copy_of(const GroupStart& g, i64 rows) const {
         return copies + (g.start + 15 * g.group + 15) / 16 * 16 * rows;
@@ -110,9 +110,9 @@ struct Product {
     }
 };
 
-// Walks over groups in order, each of which has a number of items. Every warp that takes part walks on its own,
-// all lanes together, and asks for items in ascending order. Index: i32 if all sizes and numbers of items fit,
-// else i64.
+// Walks over groups in order, each of which has a number of items. Every warp that takes part walks on its
+// own, all lanes together, and asks for items in ascending order. Index: i32 if all sizes and numbers of
+// items fit, else i64.
 //
 // Items::of(p, group)  how many items a group has
 // Items::rest(p)       whether the rows of A after the last group, which belong to none, are a group too

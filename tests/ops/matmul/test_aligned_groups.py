@@ -103,13 +103,27 @@ def test_only_what_needs_it_is_copied(total, at, copied, device, launched, scrat
     expect(got, a, b, EVEN)
 
 
+def in_blocks(s: Scaled, device: Place) -> Scaled:
+    """The same values under scales of blocks 1×128 of all columns."""
+    scales = np.full((s.shape[0], -(-s.shape[1] // 128)), s.scale_inv[0])
+    return Scaled(device.array(s.data), device.array(scales), s.shape, False, (1, 128), "compact")
+
+
 @pytest.mark.parametrize("total", [304, 305])
 def test_groups_at_whole_blocks_are_aligned_where_rows_are(total, device, launched):
-    a, b = (Scaled(device.array(s.data), device.array(np.full((rows, 3), 0.25, np.float32)), s.shape, False,
-                   (1, 128), "compact") for s, rows in zip(matrices(total), (M, N), strict=True))
-    got = product(a, b, device.array(np.array(WHOLE)))
+    a, b = matrices(total)
+    got = product(in_blocks(a, device), in_blocks(b, device), device.array(np.array(WHOLE)))
     assert launched == ([COPIES] if total % 16 else []) + [HOPPER]
-    expect(got, *matrices(total), WHOLE)
+    expect(got, a, b, WHOLE)
+
+
+def test_a_last_group_at_whole_blocks(device, launched):
+    """It begins at a multiple of 128, but flat data have its size as their pitch."""
+    sizes = [128, 0, 128, 37]                           # 11 columns are no group's.
+    a, b = matrices(304)
+    got = product(in_blocks(a, device), there(flat(b, sizes), device), None)
+    assert launched == [COPIES, HOPPER]
+    expect(got, a, b, sizes)
 
 
 def test_few_multiplications_are_not_worth_copies(device, launched, scratch):
@@ -166,8 +180,7 @@ def test_wrong_sizes(sizes, taken, fact, device, launched):
 
 def test_a_group_that_begins_within_a_block_of_scales(device, launched):
     total, sizes = 305, [128, 77, 100]
-    a, b = (Scaled(device.array(s.data), device.array(np.full((rows, 3), 0.25, np.float32)), s.shape, False,
-                   (1, 128), "compact") for s, rows in zip(matrices(total), (M, N), strict=True))
+    a, b = (in_blocks(s, device) for s in matrices(total))
     got = fp8.asnumpy(product(a, b, device.array(np.array(sizes))))
     assert launched == [COPIES, HOPPER]
     assert fp8.device_errors(clear=True) == (errors.MESSAGES[errors.Fact.SPLIT_START],)

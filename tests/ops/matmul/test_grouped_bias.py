@@ -94,8 +94,8 @@ BIAS, WEIGHTS = biases(), weights()
 
 
 @pytest.mark.parametrize(("error", "message", "args", "options"), [
-    (ValueError, "bias: expected shape (6, 136), a value for each row of each group's b, got (136,)", (A, B, SPLITS),
-     {"bias": BIAS[0]}),
+    (ValueError, "bias: expected shape (6, 136), a value for each row of each group's b, got (136,)",
+     (A, B, SPLITS), {"bias": BIAS[0]}),
     (TypeError, "bias: expected dtype bfloat16, float16, float32, got float64", (A, B, SPLITS),
      {"bias": BIAS.astype(np.float64)}),
     (ValueError, "bias_weights: expected shape (250,), one for each row of a, got (249,)", (A, B, SPLITS),

@@ -160,13 +160,13 @@ def test_other_sizes_are_refused_by_value(a, b, group, run):
             product(run, a, b, group, SIZES, SIZES, OTHERS)
 
 
-@pytest.mark.parametrize("kernel", ["usual", "any"])
+@pytest.mark.parametrize("kernel", ["usual", "copies", "any"])
 @every_product
 def test_other_sizes_are_noted_on_the_device(a, b, group, kernel, device, monkeypatch):
     """Each operand's are compared, by either kernel, whoever has the sizes that the call takes."""
     if kernel == "any":
         monkeypatch.setattr(wgmma, "takes", lambda *_: False)
-        monkeypatch.setattr(align_rows, "worth_copies", lambda _: False)
+    monkeypatch.setattr(align_rows, "worth_copies", lambda _: kernel == "copies")
     run = device.run
     for of_a, of_b, given, found in (
             (SIZES, SIZES, None, ()), (SIZES, SIZES, SIZES, ()), (SIZES, SIZES, OTHERS, (OTHER,)),
