@@ -22,7 +22,7 @@
 
 struct GroupSumsParams {
     const IN::storage* x;        // [rows, columns]
-    const float* scale;          // of FP8: see scale_row; else null
+    const u8* scale;             // of FP8, f32 or E8M0: see scale_row; else null
     const float* weights;        // [rows], or null: 1
     float* sums;                 // [groups, columns]
     float* of_segments;          // [see first_slot, columns] sums of segments of groups that have several
@@ -30,6 +30,7 @@ struct GroupSumsParams {
     i64 columns;
     i64 scale_row, scale_block;  // scales from row to row, and from 128 columns to the next; 0: one for all
     RowGroups groups;            // starts are rows, since `columns` there is 1; across: strips
+    u32 f32_scales;              // 1: f32, 0: E8M0
     u32 rows_log2;               // of a segment: 6 (one round) to 8
     u32 vector;                  // 1: all rows are whole chunks at multiples of a chunk's bytes
 };
@@ -61,6 +62,11 @@ __device__ __forceinline__ i64 first_slot(const GroupSumsParams& p, const RowSeg
     return (segment.start >> p.rows_log2) * 2;
 }
 
+__device__ __forceinline__ float load_scale(const GroupSumsParams& p, i64 at) {
+    if (p.f32_scales) return load_read_only(reinterpret_cast<const float*>(p.scale) + at);
+    return e8m0fnu::widen(load_read_only(p.scale + at));
+}
+
 // Loads the factors of a segment's rows. One that does not exist counts as +0 * 1 * -0, an absent term.
 __device__ __forceinline__ void load_factors(const GroupSumsParams& p, Shared& shared, i64 first, int rows,
                                              i64 column) {
@@ -73,7 +79,7 @@ __device__ __forceinline__ void load_factors(const GroupSumsParams& p, Shared& s
         for (int b = 0; b < kScales; b++) {
             const i64 block = column / kScaleColumns + b;
             shared.scale[b][r] = exists && block * kScaleColumns < p.columns
-                ? load_read_only(p.scale + (first + r) * p.scale_row + block * p.scale_block) : 1.0f;
+                ? load_scale(p, (first + r) * p.scale_row + block * p.scale_block) : 1.0f;
         }
     }
 }

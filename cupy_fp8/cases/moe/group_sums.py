@@ -11,7 +11,17 @@ import numpy as np
 
 from ... import reference
 from ...arrays import Array, asarray
-from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from ...formats import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e8m0fnu,
+    float16,
+    float32,
+    int32,
+)
 from ...layouts import scale_shape
 from ...ops.moe import group_sums
 from ...results import Scaled
@@ -29,7 +39,9 @@ def _inputs(case: Case) -> Arguments:
     if case.dtype in FP8_DTYPES:
         layout, kind = options.pop("scale_layout", None), options.pop("scales", "normal")
         shape = (1,) if layout is None else scale_shape(case.shape, (1, 128), layout)
-        scale_inv = laid_out(values(kind, shape, float32, 1), options.pop("scales_at", "contiguous"))
+        dtype = options.pop("scale_dtype", float32)
+        drawn = values(kind, shape, float32 if dtype == int32 else dtype, 1).view(dtype)
+        scale_inv = laid_out(drawn, options.pop("scales_at", "contiguous"))
         x = Scaled(x, scale_inv, case.shape, False, None if layout is None else (1, 128), layout)
     if options.pop("weighted", False):
         options["weights"] = values(case.values, (rows,), float32, 2)
@@ -66,6 +78,10 @@ def _cases() -> Iterator[Case]:
         yield case(bfloat16, (rows + more, 8), groups=1 + rows // 100, sizes="one", weighted=True)
     yield case(float32, (17_000, 4), groups=1)
     yield case(bfloat16, (40, 0), groups=3)
+    yield case(float8_e4m3fn, (100, 264), "bits", groups=3, scale_layout="compact", scales="bits",
+               scale_dtype=float8_e8m0fnu, weighted=True)
+    yield case(float8_e5m2, (200, 700), groups=3, scale_layout="deepgemm_sm100", scales="bits",
+               scale_dtype=int32)
     for layout in ("offset", "strided"):
         yield case(float16, (100, 48), "normal", layout, groups=4, weighted=True)
         yield case(float8_e4m3fn, (100, 264), "normal", layout, groups=4, scale_layout="compact",

@@ -20,6 +20,7 @@ from ...layouts import LAYOUTS_WITH_STRIDES, cdiv, padded_rows
 from ...results import Quantized, Scaled
 from ...typed_array import TypedArray
 from ..convert.dequantize import scale_strides
+from ..scales.convert import with_compact_scales
 from .rows import rowwise
 
 _THREADS = 256
@@ -41,8 +42,8 @@ def group_sums(x: Array | Scaled | Quantized, splits: Any, *, weights: Array | N
     Parameters
     ----------
     x : bfloat16, float16 or float32 array [M, K]; or a row-wise Scaled [M, K] (or the Quantized that has it)
-        with float32 scales of blocks 1×128, compact or gemm_ready, or with one scale, read as it is. Its
-        values are those of `dequantize`
+        with one scale or scales of blocks 1×128, compact or gemm_ready, read as it is (other layouts are made
+        compact first). Its values are those of `dequantize`
     splits : rows of each of E consecutive groups: an int32 or int64 array [E] of x's kind, or a list (for a
         CuPy x it is copied to the GPU, which cannot be captured into a CUDA graph). Any may be 0. Rows after
         the last group are not read
@@ -76,8 +77,9 @@ def group_sums(x: Array | Scaled | Quantized, splits: Any, *, weights: Array | N
 
 
 class _Inputs(NamedTuple):
-    """x: the array, or the Scaled that has the data and the scales."""
+    """x: the array, or the Scaled that has the data and the scales. given: what the caller gave."""
 
+    given: Any
     x: Any
     data: Input
     scales: Input | None
@@ -92,21 +94,24 @@ class _Inputs(NamedTuple):
 
 class _GroupSums(Op[_Inputs]):
     def arguments(self, call: Call, x: Any, splits: Any, weights: Any, check: Any) -> _Inputs:
-        data, scales = _read_scaled(call, x) if isinstance(x, Scaled) else (call.read("x", x, INPUT_DTYPES),
-                                                                            None)
+        given, scales = x, None
+        if isinstance(x, Scaled):
+            x, data, scales = _read_scaled(call, x)
+        else:
+            data = call.read("x", x, INPUT_DTYPES)
         check_dimensions(data.shape, "x", 2, 2)
         groups = call.splits("splits", splits, check)
         if groups.host is not None:
             check_at_most(groups.host, data.shape[0])
         factors = None if weights is None else call.read("weights", weights, (float32,), data.shape[:1],
                                                          "one for each row of x")
-        return _Inputs(x, data, scales, groups, factors)
+        return _Inputs(given, x, data, scales, groups, factors)
 
     def result(self, inputs: _Inputs) -> Description:
         return one_array((inputs.number, inputs.data.shape[1]), float32)
 
     def reference(self, inputs: _Inputs) -> np.ndarray:
-        x = inputs.x if inputs.scales is not None else inputs.data.array
+        x = inputs.given if inputs.scales is not None else inputs.data.array
         return reference.group_sums(x, inputs.groups.array, weights=inputs.weights and inputs.weights.array)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
@@ -134,15 +139,14 @@ class _GroupSums(Op[_Inputs]):
             **_scale_members(inputs))
 
 
-def _read_scaled(call: Call, s: Scaled) -> tuple[Input, Input]:
-    if s.transposed or s.block not in (None, (1, 128)) or (s.block is not None
-                                                           and s.scale_layout not in LAYOUTS_WITH_STRIDES):
-        raise ValueError("x: expected row-wise data stored as is, with one scale or blocks (1, 128) with "
-                         f"compact or gemm_ready scales; got {s!r}; dequantize makes an array")
+def _read_scaled(call: Call, s: Scaled) -> tuple[Scaled, Input, Input]:
+    if s.transposed or s.block not in (None, (1, 128)):
+        raise ValueError("x: expected row-wise data stored as is, with one scale or blocks (1, 128), got "
+                         f"{s!r}; dequantize makes an array")
     data, scales = call.read_scaled("x", s, LAYOUTS_WITH_STRIDES)
-    if scales.dtype != float32:
-        raise TypeError(f"x.scale_inv: expected dtype float32, got {scales.dtype}; dequantize makes an array")
-    return data, scales
+    if s.block is not None and s.scale_layout not in LAYOUTS_WITH_STRIDES:
+        s, scales = with_compact_scales(call, "x", s)
+    return s, data, scales
 
 
 def _scale_members(inputs: _Inputs) -> dict[str, int]:
@@ -150,10 +154,10 @@ def _scale_members(inputs: _Inputs) -> dict[str, int]:
     if inputs.scales is None:
         return {}
     if inputs.x.block is None:
-        return {"scale": inputs.scales.at, "scale_row": 0, "scale_block": 0}
+        return {"scale": inputs.scales.at, "scale_row": 0, "scale_block": 0, "f32_scales": 1}
     strides = scale_strides(inputs.x, inputs.scales.array)
     return {"scale": inputs.scales.at, "scale_row": strides["row_stride"],
-            "scale_block": strides["column_stride"]}
+            "scale_block": strides["column_stride"], "f32_scales": int(inputs.scales.dtype == float32)}
 
 
 def _columns_of_lane(dtype: np.dtype[Any]) -> int:
