@@ -184,7 +184,7 @@ KERNEL_FAULTS = (
     Fault("matmul/wgmma.cu", "mapped != (int)tile.at.group", "mapped < 0", "grouped_matmul_nt",
           define="SIZES_OF_K=1", name="maps of the next group"),
     Fault("moe/group_sums.cu", "sum.add(round, of_round.sum());", "sum.add(0, of_round.sum());", "group_sums",
-          name="rounds of segments"),
+          define="IN=f32", name="rounds of segments"),
     Fault("moe/group_sums.cu", "size == 0 || end - size >= p.groups.rows", "size == 0",
           test="tests/ops/moe/test_group_sums.py::test_wrong_sizes_on_the_device", case="sizes",
           name="groups past the end"),

@@ -24,6 +24,7 @@ from ...formats import (
 )
 from ...layouts import scale_shape
 from ...ops.moe import group_sums
+from ...ops.scales import convert
 from ...results import Scaled
 from ..base import Case, laid_out, maker, nbytes, source, values
 from ..groups import DIVISIONS, sizes
@@ -114,4 +115,4 @@ def _host_calls(x: Array) -> Iterator[HostCalls]:
 register(Registration(
     "group_sums", group_sums.group_sums, reference.group_sums, _inputs, _cases,
     "sums the rows of each group, weighted, in a fixed order: bias gradients of experts",
-    programs=(group_sums.variants,), timed=_timed, moves=_moves, host_calls=_host_calls))
+    programs=(group_sums.variants, convert.variants), timed=_timed, moves=_moves, host_calls=_host_calls))
