@@ -61,6 +61,7 @@ class Experts:
 
     Attributes
     ----------
+    num_experts, inner, hidden : E, F and H
     up, down : the quantised weights
     state : of DelayedScaling, the DelayedScalingState of x, the activation, the gradients of y and of h, up
         and down; ``state.update()`` ends a step. Else None
@@ -94,7 +95,7 @@ class Experts:
             "interleaved": flag(interleaved, "interleaved")}
         self.dtype_out = lookup(dtype_out, INPUT_DTYPES, "dtype_out").dtype
         shape, other = weights.check(up, "up"), weights.check(down, "down")
-        self._extents = experts, inner, hidden = shape[0], other[2], shape[2]
+        self.num_experts, self.inner, self.hidden = experts, inner, hidden = shape[0], other[2], shape[2]
         if shape[1] != 2 * inner or other != (experts, hidden, inner):
             raise ValueError(f"up, down: expected [E, 2 F, H] and [E, H, F], got {shape} and {other}")
         array = weights.kind(up)
@@ -126,21 +127,6 @@ class Experts:
         return 0 if self.state is None else self.state._updates
 
     @property
-    def num_experts(self) -> int:
-        """E, the number of experts."""
-        return self._extents[0]
-
-    @property
-    def inner(self) -> int:
-        """F, the elements between both products."""
-        return self._extents[1]
-
-    @property
-    def hidden(self) -> int:
-        """H, the elements of a token."""
-        return self._extents[2]
-
-    @property
     def up(self) -> Quantized:
         """The quantised weights of the first product, in both directions."""
         return self._held[0]
@@ -151,9 +137,9 @@ class Experts:
         return self._held[1]
 
     def __repr__(self) -> str:
-        experts, inner, hidden = self._extents
-        return (f"Experts({experts} experts, hidden {hidden}, inner {inner}, {self.recipe}, {self.dataflow}, "
-                f"{self._xp.__name__}{f', {self._biases}' if self._biases else ''})")
+        biases = f", {self._biases}" if self._biases else ""
+        return (f"Experts({self.num_experts} experts, hidden {self.hidden}, inner {self.inner}, {self.recipe}, "
+                f"{self.dataflow}, {self._xp.__name__}{biases})")
 
     # ---- weights ----
     def update(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized,
