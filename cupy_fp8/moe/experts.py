@@ -138,8 +138,8 @@ class Experts:
 
     def __repr__(self) -> str:
         biases = f", {self._biases}" if self._biases else ""
-        return (f"Experts({self.num_experts} experts, hidden {self.hidden}, inner {self.inner}, {self.recipe}, "
-                f"{self.dataflow}, {self._xp.__name__}{biases})")
+        return (f"Experts({self.num_experts} experts, hidden {self.hidden}, inner {self.inner}, "
+                f"{self.recipe}, {self.dataflow}, {self._xp.__name__}{biases})")
 
     # ---- weights ----
     def update(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized,
