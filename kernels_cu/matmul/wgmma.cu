@@ -99,9 +99,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
     TensorMap* const own_maps = kSizesOfK ? p.maps + blockIdx.x * (kMaps * 2) : nullptr;
     int mapped = -1;                               // the group that maps were written for last
     int map = 0;
-    // Where the check stands changes how the assembler schedules the multiplying warps' loop: with it here
-    // for sizes of K, and at the end for rows, the loop has the fewest instructions.
-    if (kSizesOfK && blockIdx.x == 0) product.check();
+    if (blockIdx.x == 0) product.check();
     for (;;) {
         position.wait_empty(shared.queue);
         const bool found = walk.find(numbers.next(shared));
@@ -125,7 +123,6 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
         position.next();
         if (!found) break;
     }
-    if (!kSizesOfK && blockIdx.x == 0) product.check();
     numbers.end();
 }
 
