@@ -176,9 +176,9 @@ def test_without_probs(run):
     dx, dprobs, *weights = experts.backward(given.grad, saved)
     assert dprobs is None
     ones = given._replace(probs=run.array(np.ones(given.probs.shape, np.float32)))
-    for got, wanted in zip((y, dx, *weights), np.delete(np.array(step(experts, ones), object), 2),
-                           strict=True):
-        testing.assert_bytes_equal(got, wanted)
+    wanted = step(experts, ones)
+    for got, want in zip((y, dx, *weights), (*wanted[:2], *wanted[3:]), strict=True):
+        testing.assert_bytes_equal(got, want)
 
 
 def test_weight_gradients_are_added(run):

@@ -260,7 +260,7 @@ KERNEL_FAULTS = (
           case="2100x132x20", name="a second band"),
     Fault("include/matmul/problem.cuh", "(g.start + 15 * g.group + 15)", "(g.start + 15)",
           "grouped_matmul_nt", "matmul/align_rows", name="copies of groups"),
-    Fault("include/matmul/problem.cuh", "end = lane < 31 ? next : items_loaded;",
+    Fault("include/matmul/problem.cuh", "end = first + (Index)Items::of(p, at);",
           "end = items_loaded;", "grouped_matmul_nt", "matmul/wgmma", name="the next group"),
     Fault("include/matmul/problem.cuh", "g.size == 0 || (aligned", "(aligned",
           test=f"{_GROUPED}::test_an_empty_group_may_begin_anywhere", name="empty groups"),

@@ -94,8 +94,6 @@ def _with_copies_of_groups(call: Call, problem: Problem) -> tuple[list[Launch], 
 def _needs_copies(problem: Problem, view: OperandView) -> bool:
     """Returns whether the rows of a group may begin elsewhere than at multiples of 16 bytes."""
     p = problem
-    if p.total == 0:
-        return False
     if not is_aligned(view):
         return True
     if p.align % _UNIT == 0 or (p.whole_blocks and view.pitch):

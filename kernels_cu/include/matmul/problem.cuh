@@ -182,8 +182,7 @@ private:
                            __shfl_sync(~0u, own.blocks, lane)};
         at = start_of(group, sums, size);
         first = __shfl_sync(~0u, own_first, lane);
-        const Index next = __shfl_sync(~0u, own_first, (lane + 1) % 32);
-        end = lane < 31 ? next : items_loaded;
+        end = first + (Index)Items::of(p, at);
     }
 };
 

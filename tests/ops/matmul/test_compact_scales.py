@@ -91,6 +91,7 @@ def test_out_in_a_graph(kind, device, launched):
     shape, scaling = ((N, K), "vector") if kind == "dense" else ((3, N, K), "block")
     b, splits = device.run.array(scaled(shape, scaling, 2)), device.array(SPLITS)
     out = device.array(np.full(want.shape, 7, float32))
+    device.cupy.cuda.Device(0).synchronize()                # The stream does not wait for the one before it.
     with device.cupy.cuda.Stream(non_blocking=True) as stream:
         def call() -> Any:
             return (fp8.matmul_nt(a, b, dtype=float32, out=out) if kind == "dense"

@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,8 +31,7 @@ def values(columns: int, seed: int = 0) -> np.ndarray:
 def rows_of(run: Any, columns: int = K, seed: int = 0) -> Quantized:
     with testing.executor("reference"):
         q = fp8.quantize_block(values(columns, seed), pow2_scale=True, scale_layout="compact")
-    made: Quantized = run.array(q)
-    return made
+    return cast(Quantized, run.array(q))
 
 
 def aware(run: Any, sizes: Any, columns: int = K, seed: int = 0) -> Quantized:
@@ -47,8 +46,7 @@ def grouped(run: Any, sizes: Any, columns: int = K, seed: int = 0) -> fp8.Groupe
 def weights(run: Any) -> Scaled:
     with testing.executor("reference"):
         w = fp8.quantize_block(np.ones((len(SIZES), N, K), float32), block=(128, 128)).rowwise
-    made: Scaled = run.array(w)
-    return made
+    return cast(Scaled, run.array(w))
 
 
 MAKERS = {"aware": aware, "grouped": grouped}
@@ -290,12 +288,17 @@ def test_sizes_in_a_list_are_compared_on_the_device(device):
 
 
 # ---- what else is done with such results ----
+def beside(q: Any) -> Any:
+    part = next(iter(q.parts.values())) if isinstance(q, Quantized) else q
+    return fp8.full(q.shape, 1, float32, like=getattr(part, "data", np))
+
+
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "dequantize": lambda q: q.dequantize(), "T": lambda q: q.T, "to_layout": lambda q: q.to_layout("compact"),
     "to_layout, itself": lambda q: q.to_layout(q.scale_layout), "to_block": lambda q: q.to_block((128, 128)),
     "rebase": lambda q: fp8.rebase_scales(q, block=(128, 128)), "scales": fp8.diagnostics.scales,
-    "error": lambda q: fp8.diagnostics.error(np.ones(q.shape, float32), q),
-    "blocks": lambda q: fp8.diagnostics.blocks(np.ones(q.shape, float32), q),
+    "error": lambda q: fp8.diagnostics.error(beside(q), q),
+    "blocks": lambda q: fp8.diagnostics.blocks(beside(q), q),
     "scale_heat_map": lambda q: fp8.plot.scale_heat_map(q),
     "scale_histogram": lambda q: fp8.plot.scale_histogram(q),
     "error_by_magnitude": lambda q: fp8.plot.error_by_magnitude(np.ones(q.shape, float32), q)}
