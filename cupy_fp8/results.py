@@ -383,11 +383,11 @@ def facts_table(*rows: dict[str, str]) -> str:
 
 
 def row_wise(q: Any, name: str = "q", advice: str = "") -> Scaled:
-    """A Scaled, or the row-wise part of a Quantized. TypeError or ValueError if there is none. advice: the
-    end of the ValueError's message."""
+    """A Scaled, or the row-wise part of a Quantized. TypeError, ValueError (with this advice) without one."""
     if isinstance(q, Quantized):
         if q._row is None:
-            check_one_piece(q._any, name)
+            if q._column:
+                check_one_piece(q._column, name)
             raise ValueError(f"{name}: expected a row-wise part, got a Quantized without one{advice}")
         return q._row
     return as_scaled(q, name)

@@ -206,7 +206,7 @@ def _result_layout(x: Any, name: str, scale_layout: Any) -> str:
     if not isinstance(x, Scaled):
         return "compact"
     held = getattr(x.scale_inv, "dtype", None)
-    if scale_layout == "gemm_ready" and held in (float8_e8m0fnu, np.int32):
+    if scale_layout == "gemm_ready" and (held == float8_e8m0fnu or x.scale_layout == "deepgemm_sm100"):
         raise ValueError(f"scale_layout: gemm_ready scales are float32, got {held} in {name}.scale_inv; take "
                          f"'compact', or {name}.to_layout('gemm_ready') first")
     return scale_layout or ("gemm_ready" if held == float32 else "compact")
