@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import backend
 from ..arrays import Array, zeros
+from ..calls.group_sizes import check_align
 from ..formats import INPUT_DTYPES, DType, bfloat16, choice, flag, float32, integer, lookup
 from ..ops.convert.dequantize import dequantize
 from ..ops.matmul.grouped import grouped_matmul_nt
@@ -68,6 +69,7 @@ class Experts:
 
     Attributes
     ----------
+    num_experts, inner, hidden : E, F and H
     up, down : the quantised weights
     state : of DelayedScaling, the DelayedScalingState of x, the activation, the gradients of y and of h, up
         and down; ``state.update()`` ends a step. Else None
@@ -100,7 +102,7 @@ class Experts:
             "interleaved": flag(interleaved, "interleaved")}
         self.dtype_out = lookup(dtype_out, INPUT_DTYPES, "dtype_out").dtype
         shape, other = weights.check(up, "up"), weights.check(down, "down")
-        self._extents = experts, inner, hidden = shape[0], other[2], shape[2]
+        self.num_experts, self.inner, self.hidden = experts, inner, hidden = shape[0], other[2], shape[2]
         if shape[1] != 2 * inner or other != (experts, hidden, inner):
             raise ValueError(f"up, down: expected [E, 2 F, H] and [E, H, F], got {shape} and {other}")
         array = weights.kind(up)
@@ -131,21 +133,6 @@ class Experts:
         return 0 if self.state is None else self.state._updates
 
     @property
-    def num_experts(self) -> int:
-        """E, the number of experts."""
-        return self._extents[0]
-
-    @property
-    def inner(self) -> int:
-        """F, the elements between both products."""
-        return self._extents[1]
-
-    @property
-    def hidden(self) -> int:
-        """H, the elements of a token."""
-        return self._extents[2]
-
-    @property
     def up(self) -> Quantized:
         """The quantised weights of the first product, in both directions."""
         return self._held[0]
@@ -156,9 +143,8 @@ class Experts:
         return self._held[1]
 
     def __repr__(self) -> str:
-        experts, inner, hidden = self._extents
-        return (f"Experts({experts} experts, hidden {hidden}, inner {inner}, {self.recipe}, {self.dataflow}, "
-                f"{self._xp.__name__})")
+        return (f"Experts({self.num_experts} experts, hidden {self.hidden}, inner {self.inner}, "
+                f"{self.recipe}, {self.dataflow}, {self._xp.__name__})")
 
     # ---- weights ----
     def update(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized) -> None:
@@ -280,20 +266,21 @@ class Experts:
         rows : as the dataflow dispatches them: a Scaled [R, H], or an array [R, H] of 'both_directions'
         splits : int32 or int64 array [E], the rows of each expert; they follow one another
         row_probs : f32 array [R]
-        align : what all sizes are multiples of; where they are none (a device array is not looked at) the
-            gradient of `up` is 0 for an expert, and `device_errors` tells
+        align : a power of two that all sizes are multiples of; where they are none (a device array is not
+            looked at) an expert's weight gradients are 0, and `device_errors` tells
         keep, out : as for `forward`; 'fp8' and 'input' keep the rows instead of the tokens
 
         Returns (outputs [R, H], Saved or None).
         """
         if keep is not None:
             choice(keep, "keep", KEEPS)
+        align = check_align(align)
         checks.alignment(self, align, "align")
         checks.multiples(splits, align)
         checks.tokens(self, rows, "rows", (None, self.hidden), dispatched=True)
         checks.probs(self, row_probs, "row_probs", (rows.shape[0],))
         checks.buffers(self, out, rows=rows.shape[0], align=align, probs=row_probs is not None, keep=keep)
-        return self._forward_rows(Calls(out), rows, splits, row_probs, keep, integer(align, "align"), out)
+        return self._forward_rows(Calls(out), rows, splits, row_probs, keep, align, out)
 
     def _forward_rows(self, call: Calls, rows: Any, splits: Array, row_probs: Array | None, keep: Keep | None,
                       align: int, buffers: Buffers | None) -> tuple[TypedArray, Saved | None]:

@@ -104,6 +104,8 @@ WRONG: dict[str, Any] = {
     "other weights": (updated, ValueError, "saved: the weights have been updated"),
     "other scales": (lambda: rescaled("input"), ValueError, "saved: the state's scales have been updated"),
     "other scales of h": (lambda: rescaled("fp8"), ValueError, "saved: the state's scales have been updated"),
+    "no multiple": (lambda: EXPERTS.forward_rows(GIVEN.x, ROUTING.aligned_splits, align=0), ValueError,
+                    "align: expected a power of two from 1 to 65536, got 0"),
     "rows anywhere": (lambda: BOTH.forward_rows(GIVEN.x, [16, 16, 16, 0], align=16), ValueError,
                       "align: expected align=128, since 'both_directions'"),
     "another routing": (routed_again, ValueError, "saved: its routing has been written again"),
