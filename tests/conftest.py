@@ -90,6 +90,16 @@ def background_result(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     return lambda key: background.result((request.module.__name__, key))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_assertrepr_compare() -> Iterator[None]:
+    """Under continuous integration pytest would show all differences, which takes minutes for a megabyte.
+    Elsewhere it names the first one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CI", "BUILD_NUMBER"):
+            patch.delenv(name, raising=False)
+        return (yield)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         device_errors(clear=True)           # They are sticky: a test is to see only its own.
