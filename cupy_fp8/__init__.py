@@ -24,6 +24,7 @@ from .ops.convert.rebase import rebase_scales
 from .ops.convert.scaling_aware import scaling_aware_transpose
 from .ops.matmul.dense import matmul_nt
 from .ops.matmul.grouped import grouped_matmul_nt
+from .ops.moe.group_sums import group_sums
 from .ops.moe.offsets import splits_to_offsets
 from .ops.moe.pad import pad_groups, sort_chunks, unpad_groups
 from .ops.moe.permute import permute, permute_backward, unpermute, unpermute_backward
@@ -56,11 +57,11 @@ __all__ = [
 # The ops. `python -m cupy_fp8 list --write` writes this list and their imports.
 __all__ += [
     "astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize",
-    "group_quantize", "grouped_matmul_nt", "matmul_nt", "multi_cast_transpose", "multi_quantize",
-    "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor",
-    "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks", "splits_to_offsets",
-    "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose", "unpad_groups", "unpermute",
-    "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
+    "group_quantize", "group_sums", "grouped_matmul_nt", "matmul_nt", "multi_cast_transpose",
+    "multi_quantize", "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx",
+    "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks",
+    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose",
+    "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
 ]
 
 

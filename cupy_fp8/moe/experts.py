@@ -14,24 +14,14 @@ from ..ops.convert.dequantize import dequantize
 from ..ops.matmul.grouped import grouped_matmul_nt
 from ..ops.moe.permute import permute_backward, unpermute
 from ..ops.moe.route import route
-from ..ops.quantize.swiglu import (
-    FORMS,
-    Form,
-    clamp_limit,
-    swiglu_backward_quantize,
-    swiglu_quantize,
-)
-from ..recipes import (
-    BlockScaling,
-    DelayedScaling,
-    Recipe,
-    quantize,
-)
+from ..ops.quantize.swiglu import FORMS, Form, clamp_limit, swiglu_backward_quantize, swiglu_quantize
+from ..recipes import BlockScaling, DelayedScaling, Recipe, quantize
 from ..results import Quantized, Scaled
 from ..routing import Routing
 from ..state import DelayedScalingState
 from ..typed_array import TypedArray
 from . import checks, weights
+from .biases import Biases
 from .dataflow import DATAFLOWS, FLOWS, GROUP, Dataflow
 from .step import Buffers, Calls, Saved
 
@@ -49,7 +39,8 @@ class Experts:
 
         h = x · upᵀ        a, b = the halves of h        y = Σ_k (act(a, b) · p_k) · downᵀ
 
-    for each token and its k experts, with p_k before the second product. Forward and backward quantise four
+    for each token and its k experts, with p_k before the second product; with biases h + up_bias, and
+    p_k · down_bias is added to a token's term of expert k. Forward and backward quantise four
     times (x, the activation, the gradients of y and of h), and dequantise nothing: each value is rounded to
     FP8 once, before it is dispatched or in the launch that computes it, and only exponents move where a
     product needs it along the other axis (`scaling_aware_transpose`).
@@ -62,6 +53,8 @@ class Experts:
     recipe : BlockScaling with blocks of (1, 128), whose weights have blocks of 128 x 128; or CurrentScaling
         or DelayedScaling. There are no products of groups of MX blocks
     form, clamp, interleaved : of the activation, as for `swiglu_quantize`
+    bias : (up_bias [E, 2 F], down_bias [E, H]), bfloat16, float16 or float32 arrays, either of which may be
+        None. The layer copies them; that of `up`, in the order of h's columns, becomes dtype_out
     dtype_out : of h, of results and of gradients: bfloat16, float16 or float32
     dataflow : 'casting_free'. To compare with: 'both_directions' dispatches values as they are and quantises
         rows and columns from them, as TransformerEngine does; 'requantize' dispatches FP8, and dequantises
@@ -91,7 +84,8 @@ class Experts:
 
     def __init__(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized,
                  recipe: Recipe | None = None, *, form: Form = "swiglu", clamp: float | None = None,
-                 interleaved: bool = False, dtype_out: DType = bfloat16,
+                 interleaved: bool = False, bias: tuple[Array | None, Array | None] | None = None,
+                 dtype_out: DType = bfloat16,
                  dataflow: Dataflow = "casting_free") -> None:
         self.recipe = BlockScaling() if recipe is None else recipe
         self.dataflow = choice(dataflow, "dataflow", DATAFLOWS)
@@ -108,6 +102,7 @@ class Experts:
         array = weights.kind(up)
         self._xp = backend.module_of(array, "up")
         backend.require_module(weights.kind(down), self._xp, "down")
+        self._biases = Biases(bias, ((experts, 2 * inner), (experts, hidden)), self.dtype_out, self._xp)
         self.state: DelayedScalingState | None = None
         if isinstance(self.recipe, DelayedScaling):
             self.state = DelayedScalingState(len(TENSORS), self.recipe, like=array)
@@ -143,12 +138,14 @@ class Experts:
         return self._held[1]
 
     def __repr__(self) -> str:
+        biases = f", {self._biases}" if self._biases else ""
         return (f"Experts({self.num_experts} experts, hidden {self.hidden}, inner {self.inner}, "
-                f"{self.recipe}, {self.dataflow}, {self._xp.__name__})")
+                f"{self.recipe}, {self.dataflow}, {self._xp.__name__}{biases})")
 
     # ---- weights ----
-    def update(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized) -> None:
-        """Take new weights of the same shapes, after a step of the optimizer.
+    def update(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized,
+               bias: tuple[Array | None, Array | None] | None = None) -> None:
+        """Take new weights of the same shapes, after a step of the optimizer, and new biases: None keeps one.
 
         Arrays are quantised in place, all in one launch for blocks, which can be captured into a CUDA graph.
         (In the place of weights taken from a Scaled new memory is allocated, once.) What was saved by a
@@ -159,6 +156,7 @@ class Experts:
             if (shape := weights.check(new, name)) != held.shape:
                 raise ValueError(f"{name}: expected shape {held.shape}, as before, got {shape}")
             backend.require_module(weights.kind(new), self._xp, name)
+        self._biases.check(bias)
         scales = [self._scales[name] for name in ("up", "down")]
         own = [not isinstance(new, (Scaled, Quantized)) for new in given]
         if all(own) and all(self._own):
@@ -167,6 +165,7 @@ class Experts:
             self._held = [weights.take(new, self._weights, **of_it)
                           for new, of_it in zip(given, scales, strict=True)]
             self._own = own
+        self._biases.update(bias)
         self._updates += 1
 
     # ---- memory ----
@@ -290,8 +289,9 @@ class Experts:
         if keep == "fp8":
             kept = call("h quantised", quantize, hidden, _HIDDEN)
             hidden = call("h dequantised", dequantize, kept, dtype=self.dtype_out)
-        activation = self._activate(call, hidden, row_probs)
-        result = call("rows out", grouped_matmul_nt, activation, self.down, splits, dtype=self.dtype_out)
+        activation = self._activate(call, hidden, splits, row_probs)
+        result = call("rows out", grouped_matmul_nt, activation, self.down, splits, dtype=self.dtype_out,
+                      **self._biases.of_down(row_probs))
         if buffers is not None:
             buffers._step += 1
         if keep is None:
@@ -302,15 +302,16 @@ class Experts:
             hidden=None if keep == "input" else kept, activation=activation if keep == "bf16" else None,
             buffers=buffers, step=0 if buffers is None else buffers._step)
 
-    def _activate(self, call: Calls, hidden: Array, row_probs: Array | None) -> Quantized:
+    def _activate(self, call: Calls, hidden: Array, splits: Array, row_probs: Array | None) -> Quantized:
         made: Quantized = call("activation", swiglu_quantize, hidden, self.recipe, probs=row_probs,
-                               columnwise=self._flow.both, **self._activation, **self._scales["activation"])
+                               columnwise=self._flow.both, **self._activation, **self._biases.of_up(splits),
+                               **self._scales["activation"])
         return made
 
     # ---- backward ----
     def backward(self, grad: Array | Scaled | Quantized, saved: Saved | None, *,
                  accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None
-                 ) -> tuple[TypedArray, TypedArray | None, TypedArray, TypedArray]:
+                 ) -> tuple[Any, ...]:
         """The gradients of x, of probs and of both weights.
 
         Parameters
@@ -324,7 +325,9 @@ class Experts:
         Returns
         -------
         (dx [T, H], dprobs f32 [T, topk] by slot or None without probs, d_up [E, 2 F, H], d_down [E, H, F]),
-        of dtype_out. Raises TypeError, ValueError, DeviceError, before anything is written.
+        of dtype_out. With biases a fifth one: (d_up_bias f32 [E, 2 F], d_down_bias f32 [E, H]), None for one
+        that there is not, sums of gradients in FP8 (`group_sums`). Raises TypeError, ValueError, DeviceError,
+        before anything is written.
         """
         saved = checks.saved(self, saved, out, accumulate, of_rows=False)
         routing = saved.routing
@@ -336,24 +339,24 @@ class Experts:
         if saved.rows is None:
             again, row_probs = self._flow.dispatch(call, "x", saved.tokens, routing, saved.probs)
             saved = Saved(**vars(saved) | {"rows": again, "row_probs": row_probs})
-        dx_rows, dp, d_up, d_down = self._backward_rows(call, rows, saved, accumulate)
+        dx_rows, dp, *others = self._backward_rows(call, rows, saved, accumulate)
         if dp is None:
-            return call("dx", permute_backward, dx_rows, routing), None, d_up, d_down
+            return call("dx", permute_backward, dx_rows, routing), None, *others
         dx, dprobs = call("dx", permute_backward, dx_rows, routing, probs_grad=dp)
-        return dx, dprobs, d_up, d_down
+        return dx, dprobs, *others
 
     def backward_rows(self, grad_rows: Array | Scaled, saved: Saved | None, *,
                       accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None
-                      ) -> tuple[TypedArray, TypedArray | None, TypedArray, TypedArray]:
+                      ) -> tuple[Any, ...]:
         """`backward` of rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32 [R]
-        or None, d_up, d_down)."""
+        or None, d_up, d_down; with biases their gradients)."""
         saved = checks.saved(self, saved, out, accumulate, of_rows=True)
         rows = saved.rows.shape[0]
         checks.tokens(self, grad_rows, "grad_rows", (rows, self.hidden), dispatched=True)
         return self._backward_rows(Calls(out), grad_rows, saved, accumulate)
 
     def _backward_rows(self, call: Calls, grad_rows: Any, saved: Saved,
-                       accumulate: tuple[Array, Array] | None) -> tuple[Any, Any, Any, Any]:
+                       accumulate: tuple[Array, Array] | None) -> tuple[Any, ...]:
         flow, splits = self._flow, saved.splits
         rows, hidden, activation = saved.rows, saved.hidden, saved.activation
         if saved.keep != "bf16":
@@ -363,14 +366,15 @@ class Experts:
         elif saved.keep == "input":
             hidden = call("h", grouped_matmul_nt, rows, self.up, splits, dtype=self.dtype_out)
         if activation is None:
-            activation = self._activate(call, hidden, saved.row_probs)
+            activation = self._activate(call, hidden, splits, saved.row_probs)
         grads = flow.enter(call, "grad", grad_rows)
         d_activation = call("activation grad", grouped_matmul_nt, grads, self.down.T, splits,
                             dtype=self.dtype_out)
         both = flow.both or saved.align % GROUP == 0 or not flow.blocks
         d_hidden, dp = call("hidden grad", swiglu_backward_quantize, d_activation, hidden, self.recipe,
                             probs=saved.row_probs, columnwise=both, **self._activation,
-                            **self._scales["hidden_grad"])
+                            **self._biases.of_up(splits), **self._scales["hidden_grad"])
+        self._biases.add_to_probs(dp, grads, splits)
         d_down = self._weight_grad(call, "down grad", flow.columns(call, "grad", grads, splits),
                                    flow.columns(call, "activation", activation, splits), splits,
                                    saved.align, accumulate and accumulate[1])
@@ -378,7 +382,9 @@ class Experts:
         d_up = self._weight_grad(call, "up grad", columns, flow.columns(call, "x", rows, splits), splits,
                                  saved.align, accumulate and accumulate[0])
         dx = call("rows grad", grouped_matmul_nt, d_hidden, self.up.T, splits, dtype=self.dtype_out)
-        return dx, dp, d_up, d_down
+        if not self._biases:
+            return dx, dp, d_up, d_down
+        return dx, dp, d_up, d_down, self._biases.gradients(call, d_hidden, grads, splits, saved.row_probs)
 
     def _weight_grad(self, call: Calls, name: str, a: Any, b: Any, splits: Array, align: int,
                      into: Array | None) -> Any:

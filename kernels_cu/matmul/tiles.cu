@@ -178,6 +178,8 @@ __device__ __forceinline__ void store(const Product& p, const ProductTile& tile,
                                       int row, int column) {
     const int lane = threadIdx.x % 32;
     const i64 group_first = tile.at.group * p.out_group + tile.at.start * p.out_start;
+    const bool biased = p.has_bias(tile.at.group);
+    const i64 bias_first = tile.at.group * p.bias_group;
     const u32 element = p.out_type == kOutF32 ? 4 : 2;
     const bool whole = ((u64)p.out + group_first * element) % (2 * element) == 0 && p.n % 2 == 0;
 #pragma unroll
@@ -185,16 +187,17 @@ __device__ __forceinline__ void store(const Product& p, const ProductTile& tile,
         const i64 at = tile.column + column + 8 * j + lane % 4 * 2;
         const int count = left_of(p.n - at, 2);
         float lo = 0, hi = 0;
-        if (p.bias && count > 0) lo = p.bias_of(at);
-        if (p.bias && count > 1) hi = p.bias_of(at + 1);
+        if (biased && count > 0) lo = p.bias_of(bias_first + at);
+        if (biased && count > 1) hi = p.bias_of(bias_first + at + 1);
 #pragma unroll
         for (int i = 0; i < 2 * kDown; i++) {
             const i64 of_d = tile.row + row + 8 * i + lane / 4;
             const float (&pair)[4] = sums.of[i / 2][j];
-            const float left = p.bias ? add_rn(pair[i % 2 * 2], lo) : pair[i % 2 * 2];
-            const float right = p.bias ? add_rn(pair[i % 2 * 2 + 1], hi) : pair[i % 2 * 2 + 1];
-            if (count > 0 && of_d < tile.rows)
-                store_pair(p, group_first + of_d * p.n + at, count, whole, left, right);
+            if (count == 0 || of_d >= tile.rows) continue;
+            const float weight = biased ? p.bias_weight(tile.at.start + of_d) : 0.0f;
+            const float left = biased ? fma_rn(weight, lo, pair[i % 2 * 2]) : pair[i % 2 * 2];
+            const float right = biased ? fma_rn(weight, hi, pair[i % 2 * 2 + 1]) : pair[i % 2 * 2 + 1];
+            store_pair(p, group_first + of_d * p.n + at, count, whole, left, right);
         }
     }
 }

@@ -82,7 +82,7 @@ __device__ __forceinline__ void describe(const WgmmaParams& p, const ProductTile
     t.a_row = (int)((kSizesOfK ? 0 : tile.at.start) + tile.row);
     t.column = (int)tile.column + rank * kTileColumns;
     t.b_row = (int)(kSizesOfK ? 0 : tile.at.group * product.n) + t.column;
-    t.matrix = kSizesOfK ? (int)tile.at.group : 0;
+    t.group = (int)tile.at.group;
     t.row = (int)tile.row;
     t.rows = (int)(tile.end - tile.row);
     t.a_shift = p.copies_scales ? (int)((u64)(t.a_scale + tile.row) / 4 % 4) : 0;
@@ -221,17 +221,20 @@ struct Multiplier {
     // longer keeps uses of scales behind the products that they should wait beside.)
     __device__ __forceinline__ void add_bias(const QueuedTile& t) {
         const Product& p = params.product;
-        const int last = columns_left(p, t) - 1;
+        const int last = columns_left(p, t) - 1, last_row = t.rows - first_row() - 1;
+        const i64 row = t.a_row + first_row(), first = t.group * p.bias_group + t.column;
+        const float low_weight = p.bias_weight(row + smaller(lane / 4, last_row));
+        const float high_weight = p.bias_weight(row + smaller(lane / 4 + 8, last_row));
         float own[kTileColumns / 32];
 #pragma unroll
         for (int i = 0; i < kTileColumns / 32; i++)
-            own[i] = p.bias_of(t.column + smaller(32 * i + lane, last));
+            own[i] = p.bias_of(first + smaller(32 * i + lane, last));
 #pragma unroll
         for (int i = 0; i < kTileColumns / 4; i++) {
             const float bias = __shfl_sync(~0u, own[i / 8], i / 2 % 4 * 8 + lane % 4 * 2 + i % 2);
             const int low = i / 2 * 4 + i % 2;                 // the sum of the lane's first row
-            sums[low] = add_rn(sums[low], bias);
-            sums[low + 2] = add_rn(sums[low + 2], bias);
+            sums[low] = fma_rn(low_weight, bias, sums[low]);
+            sums[low + 2] = fma_rn(high_weight, bias, sums[low + 2]);
         }
     }
     // The warp's results go to shared memory, for copy_results(). Fewer rows than a box, and those of a D
@@ -239,7 +242,7 @@ struct Multiplier {
     __device__ __forceinline__ void store(const QueuedTile& t, u32 turn) {
         const Product& p = params.product;
         const int own_rows = has_results(p, t) ? t.rows - first_row() : 0;
-        if (!kSizesOfK && p.bias && own_rows > 0) add_bias(t);         // Gradients have none.
+        if (!kSizesOfK && own_rows > 0 && p.has_bias(t.group)) add_bias(t);        // Gradients have none.
         if (params.copies_out) {
             const bool boxed = leaves_in_boxes(own_rows);
             if (p.out_type == kOutF32) {
@@ -255,7 +258,7 @@ struct Multiplier {
         }
         if (own_rows <= 0) return;
         const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
-        const i64 element = t.matrix * p.out_group + (i64)(t.a_row + first_row()) * p.n + t.column;
+        const i64 element = t.group * p.out_group + (i64)(t.a_row + first_row()) * p.n + t.column;
         const WarpRows to = {p.out + element * out_bytes, p.n, own_rows, columns_left(p, t)};
         if (params.copies_out && p.accumulate) {
             add_rows_out<kTileColumns>(to, sums, staged());

@@ -112,6 +112,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
                                 {"scales": X[0, :2].copy()}),
     "splits_to_offsets": (fp8.splits_to_offsets, (SPLITS,), {}),
     "splits_to_offsets, two": (fp8.splits_to_offsets, (SPLITS,), {"strides": (1, 2)}),
+    "group_sums": (fp8.group_sums, (X, [30, 34]), {}),
     "pad_groups": (fp8.pad_groups, (X, [30, 34]), {"align": 16}),
     "unpad_groups": (fp8.unpad_groups, (X, [30, 20]), {"align": 16}), "sort_chunks": (fp8.sort_chunks,
         (X, [32, 32], [1, 0]), {}),

@@ -64,7 +64,8 @@ FIRST_ARRAYS = {example.op.name: example for example in reversed(EXAMPLES)
 
 #: Ops that move results too, and those that take arrays of any dtype or say themselves which.
 TAKEN = {("splits_to_offsets", "list"),
-         *((name, "result") for name in ("permute", "pad_groups", "unpad_groups", "sort_chunks"))}
+         *((name, "result") for name in ("permute", "pad_groups", "unpad_groups", "sort_chunks",
+                                           "group_sums"))}
 OF_OTHER_DTYPES = ("permute", "permute_backward", "pad_groups", "unpad_groups", "sort_chunks",
                    "convert_scales", "update_delayed_scaling")
 

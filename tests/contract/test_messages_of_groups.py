@@ -13,6 +13,7 @@ from cupy_fp8.formats import bfloat16, float8_e4m3fn
 from cupy_fp8.grouped import Grouped
 
 T, V = TypeError, ValueError
+SUMS = fp8.group_sums
 PAD, UNPAD, SORT, PERMUTE, UNPERMUTE = (fp8.pad_groups, fp8.unpad_groups, fp8.sort_chunks, fp8.permute,
                                         fp8.unpermute)
 BACK, UNBACK, ROUTE, OFFSETS = fp8.permute_backward, fp8.unpermute_backward, fp8.route, fp8.splits_to_offsets
@@ -81,6 +82,19 @@ MOVES: list[Line] = [
     line(T, "out: expected an array of rows (an earlier result), got list", UNPAD, X, [4], align=4, out=[]),
     line(T, "out: expected a Scaled (an earlier result), got ndarray", PAD, Q.rowwise, [4, 5], align=4,
          out=CODES),
+    # ---- group_sums ----
+    line(V, "x: expected an array of two dimensions, got shape (9,)", SUMS, X[:, 0], [9]),
+    line(T, "x: expected dtype bfloat16, float16, float32, got float8_e4m3fn", SUMS, CODES, [9]),
+    line(V, "x: expected row-wise data stored as is, with one scale or blocks (1, 128), got", SUMS, Q, [9]),
+    line(V, "x: expected row-wise data stored as is", SUMS, SQUARE, [9]),
+    line(V, "x: expected row-wise data stored as is", SUMS, fp8.quantize_tensor(X, 1.0, columnwise=True)
+         .columnwise, [9]),
+    line(V, "x: expected a row-wise part, got a Quantized without one", SUMS, COLUMN, [9]),
+    line(V, SIZES + "that add up to at most the 9 rows there are, got 10", SUMS, X, [4, 6]),
+    line(V, SIZES + "of 0 or more, got -5 for group 1", SUMS, X, [9, -5]),
+    line(V, "weights: expected shape (9,), one for each row of x, got (8,)", SUMS, X, [9], weights=ones(8)),
+    line(T, "weights: expected dtype float32, got float64", SUMS, X, [9], weights=np.ones(9)),
+    line(V, "out: expected shape (1, 16), got (16,)", SUMS, X, [9], out=ones(16)),
     # ---- unpermute and gradients ----
     line(V, "x: expected 9 rows, the tokens of the routing, got shape (8, 16)", PERMUTE, X[:8], R),
     *[line(V, f"{name}: expected 18 rows, the rows of the routing, got shape (9, 16)", call, X, R)

@@ -47,6 +47,14 @@ def layer(tokens: int = 48, topk: int = 2, experts: int = 4, hidden: int = 160, 
                  rng.random((tokens, topk), dtype=np.float32), normal(tokens, hidden))
 
 
+def biases(given: Layer, seed: int = 5, scale: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
+    """Of up [E, 2 F] and of down [E, H]."""
+    rng, (experts, hidden, _) = np.random.default_rng(seed), given.down.shape
+    shapes = (experts, given.up.shape[1]), (experts, hidden)
+    up, down = ((scale * rng.standard_normal(shape)).astype(bfloat16) for shape in shapes)
+    return up, down
+
+
 def act(a: np.ndarray, b: np.ndarray, form: str, clamp: float | None) -> tuple[np.ndarray, ...]:
     """(the activation, its derivatives by a and by b), in float64."""
     in_a, in_b = np.ones_like(a), np.ones_like(b)
@@ -59,58 +67,73 @@ def act(a: np.ndarray, b: np.ndarray, form: str, clamp: float | None) -> tuple[n
     return a * sigma * b, b * sigma * (1 + gate * a * (1 - sigma)) * in_a, a * sigma * in_b
 
 
-def in_float64(given: Layer, form: str = "swiglu", clamp: float | None = None, interleaved: bool = False
-               ) -> tuple[np.ndarray, ...]:
-    """(y, dx, dprobs, d_up, d_down)"""
+def in_float64(given: Layer, form: str = "swiglu", clamp: float | None = None, interleaved: bool = False,
+               bias: tuple[Any, Any] | None = None) -> tuple[np.ndarray, ...]:
+    """(y, dx, dprobs, d_up, d_down), and with biases their gradients"""
     up, down, x, probs, grad = (np.asarray(a, np.float64)
                                 for a in (given.up, given.down, given.x, given.probs, given.grad))
     y, dx, dprobs = np.zeros_like(x), np.zeros_like(x), np.zeros_like(probs)
     d_up, d_down = np.zeros_like(up), np.zeros_like(down)
+    of_up, of_down = (np.zeros(w.shape[:2]) if b is None else b.astype(np.float64)
+                      for w, b in zip((up, down), bias or (None, None), strict=True))
+    d_of_up, d_of_down = np.zeros_like(of_up), np.zeros_like(of_down)
     for e in range(len(up)):
         token, slot = np.nonzero(given.chosen == e)
-        h, p = x[token] @ up[e].T, probs[token, slot][:, None]
+        h, p = x[token] @ up[e].T + of_up[e], probs[token, slot][:, None]
         a, b = (h[:, 0::2], h[:, 1::2]) if interleaved else np.split(h, 2, axis=1)
         value, by_a, by_b = act(a, b, form, clamp)
-        np.add.at(y, token, (value * p) @ down[e].T)
+        np.add.at(y, token, (value * p) @ down[e].T + p * of_down[e])
         d_value = grad[token] @ down[e]
         d_down[e] = grad[token].T @ (value * p)
-        dprobs[token, slot] = (d_value * value).sum(1)
+        dprobs[token, slot] = (d_value * value).sum(1) + grad[token] @ of_down[e]
+        d_of_down[e] = (grad[token] * p).sum(0)
         d_a, d_b = d_value * p * by_a, d_value * p * by_b
         dh = np.stack([d_a, d_b], 2).reshape(h.shape) if interleaved else np.concatenate([d_a, d_b], 1)
-        d_up[e] = dh.T @ x[token]
+        d_up[e], d_of_up[e] = dh.T @ x[token], dh.sum(0)
         np.add.at(dx, token, dh @ up[e])
-    return y, dx, dprobs, d_up, d_down
+    return (y, dx, dprobs, d_up, d_down, *((d_of_up, d_of_down) if bias else ()))
 
 
-def by_hand(given: Layer, align: int = 128) -> tuple[Any, ...]:
-    """The casting-free layer from public calls: (y, dx, dprobs, d_up, d_down)."""
+def by_hand(given: Layer, align: int = 128, bias: tuple[Any, Any] = (None, None)) -> tuple[Any, ...]:
+    """The casting-free layer from public calls: (y, dx, dprobs, d_up, d_down), and the gradients of biases,
+    if there are both."""
     blocks, squares = fp8.BlockScaling(), fp8.BlockScaling((128, 128))
     up, down = (squares.quantize(w, columnwise=True) for w in given[:2])
     routing = given.routing(align)
     splits = routing.aligned_splits
+    of_up: dict[str, Any] = {} if bias[0] is None else {"bias": bias[0], "splits": splits}
+    of_down: dict[str, Any] = {}
     rows, p = fp8.permute(blocks.quantize(given.x), routing, probs=given.probs)
     h = fp8.grouped_matmul_nt(rows, up, splits)
-    a = fp8.swiglu_quantize(h, blocks, probs=p)
-    y = fp8.unpermute(fp8.grouped_matmul_nt(a, down, splits), routing)
+    if bias[1] is not None:
+        of_down = {"bias": bias[1], "bias_weights": p}
+    a = fp8.swiglu_quantize(h, blocks, probs=p, **of_up)
+    y = fp8.unpermute(fp8.grouped_matmul_nt(a, down, splits, **of_down), routing)
 
     grads = fp8.permute(blocks.quantize(given.grad), routing)
     columns = [fp8.scaling_aware_transpose(q, splits=splits) for q in (grads, a, rows)]
     d_down = fp8.grouped_matmul_nt(columns[0], columns[1], splits, group="k")
     dh, dp = fp8.swiglu_backward_quantize(fp8.grouped_matmul_nt(grads, down.T, splits), h, blocks, probs=p,
-                                          columnwise=align == 128)
+                                          columnwise=align == 128, **of_up)
+    if bias[1] is not None and dp is not None:
+        fp8.grouped_matmul_nt(grads, blocks.quantize(bias[1][:, None]), splits, accumulate=dp.reshape(-1, 1))
     dh_columns = dh.T if align == 128 else fp8.scaling_aware_transpose(dh, splits=splits)
     d_up = fp8.grouped_matmul_nt(dh_columns, columns[2], splits, group="k")
     dx, dprobs = fp8.permute_backward(fp8.grouped_matmul_nt(dh, up.T, splits), routing, probs_grad=dp)
-    return y, dx, dprobs, d_up, d_down
+    if bias[0] is None:
+        return y, dx, dprobs, d_up, d_down
+    return (y, dx, dprobs, d_up, d_down, fp8.group_sums(dh, splits),
+            fp8.group_sums(grads, splits, weights=p))
 
 
 def step(experts: moe.Experts, given: Layer, routing: fp8.Routing | None = None, *, keep: Any = "bf16",
          out: Any = None, accumulate: Any = None) -> tuple[Any, ...]:
-    """(y, dx, dprobs, d_up, d_down) of a step."""
+    """(y, dx, dprobs, d_up, d_down) of a step, and the gradients of biases that there are."""
     routing = given.routing() if routing is None else routing
     y, saved = experts.forward(given.x, routing, given.probs, keep=keep, out=out)
     assert saved is not None
-    return y, *experts.backward(given.grad, saved, accumulate=accumulate, out=out)
+    found = experts.backward(given.grad, saved, accumulate=accumulate, out=out)
+    return y, *found[:4], *(grad for grads in found[4:] for grad in grads if grad is not None)
 
 
 def errors(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> list[float]:

@@ -242,6 +242,7 @@ def _others() -> Iterator[tuple[str, Far]]:
                                                  ((1 << 11) + 4, 128, 1 << 14), 0, 1,
                                                  1 << 10 if kernel == product_kernels.HOPPER else BLOCKS)
     yield "grouped_matmul_nt-align_rows", Far(_aligned, np.dtype(float8_e4m3fn), (FAR, 136))
+    yield "group_sums", Far(_summed_rows, np.dtype(float8_e4m3fn), *_SHAPES[1][1:])
     yield "grouped_matmul_nt-align_groups", Far(_aligned_groups, np.dtype(float8_e4m3fn), (FAR, 136))
     yield "quantize_tensor-sum_rows", Far(_summed, np.dtype(np.float32), _TALL)
     yield "route-count", Far(_experts, np.dtype(float8_e4m3fn), ((1 << 22) + 64, 1024), 0, 64, 2)
@@ -270,6 +271,12 @@ def _weighted(kernel: str, m: Any, b: Any) -> Any:
     found = fp8.zeros((groups, 16, n), np.float32, like=b)
     found[chosen] = products.reshape(-1, 16, n)
     return found
+
+
+def _summed_rows(m: Any, x: Any) -> Any:
+    """Of one group."""
+    one = _beside(x, np.full(1, 0.5, np.float32))
+    return m.group_sums(Scaled(x, one, x.shape), _beside(x, np.array([len(x)])))
 
 
 def _aligned(m: Any, x: Any) -> Any:

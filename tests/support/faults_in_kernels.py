@@ -5,6 +5,7 @@ from faults import Fault
 _FAR = "tests/contract/test_large.py"
 _COPIES = "tests/ops/matmul/test_aligned_groups.py"
 _GROUPED = "tests/ops/matmul/test_grouped_matmul_nt.py"
+_BIAS = "tests/ops/matmul/test_grouped_bias.py"
 _ROW_OUTSIDE = "tests/ops/moe/test_permute.py::test_a_row_outside_of_the_routing_is_none"
 _WRITTEN = "tests/ops/matmul/test_grouped_out.py::test_nothing_else_is_written_by_copies_of_boxes"
 
@@ -26,6 +27,7 @@ KERNEL_FAULTS = (
           "grouped_matmul_nt"),
     Fault("matmul/wgmma.cu", "t.rows - first_row() : 0;", "t.rows - first_row() - 1 : 0;",
           "grouped_matmul_nt"),
+    Fault("moe/group_sums.cu", "i / kWarps < rounds ?", "i / kWarps < rounds - 1 ?", "group_sums"),
     Fault("moe/offsets.cu", "lane < warp ? of_warp", "lane <= warp ? of_warp", "splits_to_offsets"),
     Fault("moe/pad.cu", "left_of(p.rows - first, a.rows_per_block)",
           "left_of(p.rows - first - 1, a.rows_per_block)", "pad_groups"),
@@ -181,12 +183,23 @@ KERNEL_FAULTS = (
     Fault("matmul/tiles.cu", "next = number + gridDim.x)", "next = number + 1 + gridDim.x)",
           test=f"{_GROUPED}::test_few_blocks_take_the_tiles_of_all_groups_at_odd_addresses",
           name="next tile of a block"),
-    Fault("matmul/wgmma.cu", "t.matrix * p.out_group + (i64)", "(i32)(t.matrix * p.out_group) + (i64)",
+    Fault("matmul/wgmma.cu", "t.group * p.out_group + (i64)", "(i32)(t.group * p.out_group) + (i64)",
           test=f"{_FAR}::test_a_group_far_from_the_first", case="wgmma", name="32 bits"),
+    Fault("matmul/tiles.cu", "bias_weight(tile.at.start + of_d)", "bias_weight(of_d)", test=_BIAS,
+          case="integers", name="weights of later groups"),
+    Fault("matmul/wgmma.cu", "fma_rn(high_weight, bias", "fma_rn(low_weight, bias", "grouped_matmul_nt",
+          case="weighted=True", name="weights of the upper rows"),
+    Fault("include/matmul/problem.cuh", "return bias && group < splits.groups;", "return bias;", test=_BIAS,
+          case="integers", name="biases of no group"),
     Fault("matmul/wgmma.cu", "copied ? Operand::copied_chunks(group) * 16 : ", "", "grouped_matmul_nt",
           define="SIZES_OF_K=1", name="the pitch of a copy"),
     Fault("matmul/wgmma.cu", "mapped != (int)tile.at.group", "mapped < 0", "grouped_matmul_nt",
           define="SIZES_OF_K=1", name="maps of the next group"),
+    Fault("moe/group_sums.cu", "sum.add(round, of_round.sum());", "sum.add(0, of_round.sum());", "group_sums",
+          define="IN=f32", name="rounds of segments"),
+    Fault("moe/group_sums.cu", "size == 0 || end - size >= p.groups.rows", "size == 0",
+          test="tests/ops/moe/test_group_sums.py::test_wrong_sizes_on_the_device", case="sizes",
+          name="groups past the end"),
     Fault("moe/offsets.cu", "start < count; start += kInFlight", "start < kThreads; start += kInFlight",
           "splits_to_offsets", name="sizes before a tile"),
     Fault("moe/offsets.cu", "const u32 begin = part * p.outputs_per_block", "const u32 begin = 0",

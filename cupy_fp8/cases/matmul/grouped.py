@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...grouped import Grouped
 from ...layouts import ScaleLayout, cdiv, grouped_scale_shape, round_up, row_scale_rows, target_rows
 from ...ops.matmul import grouped, tiles
@@ -146,6 +146,10 @@ def _inputs(case: Case) -> Arguments:
     if options.pop("accumulate", False):
         shape = (total, n) if of_rows else (count, other, n)
         options["accumulate"] = values("normal", shape, float32, 4)
+    if (dtype := options.pop("biased", None)) is not None:
+        options["bias"] = values(kind, (count, n), dtype, 5)
+    if options.pop("weighted", False):
+        options["bias_weights"] = values("normal", (total,), float32, 6)
     return ((a, b) if given == "Grouped" else (a, b, splits)), options
 
 
@@ -159,6 +163,7 @@ def _cases() -> Iterator[Case]:
         yield _case((432, 4, 16), pair, groups=2, division="even", given=given, group="k")
         yield _case((421, 4, 13), pair, groups=3, given=given, group="k")
     yield from _row_cases()
+    yield from _bias_cases()
     yield from _column_cases()
     yield from _copied_column_cases()
     yield from _cases_past_constants()
@@ -199,6 +204,21 @@ def _row_cases() -> Iterator[Case]:
         yield _case((300, 72, 272), ("vector", "vector"), scale_layout=layout)
     for shape in ((300, 72, 272), (137, 9, 131)):
         yield _case(shape, ("vector", "block"), scale=float8_e8m0fnu, scale_layout="compact")
+
+
+def _bias_cases() -> Iterator[Case]:
+    """Rows of no group get none, and a bias is all that there is without K."""
+    for i, (pair, shape) in enumerate(product((("vector", "block"), ("row", "row"), ("vector", "vector")),
+                                              (*_SHAPES, (20, 8, 0), (500, 300, 48)))):
+        for j, dtype in enumerate(INPUT_DTYPES):
+            yield _case(shape, pair, biased=dtype, weighted=(i + j) % 2 == 0, spare=i % 3 * 5,
+                        dtype=INPUT_DTYPES[(i + j) // 2 % 3], division="empty" if j else "uneven")
+    for given, scaling in (("flat", "vector"), ("Grouped", "row")):
+        yield _case((260, 136, 144), (scaling, "block"), given=given, biased=bfloat16, weighted=True, spare=9)
+    yield _case((137, 9, 131), ("vector", "block"), "bits", biased=float32, weighted=True, dtype=float32)
+    for groups, total in ((40, 90), (64, 5), (33, 130), (3, 0), (0, 40)):
+        yield _case((total, 40, 144), ("vector", "block"), groups=groups, biased=float32, weighted=True)
+    yield _case((400, 264, 32), ("row", "row"), groups=1, biased=bfloat16, weighted=True)
 
 
 def _column_cases() -> Iterator[Case]:
@@ -291,7 +311,8 @@ def _cases_past_constants() -> Iterator[Case]:
 
 def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Arguments) -> None:
     operands, options = arguments
-    added = {name: options[name] for name in ("group", "accumulate") if options.get(name) is not None}
+    added = {name: options[name] for name in ("group", "bias", "bias_weights", "accumulate")
+             if options.get(name) is not None}
     assert_within(actual["result"], desired["result"], reference.grouped_magnitudes(*operands, **added))
 
 

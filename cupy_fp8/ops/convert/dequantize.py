@@ -183,7 +183,7 @@ class _Blocks:
                         "f32_scales": int(scales.dtype == float32)}
         self.long_row = False
         if s.block is not None:
-            self.scaling |= _strides(s, scales.array)
+            self.scaling |= scale_strides(s, scales.array)
             tiles_rows = block[0] == 1 and block[1] is not None and self.columns % block[1] == 0
             self.long_row = (tiles_rows and not s.transposed and s.scale_layout == "compact"
                              and is_contiguous(scales.array))
@@ -229,7 +229,7 @@ class _Blocks:
         return variant, tile.grid(data.shape), {"vector": vector}
 
 
-def _strides(s: Scaled, scales: Array) -> dict[str, int]:
+def scale_strides(s: Scaled, scales: Array) -> dict[str, int]:
     """Returns where the scales of blocks lie: members of the struct."""
     assert s.block is not None
     strides = validate.matrix_strides(scales)

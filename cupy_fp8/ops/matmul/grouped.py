@@ -9,7 +9,7 @@ import numpy as np
 
 from ... import reference
 from ...arrays import Array
-from ...calls.call import Call, Op, run
+from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, one_array
 from ...calls.group_sizes import Groups, check_align
 from ...formats import INPUT_DTYPES, DType, bfloat16, choice, float32, lookup
@@ -37,13 +37,15 @@ GROUPS: tuple[GroupedAxis, ...] = get_args(GroupedAxis)
 
 
 def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | Grouped, splits: Any = None,
-                      *, group: GroupedAxis = "m", dtype: DType = bfloat16, accumulate: Array | None = None,
+                      *, group: GroupedAxis = "m", dtype: DType = bfloat16, bias: Array | None = None,
+                      bias_weights: Array | None = None, accumulate: Array | None = None,
                       align: int = 1, out: Array | None = None, check: bool = False) -> TypedArray:
     """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
     groups of "m" take one launch, and so do those of "k"; on Hopper "k" takes another one before it, which
     copies groups that begin anywhere, unless the host knows that none does.
 
         group="m":  out[r, n]    = Σ_k a[r, k] · b[e, n, k]             e: the group that row r belongs to
+                                   + bias_weights[r] · bias[e, n]
         group="k":  out[e, m, n] = Σ_k a[m, k] · b[n, k]                over the columns k of group e
 
     of the dequantised values; "m" is the forward pass and the gradient of the input, "k" the gradient of the
@@ -68,6 +70,10 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
         a copy of them, a Grouped or a result of `scaling_aware_transpose`: its own are taken, a's first
     group : what the sizes belong to, 'm' or 'k'
     dtype : of a new result: bfloat16, float16 or float32
+    bias : of "m" bfloat16, float16 or float32 [E, N], of which each row gets its group's before it is
+        rounded. Not beside `accumulate`
+    bias_weights : float32 array [sum m], by which each row's bias is multiplied (the probs of the rows of
+        experts). None: 1
     accumulate : float32 array of the result's shape, to which the products are added in place, and which is
         returned; `dtype` is without effect, and no other `out` is taken
     align : of "k", a promise: all sizes are multiples of it, a power of two (``route(align=)``). From 16 on
@@ -112,13 +118,15 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
         if out is not None and out is not accumulate:
             raise ValueError("out: expected None beside accumulate, which is the result")
         out = accumulate
-    return run(_GROUPED_MATMUL_NT, (a, b, splits, group, dtype, accumulate, align, check), out)
+    given = a, b, splits, group, dtype, bias, bias_weights, accumulate, align, check
+    return run(_GROUPED_MATMUL_NT, given, out)
 
 
 class _Inputs(NamedTuple):
     """Describes a validated call.
 
     to          the dtype of the result
+    bias        of each group [E, N], if there are any; weights: of the rows' biases
     accumulate  the result's array, which holds what the products are added to; None: there is nothing
     align       what sizes are promised to be multiples of
     """
@@ -128,6 +136,8 @@ class _Inputs(NamedTuple):
     groups: Groups
     group: str
     to: np.dtype[Any]
+    bias: Input | None
+    weights: Input | None
     accumulate: Array | None
     align: int
 
@@ -147,8 +157,8 @@ class _Inputs(NamedTuple):
 
 
 class _GroupedMatmulNT(Op[_Inputs]):
-    def arguments(self, call: Call, a: Any, b: Any, splits: Any, group: Any, dtype: Any, accumulate: Any,
-                  align: Any, check: Any) -> _Inputs:
+    def arguments(self, call: Call, a: Any, b: Any, splits: Any, group: Any, dtype: Any, bias: Any,
+                  bias_weights: Any, accumulate: Any, align: Any, check: Any) -> _Inputs:
         to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
         choice(group, "group", GROUPS)
         align = check_align(align)
@@ -171,15 +181,19 @@ class _GroupedMatmulNT(Op[_Inputs]):
         if left.whole_blocks or right.whole_blocks:
             check_whole_blocks(groups)
         check_multiples(groups, align)
-        return _Inputs(left, right, groups, group, to if accumulate is None else float32, accumulate, align)
+        added, weights = _read_bias(call, bias, bias_weights, group, accumulate,
+                                    (groups.number, right.rows), left.rows)
+        return _Inputs(left, right, groups, group, to if accumulate is None else float32, added, weights,
+                       accumulate, align)
 
     def result(self, inputs: _Inputs) -> Description:
         return one_array(inputs.shape, inputs.to, "out" if inputs.accumulate is None else "accumulate")
 
     def reference(self, inputs: _Inputs) -> np.ndarray:
-        return reference.grouped_matmul_nt(inputs.a.given, inputs.b.given, inputs.groups.array,
-                                           group=inputs.group, dtype=inputs.to, accumulate=inputs.accumulate,
-                                           align=inputs.align)
+        return reference.grouped_matmul_nt(
+            inputs.a.given, inputs.b.given, inputs.groups.array, group=inputs.group, dtype=inputs.to,
+            bias=inputs.bias and inputs.bias.array, bias_weights=inputs.weights and inputs.weights.array,
+            accumulate=inputs.accumulate, align=inputs.align)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         of_rows, n = inputs.group == "m", inputs.b.rows
@@ -188,15 +202,35 @@ class _GroupedMatmulNT(Op[_Inputs]):
         conversions, left = inputs.a.view_for(call, inputs.groups, worth)
         more, right = inputs.b.view_for(call, inputs.groups, worth)
         yield from (*conversions, *more)
+        bias, weights = inputs.bias, inputs.weights
         m, k = (0, inputs.a.k) if of_rows else (inputs.a.rows, 0)
         yield from tiles.own_kernel_launches(call, Problem(
             a=row_starts(inputs.a, left) if of_rows else left, b=right, sizes_of_k=not of_rows,
             groups=inputs.number, splits=inputs.groups.members(call.error_word()), total=inputs.total,
             m=m, n=n, k=k, out=written[0], to=inputs.to,
             out_group=0 if of_rows else m * n, out_start=n if of_rows else 0,
-            accumulate=inputs.accumulate is not None,
+            bias=bias.at if bias else 0, bias_dtype=bias.dtype if bias else inputs.to, bias_group=n,
+            bias_weights=weights.at if weights else 0, accumulate=inputs.accumulate is not None,
             whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks, align=inputs.align,
             sizes=inputs.groups.host))
+
+
+def _read_bias(call: Call, bias: Any, weights: Any, group: str, accumulate: Any, shape: tuple[int, int],
+               rows: int) -> tuple[Input | None, Input | None]:
+    """Returns the biases [E, N] of "m", and the weights by which rows multiply them."""
+    if bias is None:
+        if weights is not None:
+            raise ValueError("bias_weights: expected None without a bias, got an array")
+        return None, None
+    if group == "k":
+        raise ValueError("bias: expected None for group='k', whose products have no rows of groups, got an "
+                         "array; group_sums makes gradients of biases")
+    if accumulate is not None:
+        raise ValueError("bias: expected None beside accumulate, whose rows have theirs, got an array")
+    added = call.read("bias", bias, INPUT_DTYPES, shape, "a value for each row of each group's b")
+    if weights is None:
+        return added, None
+    return added, call.read("bias_weights", weights, (float32,), (rows,), "one for each row of a")
 
 
 _GROUPED_MATMUL_NT = _GroupedMatmulNT()

@@ -51,7 +51,8 @@ class Problem(NamedTuple):
     total         what the arrays have room for, of all sizes together
     m, n, k       extents of a group's product; that which is the group's size is 0
     out           the address of D, of dtype `to`. out_group, out_start: elements to a group's first row
-    bias          an address, or 0
+    bias          an address, or 0. bias_group: elements from a group's to the next one's, 0 if all have one;
+                  bias_weights: the address of a factor for each row, or 0
     accumulate    the products are added to D
     whole_blocks  groups begin at multiples of 128 of K
     align         what the sizes of "k" are promised to be multiples of
@@ -73,6 +74,8 @@ class Problem(NamedTuple):
     out_start: int = 0
     bias: int = 0
     bias_dtype: np.dtype[Any] = float32
+    bias_group: int = 0
+    bias_weights: int = 0
     accumulate: bool = False
     whole_blocks: bool = False
     align: int = 1
@@ -82,7 +85,8 @@ class Problem(NamedTuple):
         """Returns the members of the struct Product."""
         splits = self.splits or {"groups": self.groups}
         return {"a": self.a._asdict(), "b": self.b._asdict(), "splits": splits, "out": self.out,
-                "bias": self.bias, "out_group": self.out_group, "out_start": self.out_start,
-                "total": self.total, "m": self.m, "n": self.n, "k": self.k, "out_type": TYPES[self.to],
+                "bias": self.bias, "bias_group": self.bias_group, "bias_weights": self.bias_weights,
+                "out_group": self.out_group, "out_start": self.out_start, "total": self.total,
+                "m": self.m, "n": self.n, "k": self.k, "out_type": TYPES[self.to],
                 "bias_type": TYPES[self.bias_dtype], "accumulate": int(self.accumulate),
                 "whole_blocks": int(self.whole_blocks), "align_mask": self.align - 1}

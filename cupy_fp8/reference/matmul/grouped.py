@@ -20,21 +20,29 @@ _Operand = Scaled | Quantized | Grouped
 
 
 def grouped_matmul_nt(a: _Operand, b: _Operand, splits: Any = None, *, group: str = "m",
-                      dtype: Any = bfloat16, accumulate: np.ndarray | None = None, align: int = 1
-                      ) -> np.ndarray:
-    """narrow(Σ_k a[m, k] · b[n, k] + accumulate), for the rows of each expert, or for its part of K."""
+                      dtype: Any = bfloat16, bias: np.ndarray | None = None,
+                      bias_weights: np.ndarray | None = None,
+                      accumulate: np.ndarray | None = None, align: int = 1) -> np.ndarray:
+    """narrow(Σ_k a[m, k] · b[n, k] + bias_weights[m] · bias[n] + accumulate), for the rows of each expert, or
+    for its part of K."""
     nothing = 0.0 if accumulate is None else -0.0       # Adding -0 changes no value.
     total = grouped_sums(a, b, splits, group, nothing=nothing, align=align)
     with np.errstate(invalid="ignore"):
+        if bias is not None:
+            total += biases_of_rows(bias, bias_weights, _sizes(a, b, splits), len(total))
         if accumulate is not None:
             total += accumulate
     return numerics.narrow_f64(total, float32 if accumulate is not None else np.dtype(dtype))
 
 
 def grouped_magnitudes(a: _Operand, b: _Operand, splits: Any = None, *, group: str = "m",
+                       bias: np.ndarray | None = None, bias_weights: np.ndarray | None = None,
                        accumulate: np.ndarray | None = None) -> np.ndarray:
-    """Σ_k |a[m, k]| · |b[n, k]| + |accumulate|, which the error bound is relative to."""
+    """Σ_k |a[m, k]| · |b[n, k]| + |bias_weights[m] · bias[n]| + |accumulate|, which the error bound is
+    relative to."""
     total = grouped_sums(a, b, splits, group, np.abs)
+    if bias is not None:
+        total += np.abs(biases_of_rows(bias, bias_weights, _sizes(a, b, splits), len(total)))
     return total if accumulate is None else total + np.abs(accumulate.astype(np.float64))
 
 
@@ -42,7 +50,7 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
                  of: Callable[[np.ndarray], np.ndarray] = np.asarray, nothing: float = 0.0,
                  align: int = 1) -> np.ndarray:
     """The sums in f64, with `of` of every value; `nothing` where there is no product."""
-    sizes = next((s for s in (splits, _own_sizes(a), _own_sizes(b)) if s is not None), None)
+    sizes = _sizes(a, b, splits)
     with np.errstate(invalid="ignore", over="ignore"):
         if group == "k":
             ranges = list(group_ranges(sizes, _columns_total(a), 0))
@@ -65,6 +73,20 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
             if left.size:
                 total[start:end] = of(left) @ of(scaled_values(weights, e, 0, n)).T
         return total
+
+
+def biases_of_rows(bias: np.ndarray, weights: np.ndarray | None, sizes: Any, rows: int) -> np.ndarray:
+    """Each row's bias times its weight, in f64, where that is exact; 0 of rows of no group."""
+    added = np.zeros((rows, bias.shape[1]))
+    with np.errstate(invalid="ignore"):
+        for e, (start, end) in enumerate(group_ranges(sizes, rows, 0)):
+            factor = 1.0 if weights is None else weights[start:end, None].astype(np.float64)
+            added[start:end] = bias[e].astype(np.float64) * factor
+    return added
+
+
+def _sizes(a: _Operand, b: _Operand, splits: Any) -> Any:
+    return next((s for s in (splits, _own_sizes(a), _own_sizes(b)) if s is not None), None)
 
 
 def _own_sizes(a: _Operand) -> np.ndarray | None:

@@ -70,7 +70,9 @@ struct Product {
     Operand a, b;
     Splits splits;                 // without sizes: all groups are total / groups large
     u8* out;
-    const u8* bias;                // [n], or null; the sums get it before they are rounded
+    const u8* bias;                // [n] of each group, or null; the sums get it before they are rounded
+    const float* bias_weights;     // [total], by which rows multiply it, or null: 1
+    i64 bias_group;                // elements from a group's bias to the next one's; 0: all have one
     i64 out_group, out_start;      // elements to a group's first row: g * out_group + start * out_start
     i64 total;                     // of all sizes: what the arrays have room for
     i64 m, n, k;                   // m: of "k", k: of "m"; the other one is the group's size
@@ -81,10 +83,16 @@ struct Product {
     u32 whole_blocks;              // of "k": groups begin at multiples of 128; D of one that does not is 0
     u32 align_mask;                // of "k": no group begins at, or has, a size with these bits; else D is 0
 
-    __device__ __forceinline__ float bias_of(i64 column) const {
-        if (bias_type == kOutF32) return reinterpret_cast<const float*>(bias)[column];
-        const u32 bits = reinterpret_cast<const u16*>(bias)[column];
+    // Returns false for rows of no group, whose D stays 0.
+    __device__ __forceinline__ bool has_bias(i64 group) const { return bias && group < splits.groups; }
+    __device__ __forceinline__ float bias_of(i64 element) const {
+        if (bias_type == kOutF32) return reinterpret_cast<const float*>(bias)[element];
+        const u32 bits = reinterpret_cast<const u16*>(bias)[element];
         return bias_type == kOutBf16 ? bf16::widen(bits) : f16::widen(bits);
+    }
+    // row: of all groups together
+    __device__ __forceinline__ float bias_weight(i64 row) const {
+        return bias_weights ? bias_weights[row] : 1.0f;
     }
     // Reports wrong sizes, and others than an operand is laid out by. One whole warp calls it. Rows of "m"
     // have k elements, and those before the transposition of "k" m or n: of m and k one is 0.

@@ -9,7 +9,7 @@ struct QueuedTile {
     const float *a_scale, *b_scale;    // of the group's first row
     i64 a_scale_block, b_scale_block;  // from one 128 of K to the next
     int a_row, b_row;                  // where the copy engine finds the tile's first rows; a_row: also of D
-    int matrix;                        // of D: 0, or the group
+    int group;
     int row, column;                   // within the group's D
     int rows;                          // that exist
     int blocks;                        // of 128 of K; -1: no more tiles

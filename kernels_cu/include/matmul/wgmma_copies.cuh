@@ -148,7 +148,7 @@ __device__ __forceinline__ void copy_results(const WgmmaParams& p, Shared& share
             const int part = step % kParts, half = step / kParts, first_row = part * kPartRows;
             wait_for_end(&shared.leaving[part].full[0], (in_f32 ? half : reader.turn) % 2);
             publish_to_copies();                   // once, for all warps that stored
-            copy_part_out(p, shared.staged[part], t.matrix, t.a_row + first_row,
+            copy_part_out(p, shared.staged[part], kSizesOfK ? t.group : 0, t.a_row + first_row,
                           t.column + half * (kTileColumns / 2), rows - first_row);
             copy_out_commit();
             if (step == 0) continue;
