@@ -28,9 +28,9 @@ DIRECTIONS = "rowwise", "columnwise"
 #: A kernel's struct is given by the names of its members.
 Members = dict[str, Any]
 
-_CAST = Kernel("quantize/swiglu_tensor", "swiglu_cast")
-_BLOCK = Kernel("quantize/swiglu_blocks", "swiglu_block")
-_MX = Kernel("quantize/swiglu_mx", "swiglu_mx")
+_CAST = Kernel("quantize/swiglu", "swiglu_cast")
+_BLOCK = Kernel("quantize/swiglu", "swiglu_block")
+_MX = Kernel("quantize/swiglu", "swiglu_mx")
 _KERNELS = (_CAST, _BLOCK, _MX)
 
 #: The define PATH has these values (enum Path in kernels_cu/include/swiglu/swiglu.cuh says what each program
@@ -313,7 +313,8 @@ def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward
 
 
 def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, path: str) -> Variant:
-    types: dict[str, Any] = {"IN": source, "OUT": to, "BACKWARD": backward, "PATH": path}
+    types: dict[str, Any] = {"IN": source, "OUT": to, "BACKWARD": backward, "PATH": path,
+                             "SCALING": {_CAST: "one_scale", _BLOCK: "f32_blocks", _MX: "mx_blocks"}[kernel]}
     block, shared = _TILE.block, _LEAST_SHARED
     # These rows come through registers.
     if path == ANY or (kernel is _CAST and (path == ROWS or (path == TILES and backward))):

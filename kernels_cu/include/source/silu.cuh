@@ -1,7 +1,7 @@
-// This file tests from their bits, two 16-bit numbers at a time, whether eight elements of x are all small
-// enough for quick_sigmoid().
+// The activation silu(a) = a * sigma(a), whose terms are sigma (numerics/sigmoid.cuh).
 #pragma once
-#include "swiglu/swiglu.cuh"
+#include "fused/program.cuh"
+#include "numerics/sigmoid.cuh"
 
 __device__ constexpr u32 quick_limit(bf16) { return 0x42aeu; }       // kQuickSigmoid
 __device__ constexpr u32 quick_limit(f16) { return 0x5570u; }
@@ -24,7 +24,7 @@ __device__ __forceinline__ u32 larger_halves(f16, u32 a, u32 b) {
 #endif
 }
 __device__ __forceinline__ u32 larger_halves(f32, u32 a, u32 b) { return a; }
-// Returns true if every |a| is below kQuickSigmoid.
+// Returns true if every |a| is below kQuickSigmoid: from their bits, two 16-bit numbers at a time.
 __device__ __forceinline__ bool all_quick(const Eight& raw) {
     if (sizeof(IN::storage) == 4) {
         float a[8];
@@ -38,3 +38,25 @@ __device__ __forceinline__ bool all_quick(const Eight& raw) {
         amax = larger_halves(IN{}, amax, raw[i / Load::kWords].word[i % Load::kWords]);
     return !((amax & 0x7fff7fffu) + (0x8000u - quick_limit(IN{})) * 0x10001u & 0x80008000u);
 }
+
+// If |a| is below this, 1.702 * |a| is below kQuickSigmoid.
+constexpr float kQuickGptOss = 51.0f;
+
+struct Silu {
+    template <int kCount>
+    static __device__ __forceinline__ void terms(float (&v)[kCount]) { sigmoids(v); }
+    // v is raw, widened.
+    static __device__ __forceinline__ void terms(float (&v)[8], const Eight& raw) {
+        sigmoids(v, all_quick(raw));
+    }
+    static __device__ __forceinline__ void terms(float (&v)[8], bool quick) { sigmoids(v, quick); }
+    // Returns true if terms() may take the quick way for alpha * a.
+    static __device__ __forceinline__ bool quick(const float (&a)[8], bool gpt_oss) {
+        return all_below(a, gpt_oss ? kQuickGptOss : kQuickSigmoid);
+    }
+    static __device__ __forceinline__ float activation(float a, float sigma) { return mul_rn(a, sigma); }
+    static __device__ __forceinline__ float derivative(float v, float sigma) {
+        const float rest = mul_rn(v, fma_rn(sigma, -1.0f, 1.0f));    // v * (1 - sigma)
+        return mul_rn(sigma, add_rn(1.0f, rest));
+    }
+};
