@@ -147,3 +147,6 @@ private:
         copy_async_commit();
     }
 };
+
+// The rows of calls with options, which a source may declare.
+template <class Call> class OptionStream;

@@ -14,7 +14,7 @@ constexpr int kStepRows = kPatches * kThreadRows, kSteps = Tile::kRows / kStepRo
 constexpr int kRowStride = kTiled ? 1 : kPatches;
 // kStages rows of a thread have shared memory (ops/quantize/fused.py has their bytes), and
 // kRowsPerRequest rows are requested together.
-constexpr int kStages = (sizeof(IN::storage) == 2 ? 4 : 2) / (kTiled && kBackward ? 2 : 1);
+constexpr int kStages = (sizeof(IN::storage) == 2 ? 4 : 2) / (kTiled && kArrays > 2 ? 2 : 1);
 constexpr int kRowsPerRequest = (kStages + 1) / 2;
 constexpr int kLoadBytes = kStreamThreads * 16;
 constexpr int kStageBytes = kArrays * kLoads * kLoadBytes;
@@ -29,7 +29,7 @@ constexpr int kRowwiseBlocks = kBackward ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
 #endif
 constexpr int kStreamBlocks = kPath == Path::quotients ? 1
     : !kTiled ? kRowwiseBlocks
-    : kOptions && !kOneScale && sizeof(IN::storage) == 4 ? 1 : 2 - kBackward;
+    : kArrays > 2 || (kOptions && !kOneScale && sizeof(IN::storage) == 4) ? 1 : 2;
 
 // A block of threads has at most so many rows, since the weight of each is in shared memory: as many as
 // threads, where shared memory suffices (ops/quantize/fused.py has the same rule). Forward in f32 blocks with
