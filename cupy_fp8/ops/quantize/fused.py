@@ -291,7 +291,8 @@ def _cast(call: Call, values: Values, bind: Callable[..., Launch], destinations:
         yield bind(False, vector=0, amax=amax_at, workspace=words_at, found_scale=scale_at, scale_value=1.0,
                    rule=rule._asdict())
         amax_at = 0
-    yield bind(values.output.columnwise, **destinations, scale=scale_at, scale_value=scale_value, amax=amax_at)
+    yield bind(values.output.columnwise, **destinations, scale=scale_at, scale_value=scale_value,
+               amax=amax_at)
 
 
 def _grid(program: Program, shape: tuple[int, int], half: int, source: np.dtype[Any]) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from ...kernels import Launch
 from ...recipes import Recipe, check_scales
 from ...results import Quantized
 from ...typed_array import TypedArray
-from .quantized_result import QuantizedResult
 from .fused import output_of
+from .quantized_result import QuantizedResult
 from .swiglu_launches import Inputs, launches
 from .swiglu_launches import variants as variants
 

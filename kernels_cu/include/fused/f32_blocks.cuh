@@ -1,4 +1,5 @@
-// Blocks with f32 scales (docs/numerics.md, section 3; scale/block_scale.cuh); column-wise data are transposed.
+// Blocks with f32 scales (docs/numerics.md, section 3; scale/block_scale.cuh); column-wise data are
+// transposed.
 //
 // Launch and bytes moved are as for one_scale.cuh, and each block has 4 bytes more for its scale. Every path
 // but any streams.

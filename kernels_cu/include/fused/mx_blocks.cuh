@@ -1,8 +1,8 @@
-// MX blocks of 32 elements with E8M0 scales (docs/numerics.md, section 2; numerics/e8m0.cuh); column-wise data
-// are stored as values are.
+// MX blocks of 32 elements with E8M0 scales (docs/numerics.md, section 2; numerics/e8m0.cuh); column-wise
+// data are stored as values are.
 //
-// Launch and bytes moved are as for one_scale.cuh, and each block has a byte more for its scale. Every path but
-// any streams.
+// Launch and bytes moved are as for one_scale.cuh, and each block has a byte more for its scale. Every path
+// but any streams.
 #pragma once
 #include "fused/block_amaxes.cuh"
 #include "fused/drivers.cuh"

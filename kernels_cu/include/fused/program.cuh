@@ -1,5 +1,5 @@
-// A fused quantiser computes values from what it reads and quantises them, from one read: SwiGLU, activations,
-// their gradients. It has three pieces, which know nothing of one another:
+// A fused quantiser computes values from what it reads and quantises them, from one read: SwiGLU,
+// activations, their gradients. It has three pieces, which know nothing of one another:
 //
 //   a source    says what is read and what is computed (include/source); a .cu file names it
 //   a driver    goes through the tiles of the result (drivers.cuh), with rows in shared memory (stream.cuh),
@@ -9,8 +9,8 @@
 // Here is which program serves a call, and what a source has to declare.
 //
 // Defines, of every program: IN, the format of x; OUT, that of the quantised data; SCALING, the scaling;
-// BACKWARD 1, the result is the gradient of x, laid out as x is, found from grad, the gradient of y; PATH, one
-// of the values of Path.
+// BACKWARD 1, the result is the gradient of x, laid out as x is, found from grad, the gradient of y; PATH,
+// one of the values of Path.
 #pragma once
 #include "memory/chunks.cuh"
 #include "tile/tile.cuh"

@@ -1,5 +1,5 @@
-// Rows of calls without options come through registers here. A tile of y, or one of either part of a gradient,
-// comes from one read and one term, by instructions without branches.
+// Rows of calls without options come through registers here. A tile of y, or one of either part of a
+// gradient, comes from one read and one term, by instructions without branches.
 #pragma once
 #include "fused/patch_position.cuh"
 #include "numerics/tree_sum.cuh"

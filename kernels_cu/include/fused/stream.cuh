@@ -1,9 +1,9 @@
 // A thread computes rows of results in chunks of eight elements. x and grad come through shared memory
 // (cp.async): copies in flight take no registers, and fetch the next tile while this one is stored.
 //
-// A block of kStreamThreads threads owns 128 columns of each part of the result and some tiles of 128 rows, one
-// below the other. A thread reads the elements that it has copied itself, so it waits only for its own copies.
-// Rows and columns that do not exist are zeros.
+// A block of kStreamThreads threads owns 128 columns of each part of the result and some tiles of 128 rows,
+// one below the other. A thread reads the elements that it has copied itself, so it waits only for its own
+// copies. Rows and columns that do not exist are zeros.
 #pragma once
 #include "fused/chunks.cuh"
 
@@ -75,8 +75,8 @@ public:
         shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
         __syncthreads();
     }
-    // Computes the rows of a group: use(r, values) is called for each. at: the block's tile; step: the group's
-    // number in it; weights: those of the group's rows.
+    // Computes the rows of a group: use(r, values) is called for each. at: the block's tile; step: the
+    // group's number in it; weights: those of the group's rows.
     template <class Use>
     __device__ __forceinline__ void each(const StreamPosition& at, int step, const float* weights, Use use) {
         u32 sums[kThreadRows];

@@ -13,7 +13,8 @@ public:
     __device__ __forceinline__ OptionStream(const Call& call, const TilePosition& at, int tiles, u8* shared)
         : StagedRows(call, shared) {
         const i64 row = at.row + row_in_step(0), column = at.column + Tile::patch_column();
-        left = kBackward || column < half ? left_of(call.rows - row, tiles * Tile::kRows - row_in_step(0)) : 0;
+        left = kBackward || column < half
+            ? left_of(call.rows - row, tiles * Tile::kRows - row_in_step(0)) : 0;
         const i64 in_row = first_of_row(call, at.column);
         x = call.x + row * (2 * half) + in_row;
         if constexpr (kBackward) {
@@ -33,8 +34,8 @@ public:
             shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
         __syncthreads();
     }
-    // Computes the rows of a tile: use(r, values) is called for each. at: the tile; weights: those of its rows.
-    // Forward, rows that do not exist have only biases: the caller makes them zeros.
+    // Computes the rows of a tile: use(r, values) is called for each. at: the tile; weights: those of its
+    // rows. Forward, rows that do not exist have only biases: the caller makes them zeros.
     template <class Use>
     __device__ __forceinline__ void each(const StreamPosition& at, const float* weights, Use use) {
         u32 sums[2][kThreadRows];                                    // of both parts

@@ -13,8 +13,8 @@ struct SourceCall {
     const IN::storage* grad;     // BACKWARD: [rows, columns]
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     i64 rows, columns;
-    u32 flags;                   // kWide: every row of x and grad allows 16-byte loads, and every row of as-is
-                                 // data 8-byte stores
+    // kWide: every row of x and grad allows 16-byte loads, and every row of as-is data 8-byte stores
+    u32 flags;
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
     __device__ __forceinline__ i64 half() const { return columns; }

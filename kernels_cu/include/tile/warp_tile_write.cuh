@@ -1,5 +1,5 @@
-// A warp writes the codes of its warp tile with this, in kernels of blocks. IN and OUT are the kernel's formats;
-// its file explains WARP_TILES_DOWN and WARP_TILES_ACROSS.
+// A warp writes the codes of its warp tile with this, in kernels of blocks. IN and OUT are the kernel's
+// formats; its file explains WARP_TILES_DOWN and WARP_TILES_ACROSS.
 #pragma once
 #include "tile/warp_tile.cuh"
 
@@ -24,9 +24,9 @@ struct Destinations {
     Destination of_rows, of_columns;
 };
 
-// Operands: quad<kAlongRows>(n) returns the operands of rows 4 * n to 4 * n + 3, of which codes(v, i) makes the
-// codes of four elements v of row i, in a word. kAlongRows: a row has an operand; otherwise each of the lane's
-// columns has one. columns: of the matrix.
+// Operands: quad<kAlongRows>(n) returns the operands of rows 4 * n to 4 * n + 3, of which codes(v, i) makes
+// the codes of four elements v of row i, in a word. kAlongRows: a row has an operand; otherwise each of the
+// lane's columns has one. columns: of the matrix.
 template <class Operands>
 struct WarpTileWriter {
     const i64& columns;
