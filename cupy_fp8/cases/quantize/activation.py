@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from ... import reference
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
+from ...formats import (
+    FORMATS,
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e5m2,
+    float16,
+    float32,
+)
 from ...ops.quantize import activation
 from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, MX_PROFILES, MX_SCALE_LAYOUTS
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
@@ -40,18 +50,22 @@ def _backward_inputs(case: Case) -> Arguments:
 
 
 def _cases(op: str) -> Iterator[Case]:
-    case = maker(op)
+    for kind in activation.ACTIVATIONS:
+        yield from _cases_of(partial(maker(op), kind=kind))
+
+
+def _cases_of(case: Callable[..., Case]) -> Iterator[Case]:
     # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
     for recipe, shape in product(_RECIPES, ((70, 104), (35, 57))):
         yield case(bfloat16, shape, "normal", **recipe, **_BOTH)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         scale = {"scale": 3.5}
-        for kind, shape in (("bits", (144, 264)), ("edges", (67, 101))):
-            yield case(dtype, shape, kind, recipe=DelayedScaling(to), **scale, **_BOTH)
-            yield case(dtype, shape, kind, recipe=CurrentScaling(to, 1e-3, pow2_scale=True), **_BOTH)
-            yield case(dtype, shape, kind, recipe=BlockScaling(dtype=to), **_BOTH)
-            yield case(dtype, shape, kind, recipe=BlockScaling(dtype=to, profile="vllm"), **_BOTH)
-            yield case(dtype, shape, kind, recipe=MXScaling(to), **_BOTH)
+        for x, shape in (("bits", (144, 264)), ("edges", (67, 101))):
+            yield case(dtype, shape, x, recipe=DelayedScaling(to), **scale, **_BOTH)
+            yield case(dtype, shape, x, recipe=CurrentScaling(to, 1e-3, pow2_scale=True), **_BOTH)
+            yield case(dtype, shape, x, recipe=BlockScaling(dtype=to), **_BOTH)
+            yield case(dtype, shape, x, recipe=BlockScaling(dtype=to, profile="vllm"), **_BOTH)
+            yield case(dtype, shape, x, recipe=MXScaling(to), **_BOTH)
     for recipe in _RECIPES:
         for directions in DIRECTIONS[:3]:
             yield case(bfloat16, (150, 272), "edges", **recipe, **directions)
@@ -74,26 +88,27 @@ def _scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
         blocks = BlockScaling(block, profile=profile, scale_layout=layout)
         yield case(bfloat16, (133, 136), recipe=blocks, **_BOTH)
         yield case(bfloat16, (133, 145), recipe=blocks, **_BOTH)
-    for profile, layout in product(MX_PROFILES, MX_SCALE_LAYOUTS):
-        yield case(bfloat16, (133, 136), recipe=MXScaling(profile=profile, scale_layout=layout), **_BOTH)
-        yield case(bfloat16, (133, 145), recipe=MXScaling(float8_e5m2, profile=profile, scale_layout=layout),
-                   **_BOTH)
+    for mx_profile, mx_layout in product(MX_PROFILES, MX_SCALE_LAYOUTS):
+        for shape, to in (((133, 136), float8_e4m3fn), ((133, 145), float8_e5m2)):
+            yield case(bfloat16, shape, recipe=MXScaling(to, profile=mx_profile, scale_layout=mx_layout),
+                       **_BOTH)
 
 
 def _timed(op: str) -> Iterator[Timed]:
-    case = maker(op, "normal")
     delayed: dict[str, Any] = {"recipe": DelayedScaling(), "scale": (4.0,)}
     rows = {"per tensor": delayed, "1×128": {"recipe": BlockScaling()}, "MX": {"recipe": MXScaling()}}
 
     def timed(label: str, shape: tuple[int, int], dtype: Any = bfloat16, **options: Any) -> Timed:
-        return Timed(f"silu {FORMATS[dtype].tag}→e4m3 {label}", case(dtype, shape, **options))
+        case = maker(op, "normal")(dtype, shape, kind=kind, **options)
+        return Timed(f"{kind} {FORMATS[dtype].tag}→e4m3 {label}", case)
 
-    for shape, (name, recipe) in product(TIMED_MATRICES, rows.items()):
-        yield timed(f"{name} row", shape, **recipe)
-        yield timed(f"{name} both", shape, **recipe, **_BOTH)
-    yield timed("current row", TIMED_MATRIX, recipe=CurrentScaling(pow2_scale=True))
-    for dtype in (float32, float16):
-        yield timed("per tensor row", TIMED_MATRIX, dtype, **delayed)
+    for kind in activation.ACTIVATIONS:
+        for shape, (name, recipe) in product(TIMED_MATRICES, rows.items()):
+            yield timed(f"{name} row", shape, **recipe)
+            yield timed(f"{name} both", shape, **recipe, **_BOTH)
+        yield timed("current row", TIMED_MATRIX, recipe=CurrentScaling(pow2_scale=True))
+        for dtype in (float32, float16):
+            yield timed("per tensor row", TIMED_MATRIX, dtype, **delayed)
 
 
 register(

@@ -173,7 +173,9 @@ def _has_path(program: fused.Program, source: np.dtype[Any], to: np.dtype[Any]) 
     return program.path == ANY or (program.path == PLAIN and (source == bfloat16 or to == float8_e4m3fn))
 
 
-_SOURCES = {kind: fused.Source("activation", 1, _has_path, ACT=kind.capitalize()) for kind in ACTIVATIONS}
+#: The define ACT is a struct of kernels_cu/include/source.
+_SOURCES: dict[str, fused.Source] = {
+    kind: fused.Source("activation", 1, _has_path, ACT=kind.capitalize()) for kind in ACTIVATIONS}
 
 
 def variants() -> Iterator[Variant]:

@@ -33,7 +33,13 @@ def activation_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Recipe
 
 def activation(a: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """(act(a), act'(a)) in f32."""
-    assert kind == "silu"
+    return _ACTIVATIONS[kind](a)
+
+
+def _silu(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     one, sigma = numerics.F32_ONE, numerics.sigmoid(a)
     slope = numerics.mul(sigma, numerics.add(one, numerics.mul(a, numerics.sub(one, sigma))))
     return numerics.mul(a, sigma), slope
+
+
+_ACTIVATIONS = {"silu": _silu}

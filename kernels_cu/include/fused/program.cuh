@@ -1,12 +1,19 @@
 // A fused quantiser computes values from what it reads and quantises them, from one read: SwiGLU,
-// activations, their gradients. It has three pieces, which know nothing of one another:
+// activations, their gradients. It has three pieces:
 //
 //   a source    says what is read and what is computed (include/source); a .cu file names it
 //   a driver    goes through the tiles of the result (drivers.cuh), with rows in shared memory (stream.cuh),
 //               in registers (rows.cuh), or from any memory (patch.cuh)
 //   a scaling   finds scales, and stores codes and scales: one_scale.cuh, f32_blocks.cuh, mx_blocks.cuh
 //
-// Here is which program serves a call, and what a source has to declare.
+// A source declares these, of which source/unary.cuh is the shortest example:
+//
+//   SourceCall  what a call asks for. Drivers read its x, grad, probs, noop, sums, rows and columns, half(),
+//               interleaved() and has(kWide). Null constants stand for what a source does not have.
+//   Source      the formulas: kHalves, kGated, terms(), value(), weighted(), gradients() (source/gate.cuh)
+//   kParts, kArrays                 how many results and operands an element has
+//   SourceRow                       rows on path any (patch.cuh)
+//   OptionStream<SourceCall>        rows with options, if the source has programs for these (stream.cuh)
 //
 // Defines, of every program: IN, the format of x; OUT, that of the quantised data; SCALING, the scaling;
 // BACKWARD 1, the result is the gradient of x, laid out as x is, found from grad, the gradient of y; PATH,

@@ -65,7 +65,8 @@ def test_edges(run):
 def test_results_are_those_that_recipes_make(run, recipe):
     how, options = recipe
     x, grad = (run.array(normal((70, 96), bfloat16, seed)) for seed in (0, 1))
-    for function, given in ((fp8.activation_quantize, (x,)), (fp8.activation_backward_quantize, (grad, x))):
+    calls: Any = ((fp8.activation_quantize, (x,)), (fp8.activation_backward_quantize, (grad, x)))
+    for function, given in calls:
         out = how.empty((70, 96), columnwise=True, like=x)
         assert function(*given, how, columnwise=True, out=out, **options) is out
         assert_bytes_equal(out, function(*given, how, columnwise=True, **options))
@@ -88,7 +89,7 @@ def test_a_source_has_few_programs():
     ({"grad": np.ones((4, 8), float16)}, TypeError, "grad: expected dtype float32, got float16"),
 ])
 def test_refused(given, error, message):
-    given: dict[str, Any] = {"x": np.ones((4, 8), float32), "recipe": fp8.BlockScaling()} | given
+    given = {"x": np.ones((4, 8), float32), "recipe": fp8.BlockScaling()} | given
     function = fp8.activation_backward_quantize if "grad" in given else fp8.activation_quantize
     with pytest.raises(error, match=message):
         function(**given)
