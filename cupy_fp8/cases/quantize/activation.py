@@ -98,17 +98,17 @@ def _timed(op: str) -> Iterator[Timed]:
     delayed: dict[str, Any] = {"recipe": DelayedScaling(), "scale": (4.0,)}
     rows = {"per tensor": delayed, "1×128": {"recipe": BlockScaling()}, "MX": {"recipe": MXScaling()}}
 
-    def timed(label: str, shape: tuple[int, int], dtype: Any = bfloat16, **options: Any) -> Timed:
+    def timed(kind: str, label: str, shape: tuple[int, int], dtype: Any = bfloat16, **options: Any) -> Timed:
         case = maker(op, "normal")(dtype, shape, kind=kind, **options)
         return Timed(f"{kind} {FORMATS[dtype].tag}→e4m3 {label}", case)
 
     for kind in activation.ACTIVATIONS:
         for shape, (name, recipe) in product(TIMED_MATRICES, rows.items()):
-            yield timed(f"{name} row", shape, **recipe)
-            yield timed(f"{name} both", shape, **recipe, **_BOTH)
-        yield timed("current row", TIMED_MATRIX, recipe=CurrentScaling(pow2_scale=True))
+            yield timed(kind, f"{name} row", shape, **recipe)
+            yield timed(kind, f"{name} both", shape, **recipe, **_BOTH)
+        yield timed(kind, "current row", TIMED_MATRIX, recipe=CurrentScaling(pow2_scale=True))
         for dtype in (float32, float16):
-            yield timed("per tensor row", TIMED_MATRIX, dtype, **delayed)
+            yield timed(kind, "per tensor row", TIMED_MATRIX, dtype, **delayed)
 
 
 register(
