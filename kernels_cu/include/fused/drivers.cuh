@@ -3,8 +3,9 @@
 //
 //   Output(p, …)              p: the kernel's parameters
 //   take(…, values)           takes eight values of a row: those of the result's kParts parts
-//   store(…)                  stores what it has taken: of a tile, of a group of rows, or of a patch
+//   store(p, …)               stores what it has taken: of a tile, of a group of rows, or of a patch
 //
+// Outputs hold no reference to p: programs with options then spilled on sm_100.
 // Rows come through registers in a way of its own (cast_rows in one_scale.cuh).
 #pragma once
 #include "fused/patch_position.cuh"
@@ -28,7 +29,7 @@ __device__ __forceinline__ u32 stream_with_options(const Params& p, const Call& 
         rows.each(at, weights, [&](int r, const float (&values)[kParts][8]) {
             output.take(r, values, rows.left);
         });
-        output.store(at, rows);
+        output.store(p, at, rows);
     }
     StagedRows::finish();
     return output.amax();
@@ -51,9 +52,9 @@ __device__ __forceinline__ u32 stream(const Params& p, const Call& call, More...
     for (int step = 0; step < steps; step++) {
         rows.each(at, Output::kWholeTiles ? step % kSteps : step, weights,
                   [&](int r, const float (&values)[kParts][8]) { output.take(r, values); });
-        output.store(at, step, position, rows.left + kStepRows, weights);
+        output.store(p, at, step, position, rows.left + kStepRows, weights);
         if (Output::kWholeTiles && step % kSteps == kSteps - 1) at.down++;
-        position.advance(call), output.advance();
+        position.advance(call), output.advance(p);
         weights += kStepRows;
     }
     StagedRows::finish();
@@ -69,7 +70,7 @@ __device__ __forceinline__ u32 patches(const Params& p, const Call& call, More..
         empty ? TilePosition{} : TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
     const PatchPosition patch(call, at);
     Output output(p, more...);
-    each_row(call, patch, [&](int r, const EightValues& values) { output.take(patch, r, values); });
-    output.store(at, patch);
+    each_row(call, patch, [&](int r, const EightValues& values) { output.take(p, patch, r, values); });
+    output.store(p, at, patch);
     return output.amax();
 }

@@ -44,7 +44,6 @@ __device__ __forceinline__ Chunk<OUT, 8> quantized(const FusedBlockParams& p, co
 // These are the scales along rows. A block is one, two or four subblocks of four lanes. A lane writes the
 // scale of the chunk that it owns.
 struct BlockRowScales {
-    const FusedBlockParams& p;
     u32 at_scale;                // where it goes, from p.row_scales.to on: the op refuses 2^32 scales
     int given;                   // how many rows there are from this one on
     // Gradients with options: true if the block lies in the first part, and in the other.
@@ -56,53 +55,56 @@ struct BlockRowScales {
               p, at.row + thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2,
               at.column + thread % Tile::kColumnPatches / (kSubblock / 8) * kSubblock) {}
     // row: that of the chunk that this lane owns; column: that of its subblock.
-    __device__ __forceinline__ BlockRowScales(const FusedBlockParams& p, i64 row, i64 column) : p(p) {
+    __device__ __forceinline__ BlockRowScales(const FusedBlockParams& p, i64 row, i64 column) {
         const i64 subblock = column / kSubblock, block = subblock >> p.subblocks_per_block / 2;
-        if constexpr (kOptions && kBackward)
+        if constexpr (kOptions && kBackward) {
             this->has = column < end_of(p.call, 0);
             has_other = column + columns_between_parts(p.call) < end_of(p.call, 1);
+        }
         const bool has = p.data && !(subblock & (p.subblocks_per_block - 1)) && block < p.row_scales.columns;
         const i64 rows = p.call.rows - row;
         given = !has ? -kRowLimit : rows < kRowLimit ? (int)rows : kRowLimit;
         at_scale = (u32)(row * p.row_scales.row + block * p.row_scales.column);
     }
     // Moves to the chunk that is this many rows below.
-    __device__ __forceinline__ void advance(int rows) {
+    __device__ __forceinline__ void advance(const FusedBlockParams& p, int rows) {
         at_scale += (u32)(rows * p.row_scales.row);
         given -= rows;
     }
     // Returns the operand by which the elements of this lane's chunk are multiplied (or divided). columns:
     // how far to the right of this one the chunk is.
-    __device__ __forceinline__ float scale(const float (&y)[4][8], i64 columns = 0) const {
-        const BlockScale s = p.rule.quick_of(amax(y));
-        if (!(kOptions && kBackward) || (columns ? has_other : has)) store(s, columns);
+    __device__ __forceinline__ float scale(const FusedBlockParams& p, const float (&y)[4][8],
+                                           i64 columns = 0) const {
+        const BlockScale s = p.rule.quick_of(amax(p, y));
+        if (!(kOptions && kBackward) || (columns ? has_other : has)) store(p, s, columns);
         return operand(p, s);
     }
     // Returns it for u, which has not been multiplied by the rows' weights yet. Where all scales are powers
     // of two and no number is extreme, the weight is multiplied into the scale: a product with a power of two
     // is rounded only where FP8 makes it 0.
-    __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights) const {
+    __device__ __forceinline__ float scale(const FusedBlockParams& p, float (&u)[4][8],
+                                           const float* weights) const {
         const float weight = weights[row_of(owned<4>()) * kRowStride];
-        const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
+        const u32 weighted = as_bits(mul_rn(as_float(amax(p, u)), weight)) & 0x7fffffffu;
         if (!divides(p) && __all_sync(~0u, p.rule.is_quick(weighted) && is_moderate(weight))) {
             const BlockScale s = p.rule.quick(weighted);
-            store(s, 0);
+            store(p, s, 0);
             return mul_rn(weight, s.factor);
         }
         multiply_chunks(u, weights);
-        return scale(const_cast<const float(&)[4][8]>(u));
+        return scale(p, const_cast<const float(&)[4][8]>(u));
     }
 
 private:
     static constexpr int kRowLimit = 1 << 16;                        // more rows than a block of threads has
 
-    __device__ __forceinline__ u32 amax(const float (&y)[4][8]) const {
+    static __device__ __forceinline__ u32 amax(const FusedBlockParams& p, const float (&y)[4][8]) {
         u32 amax = fold_chunks<false>(y);
         // Without branches: at distance 0 a lane finds itself.
         amax = larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 1 ? 4 : 0));
         return larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 2 ? 8 : 0));
     }
-    __device__ __forceinline__ void store(const BlockScale& s, i64 columns) const {
+    __device__ __forceinline__ void store(const FusedBlockParams& p, const BlockScale& s, i64 columns) const {
         const u32 further = columns
             ? (u32)((columns / kSubblock >> p.subblocks_per_block / 2) * p.row_scales.column) : 0;
         if (given > (int)(p.call.rows - p.row_scales.rows))
@@ -157,17 +159,17 @@ __device__ __forceinline__ void store_quantized(const FusedBlockParams& p, u8* d
 
 // A group of rows: the values of a thread's chunks.
 struct OptionBlocks {
-    const FusedBlockParams& p;
     const ColumnAmaxes amaxes;
     const Tile tile;
     float y[kThreadChunks][8];
 
     // behind: shared memory behind the stages.
-    __device__ __forceinline__ OptionBlocks(const FusedBlockParams& p, u8* behind)
-        : p(p), amaxes{reinterpret_cast<u32*>(behind)}, tile{behind + ColumnAmaxes::kWords * 4} {}
+    __device__ __forceinline__ OptionBlocks(const FusedBlockParams&, u8* behind)
+        : amaxes{reinterpret_cast<u32*>(behind)}, tile{behind + ColumnAmaxes::kWords * 4} {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8], int) { keep(y, r, values); }
     template <class Rows>
-    __device__ __forceinline__ void store(const StreamPosition& at, const Rows& rows) {
+    __device__ __forceinline__ void store(const FusedBlockParams& p, const StreamPosition& at,
+                                          const Rows& rows) {
         const SourceCall& call = p.call;
         clear_absent_rows(y, rows.left + kStepRows);
 #pragma unroll
@@ -177,7 +179,7 @@ struct OptionBlocks {
             if (p.data) {
                 // Nothing derived from `thread` takes registers before this.
                 const int thread = thread_again();
-                const float by = BlockRowScales(p, at.results(call), thread).scale(four, columns);
+                const float by = BlockRowScales(p, at.results(call), thread).scale(p, four, columns);
                 const ChunkPosition position(call, at.results(call), thread);
                 store_quantized(p, p.data + columns, position, rows.left_in(part, rows.left + kStepRows),
                                 four, by);
@@ -191,7 +193,6 @@ struct OptionBlocks {
 
 struct StreamBlocks {
     static constexpr bool kWholeTiles = kTiled;
-    const FusedBlockParams& p;
     const ColumnAmaxes amaxes;
     const Tile tile;
     BlockRowScales scales;
@@ -199,17 +200,17 @@ struct StreamBlocks {
 
     // first: the block's first tile.
     __device__ __forceinline__ StreamBlocks(const FusedBlockParams& p, const TilePosition& first, u8* behind)
-        : p(p), amaxes{reinterpret_cast<u32*>(behind)}, tile{behind + ColumnAmaxes::kWords * 4},
+        : amaxes{reinterpret_cast<u32*>(behind)}, tile{behind + ColumnAmaxes::kWords * 4},
           scales(p, first.row + row_in_step(row_of(owned<4>())),
                  first.column + part_of(owned<4>()) * p.call.half() +
                      Tile::column_patch() / (kSubblock / 8) * kSubblock) {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8]) { keep(y, r, values); }
-    __device__ __forceinline__ void store(const StreamPosition& at, int, const ChunkPosition& position,
-                                          int left, const float* weights) {
+    __device__ __forceinline__ void store(const FusedBlockParams& p, const StreamPosition& at, int,
+                                          const ChunkPosition& position, int left, const float* weights) {
         if constexpr (!kTiled) {
             auto& four = four_chunks(y, 0);
-            const float by = kWeighsScales ? scales.scale(four, weights)
-                                           : scales.scale(const_cast<const float(&)[4][8]>(four));
+            const float by = kWeighsScales ? scales.scale(p, four, weights)
+                                           : scales.scale(p, const_cast<const float(&)[4][8]>(four));
             store_quantized(p, p.data, position, left, four, by);
         } else {
 #pragma unroll
@@ -217,7 +218,7 @@ struct StreamBlocks {
                 const auto& four = four_chunks(y, part);
                 const i64 columns = part * p.call.half();
                 if (p.data) {
-                    const float by = scales.scale(four, columns);
+                    const float by = scales.scale(p, four, columns);
                     store_quantized(p, p.data + columns, position, left, four, by);
                 }
                 if (kPath == Path::tiles || p.data_t)
@@ -225,7 +226,7 @@ struct StreamBlocks {
             }
         }
     }
-    __device__ __forceinline__ void advance() { scales.advance(kStepRows); }
+    __device__ __forceinline__ void advance(const FusedBlockParams& p) { scales.advance(p, kStepRows); }
     static __device__ __forceinline__ u32 amax() { return 0; }
 };
 
@@ -290,11 +291,13 @@ __device__ __forceinline__ void find_row_scales(const FusedBlockParams& p, const
 
 class PatchBlocks {
 public:
-    __device__ __forceinline__ explicit PatchBlocks(const FusedBlockParams& p) : p(p) {}
-    __device__ __forceinline__ void take(const PatchPosition&, int, const EightValues& values) {
+    __device__ __forceinline__ explicit PatchBlocks(const FusedBlockParams&) {}
+    __device__ __forceinline__ void take(const FusedBlockParams&, const PatchPosition&, int,
+                                         const EightValues& values) {
         append(rows, values);
     }
-    __device__ __forceinline__ void store(const TilePosition& at, const PatchPosition& patch) const {
+    __device__ __forceinline__ void store(const FusedBlockParams& p, const TilePosition& at,
+                                          const PatchPosition& patch) const {
         extern __shared__ __align__(16) u8 shared[];
         __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
         __shared__ __align__(16) float of_rows[kWarps][kSubblocks * kSubblockStride];
@@ -324,7 +327,6 @@ public:
     static __device__ __forceinline__ u32 amax() { return 0; }
 
 private:
-    const FusedBlockParams& p;
     EightValues rows[8] = {};
 };
 

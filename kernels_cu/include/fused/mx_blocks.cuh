@@ -203,16 +203,16 @@ __device__ __forceinline__ void quantize_rows(const FusedMxParams& p, const Stre
 }
 
 struct OptionMx {
-    const FusedMxParams& p;
     const ColumnAmaxes amaxes;
     float y[kThreadChunks][8];
 
     // behind: shared memory behind the stages.
-    __device__ __forceinline__ OptionMx(const FusedMxParams& p, u8* behind)
-        : p(p), amaxes{reinterpret_cast<u32*>(behind)} {}
+    __device__ __forceinline__ OptionMx(const FusedMxParams&, u8* behind)
+        : amaxes{reinterpret_cast<u32*>(behind)} {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8], int) { keep(y, r, values); }
     template <class Rows>
-    __device__ __forceinline__ void store(const StreamPosition& at, const Rows& rows) {
+    __device__ __forceinline__ void store(const FusedMxParams& p, const StreamPosition& at,
+                                          const Rows& rows) {
         // Each row has a word; two tiles take turns.
         __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
         __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];     // a row of bytes per 32 rows
@@ -242,15 +242,14 @@ struct OptionMx {
 
 struct StreamMx {
     static constexpr bool kWholeTiles = true;
-    const FusedMxParams& p;
     const ColumnAmaxes amaxes;
     float y[kThreadChunks][8];
 
-    __device__ __forceinline__ StreamMx(const FusedMxParams& p, const TilePosition&, u8* behind)
-        : p(p), amaxes{reinterpret_cast<u32*>(behind)} {}
+    __device__ __forceinline__ StreamMx(const FusedMxParams&, const TilePosition&, u8* behind)
+        : amaxes{reinterpret_cast<u32*>(behind)} {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8]) { keep(y, r, values); }
-    __device__ __forceinline__ void store(const StreamPosition& at, int step, const ChunkPosition& position,
-                                          int left, const float* weights) {
+    __device__ __forceinline__ void store(const FusedMxParams& p, const StreamPosition& at, int step,
+                                          const ChunkPosition& position, int left, const float* weights) {
         // Each row has a word; two tiles take turns.
         __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
         const int own = owned<4>(), subblock = Tile::column_patch() / (kSubblock / 8);
@@ -260,23 +259,24 @@ struct StreamMx {
         const int own_row = part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kRowStride;
         u8* const to = bytes + own_row * kSubblocks + subblock;
         if constexpr (kTiled) {
-            store_tile(at, scales, position, left, bytes, to);
+            store_tile(p, at, scales, position, left, bytes, to);
         } else {
             auto& four = four_chunks(y, 0);
             const float by = kWeighsScales ? scales.scale(four, weights, to)
                                            : scales.scale(const_cast<const float(&)[4][8]>(four), to);
             store_quantized(p, p.data, position, left, four, by);
-            if (step % kSteps == kSteps - 1) store_row_scales(at, bytes);
+            if (step % kSteps == kSteps - 1) store_row_scales(p, at, bytes);
         }
     }
-    __device__ __forceinline__ void advance() {}
+    __device__ __forceinline__ void advance(const FusedMxParams&) {}
     static __device__ __forceinline__ u32 amax() { return 0; }
 
 private:
     // Quantises a tile in the directions that the call wants. bytes: where the scales of its rows go; to:
     // where that of the chunk goes that this lane owns.
-    __device__ __forceinline__ void store_tile(const StreamPosition& at, const MxRowScales& scales,
-                                               const ChunkPosition& position, int left, u8* bytes, u8* to) {
+    __device__ __forceinline__ void store_tile(const FusedMxParams& p, const StreamPosition& at,
+                                               const MxRowScales& scales, const ChunkPosition& position,
+                                               int left, u8* bytes, u8* to) {
         __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];     // a row of bytes per 32 rows
         const SourceCall& call = p.call;
 #pragma unroll
@@ -297,7 +297,8 @@ private:
         }
     }
     // Stores the scales of a whole tile's rows.
-    __device__ __forceinline__ void store_row_scales(const StreamPosition& at, const u8* bytes) const {
+    static __device__ __forceinline__ void store_row_scales(const FusedMxParams& p, const StreamPosition& at,
+                                                            const u8* bytes) {
         // store_scales() reads other warps' bytes
         __syncthreads();
         for (int part = 0; part < kParts; part++)
@@ -335,11 +336,13 @@ __device__ __forceinline__ void quantize_columns(const FusedMxParams& p, const T
 
 class PatchMx {
 public:
-    __device__ __forceinline__ explicit PatchMx(const FusedMxParams& p) : p(p) {}
-    __device__ __forceinline__ void take(const PatchPosition&, int, const EightValues& values) {
+    __device__ __forceinline__ explicit PatchMx(const FusedMxParams&) {}
+    __device__ __forceinline__ void take(const FusedMxParams&, const PatchPosition&, int,
+                                         const EightValues& values) {
         append(rows, values);
     }
-    __device__ __forceinline__ void store(const TilePosition& at, const PatchPosition& patch) const {
+    __device__ __forceinline__ void store(const FusedMxParams& p, const TilePosition& at,
+                                          const PatchPosition& patch) const {
         __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
         __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];     // a row of bytes per 32 rows
         __shared__ __align__(16) u8 of_rows[Tile::kRows * kSubblocks];           // a word per row
@@ -377,7 +380,6 @@ public:
     static __device__ __forceinline__ u32 amax() { return 0; }
 
 private:
-    const FusedMxParams& p;
     EightValues rows[8] = {};
 };
 

@@ -56,12 +56,11 @@ __device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&values)[8], flo
 // Casts values where they are made, and keeps their codes.
 template <int kCount>
 struct CastCodes {
-    const FusedCastParams& p;
     const float scale;
     u32 largest = 0;
     Chunk<OUT, 8> codes[kParts][kCount];
 
-    __device__ __forceinline__ CastCodes(const FusedCastParams& p, float scale) : p(p), scale(scale) {}
+    __device__ __forceinline__ explicit CastCodes(float scale) : scale(scale) {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8]) {
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
@@ -75,8 +74,8 @@ struct CastCodes {
 class OptionCast : public CastCodes<kThreadRows> {
 public:
     // behind: shared memory behind the stages.
-    __device__ __forceinline__ OptionCast(const FusedCastParams& p, u8* behind, float scale)
-        : CastCodes(p, scale), behind(behind) {}
+    __device__ __forceinline__ OptionCast(const FusedCastParams&, u8* behind, float scale)
+        : CastCodes(scale), behind(behind) {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8], int left) {
         const u32 before = largest;
         CastCodes::take(r, values);
@@ -84,7 +83,8 @@ public:
         if (!kBackward && r >= left) largest = before;
     }
     template <class Rows>
-    __device__ __forceinline__ void store(const StreamPosition& at, const Rows& rows) const {
+    __device__ __forceinline__ void store(const FusedCastParams& p, const StreamPosition& at,
+                                          const Rows& rows) const {
         const SourceCall& call = p.call;
         if (p.data) {
             const ChunkPosition position(call, at.results(call), thread_again());
@@ -114,11 +114,11 @@ class StreamCast : public CastCodes<kThreadRows> {
 public:
     static constexpr bool kWholeTiles = true;
 
-    __device__ __forceinline__ StreamCast(const FusedCastParams& p, const TilePosition&, u8* behind,
+    __device__ __forceinline__ StreamCast(const FusedCastParams&, const TilePosition&, u8* behind,
                                           float scale)
-        : CastCodes(p, scale), tile{behind} {}
-    __device__ __forceinline__ void store(const StreamPosition& at, int, const ChunkPosition& position,
-                                          int left, const float*) const {
+        : CastCodes(scale), tile{behind} {}
+    __device__ __forceinline__ void store(const FusedCastParams& p, const StreamPosition& at, int,
+                                          const ChunkPosition& position, int left, const float*) const {
         const SourceCall& call = p.call;
         if (p.data) store_chunks(call, p.data, position, left, [&](int chunk) { return codes[0][chunk]; });
         if (!p.data_t) return;
@@ -127,7 +127,7 @@ public:
         __syncthreads();
         store_tile(call, at.tile(), call.columns, tile, p.data_t, p.vector);
     }
-    __device__ __forceinline__ void advance() {}
+    __device__ __forceinline__ void advance(const FusedCastParams&) {}
 
 private:
     const Tile tile;
@@ -135,14 +135,16 @@ private:
 
 class PatchCast {
 public:
-    __device__ __forceinline__ PatchCast(const FusedCastParams& p, float scale) : p(p), scale(scale) {}
-    __device__ __forceinline__ void take(const PatchPosition& patch, int r, const EightValues& values) {
+    __device__ __forceinline__ PatchCast(const FusedCastParams&, float scale) : scale(scale) {}
+    __device__ __forceinline__ void take(const FusedCastParams& p, const PatchPosition& patch, int r,
+                                         const EightValues& values) {
         largest = raised_by(largest, values.of);
         const Chunk<OUT, 8> of_row = quantized(values.of, scale);
         if (p.data) store_row(p.call, patch, p.data, r, of_row);
         append(codes, of_row);
     }
-    __device__ __forceinline__ void store(const TilePosition& at, const PatchPosition&) const {
+    __device__ __forceinline__ void store(const FusedCastParams& p, const TilePosition& at,
+                                          const PatchPosition&) const {
         extern __shared__ __align__(16) u8 shared[];
         if (!p.data_t) return;
         const Tile tile{shared};
@@ -153,7 +155,6 @@ public:
     __device__ __forceinline__ u32 amax() const { return largest; }
 
 private:
-    const FusedCastParams& p;
     const float scale;
     u32 largest = 0;
     Chunk<OUT, 8> codes[8];

@@ -132,7 +132,8 @@ private:
             for (int l = 0; l < kLoads; l++)
 #pragma unroll
                 for (int k = 0; k < Source::kHalves; k++)
-                    copy_async<kThroughL1>(stage_of(r, k) + l * kLoadBytes, x + k * half + l * kLoad, exist);
+                    copy_async<kThroughL1>(stage_of(r, k) + l * kLoadBytes,
+                                           x + k * this->half + l * kLoad, exist);
             x += rows * (Source::kHalves * half);
             pin(x);
             if constexpr (kBackward) {

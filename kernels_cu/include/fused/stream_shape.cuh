@@ -27,9 +27,14 @@ constexpr int kRowwiseBlocks = 4 - kBackward;
 #else
 constexpr int kRowwiseBlocks = kBackward ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kOneBlockOfGradients = kBackward;                     // With two the compiler spills.
+#else
+constexpr bool kOneBlockOfGradients = false;
+#endif
 constexpr int kStreamBlocks = kPath == Path::quotients ? 1
     : !kTiled ? kRowwiseBlocks
-    : kArrays > 2 || (kOptions && !kOneScale && sizeof(IN::storage) == 4) ? 1 : 2;
+    : kArrays > 2 || kOneBlockOfGradients || (kOptions && !kOneScale && sizeof(IN::storage) == 4) ? 1 : 2;
 
 // A block of threads has at most so many rows, since the weight of each is in shared memory: as many as
 // threads, where shared memory suffices (ops/quantize/fused.py has the same rule). Forward in f32 blocks with
