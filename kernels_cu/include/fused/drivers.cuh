@@ -22,10 +22,13 @@ __device__ __forceinline__ u32 stream_with_options(const Params& p, const Call& 
     StreamPosition at(call, p.tiles);
     OptionStream<Call> rows(call, at.tile(), p.tiles, shared);
     Output output(p, shared + kStreamBytes, more...);
-    const float* weights = StagedRows::shared_probs() + row_in_step(0);
+    const float* const first_weight = StagedRows::shared_probs() + row_in_step(0);
+    const float* weights = first_weight;
 #pragma unroll 1
     for (bool more_tiles = at.down * (i64)Tile::kRows < call.rows; more_tiles;
          more_tiles = at.advance(call, p.tiles), weights += kStepRows) {
+        // f32 blocks have no register for this from tile to tile; the others have none to find it anew.
+        if (kScaling == Scaling::f32_blocks) weights = first_weight + at.down % p.tiles * Tile::kRows;
         rows.each(at, weights, [&](int r, const float (&values)[kParts][8]) {
             output.take(r, values, rows.left);
         });

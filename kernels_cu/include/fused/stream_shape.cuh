@@ -27,7 +27,7 @@ constexpr int kRowwiseBlocks = 4 - kBackward;
 #else
 constexpr int kRowwiseBlocks = kBackward ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kOneBlockOfGradients = kBackward;                     // With two the compiler spills.
 #else
 constexpr bool kOneBlockOfGradients = false;
