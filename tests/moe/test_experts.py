@@ -14,7 +14,8 @@ import cupy_fp8 as fp8
 from cupy_fp8 import moe, testing
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.moe import experts as layers
-from cupy_fp8.moe.experts import KEEPS, TENSORS
+from cupy_fp8.moe.dataflow import KEEPS
+from cupy_fp8.moe.experts import TENSORS
 from cupy_fp8.ops.matmul import wgmma
 
 RECIPES: dict[str, Any] = {

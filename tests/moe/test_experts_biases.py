@@ -14,7 +14,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, moe, testing
 from cupy_fp8.calls.descriptions import Allocation
 from cupy_fp8.formats import bfloat16, float16, float32
-from cupy_fp8.moe.experts import KEEPS
+from cupy_fp8.moe.dataflow import KEEPS
 from cupy_fp8.moe.step import arrays_of
 
 GIVEN = layer()

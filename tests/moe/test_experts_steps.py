@@ -11,7 +11,7 @@ from expert_layers import FLOWS, errors, in_float64, layer, step
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, moe, testing
 from cupy_fp8.calls.descriptions import Allocation
-from cupy_fp8.moe.experts import KEEPS
+from cupy_fp8.moe.dataflow import KEEPS
 from cupy_fp8.moe.step import arrays_of
 from cupy_fp8.ops.matmul import wgmma
 

@@ -116,7 +116,8 @@ def by_hand(given: Layer, align: int = 128, bias: tuple[Any, Any] = (None, None)
     dh, dp = fp8.swiglu_backward_quantize(fp8.grouped_matmul_nt(grads, down.T, splits), h, blocks, probs=p,
                                           columnwise=align == 128, **of_up)
     if bias[1] is not None and dp is not None:
-        fp8.grouped_matmul_nt(grads, blocks.quantize(bias[1][:, None]), splits, accumulate=dp.reshape(-1, 1))
+        for term in two_terms(bias[1]):
+            fp8.grouped_matmul_nt(grads, term, splits, accumulate=dp.reshape(-1, 1))
     dh_columns = dh.T if align == 128 else fp8.scaling_aware_transpose(dh, splits=splits)
     d_up = fp8.grouped_matmul_nt(dh_columns, columns[2], splits, group="k")
     dx, dprobs = fp8.permute_backward(fp8.grouped_matmul_nt(dh, up.T, splits), routing, probs_grad=dp)
@@ -124,6 +125,14 @@ def by_hand(given: Layer, align: int = 128, bias: tuple[Any, Any] = (None, None)
         return y, dx, dprobs, d_up, d_down
     return (y, dx, dprobs, d_up, d_down, fp8.group_sums(dh, splits),
             fp8.group_sums(grads, splits, weights=p))
+
+
+def two_terms(bias: Any) -> list[Any]:
+    """The bias of down in FP8, and what its rounding leaves."""
+    blocks, exact = fp8.BlockScaling(), fp8.asnumpy(bias).astype(np.float32)[:, None]
+    first = blocks.quantize(fp8.asarray(exact, like=bias))
+    rest = exact - fp8.asnumpy(first.dequantize(np.float32))
+    return [first, blocks.quantize(fp8.asarray(rest, like=bias))]
 
 
 def step(experts: moe.Experts, given: Layer, routing: fp8.Routing | None = None, *, keep: Any = "bf16",
