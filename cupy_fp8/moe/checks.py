@@ -194,8 +194,8 @@ def gradient(experts: Experts, grad: Any, name: str, held: Saved, accumulate: An
         if held.buffers is not None:
             held.buffers._all.check(start, end, of_sum)
     given = [*ranges_of(grad, name)]
-    for each in (held.tokens, held.rows, held.hidden, held.activation, held.probs, held.row_probs,
-                 held.splits):
+    of_layer = (held.hidden, held.activation) if held.buffers is None else ()
+    for each in (*of_layer, held.tokens, held.rows, held.probs, held.row_probs, held.splits):
         given += ranges_of(each, "saved")
     if held.routing is not None:
         given += ranges_of(tuple(held.routing._arrays().values()), "the routing")

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -217,8 +218,8 @@ def test_inputs_in_buffers(dataflow):
     for name, x, probs in (("x: overlaps out (y)", y, GIVEN.probs), ("x: overlaps out (dx)", dx, GIVEN.probs),
                            ("probs: overlaps out (dx)", GIVEN.x, dprobs),
                            ("probs: overlaps out (h)", GIVEN.x, inside)):
-        refused(lambda x=x, probs=probs: experts.forward(x, ROUTING, probs, out=buffers),  # type: ignore[misc]
-                ValueError, f"{name} {OVERLAPS}", buffers)
+        refused(partial(experts.forward, x, ROUTING, probs, out=buffers), ValueError,
+                f"{name} {OVERLAPS}", buffers)
     _, saved = experts.forward(GIVEN.x, ROUTING, GIVEN.probs, out=buffers)
     refused(lambda: experts.backward(dx, saved, out=buffers), ValueError,
             f"grad: overlaps out (dx) {OVERLAPS}", buffers)

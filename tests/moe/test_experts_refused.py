@@ -126,7 +126,7 @@ WRONG: dict[str, Any] = {
              "accumulate (up): expected a C-contiguous float32 array of shape (4, 192, 160), got bfloat16"),
     "a second sum": (lambda: EXPERTS.backward(GIVEN.grad, SAVED, accumulate=(SUMS[0], GIVEN.down)),
                      ValueError,
-                     "accumulate (down): expected a C-contiguous float32 array of shape (4, 160, 96), got bf"),
+                     "accumulate (down): expected a C-contiguous float32 array of shape (4, 160, 96), "),
     "sums of a gradient that is wrong": (
         lambda: EXPERTS.backward(GIVEN.grad[:4], SAVED, accumulate=SUMS), ValueError, "grad: expected shape"),
     "sums for buffers without": (sums_for_buffers, ValueError,
