@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,18 @@ _BACKGROUND = pytest.StashKey[Background]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     tiers.pytest_addoption(parser)
     processes.pytest_addoption(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_ClosesFigures())
+
+
+class _ClosesFigures:
+    """Closes the figures of each test. (Hooks of this file do not see examples in docstrings.)"""
+
+    def pytest_runtest_teardown(self) -> None:
+        if pyplot := sys.modules.get("matplotlib.pyplot"):
+            pyplot.close("all")
 
 
 def _module(item: pytest.Item) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -29,6 +30,27 @@ def check_separate(ranges: Iterable[Range]) -> None:
     if _overlap(ranges):
         name, met = next(_overlapping(ranges))
         raise ValueError(f"{name}: overlaps {met} in memory; results need memory of their own")
+
+
+class Occupied:
+    """Ranges of addresses that stay what they are, which many other ranges are compared with."""
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self._ranges = sorted(found for found in ranges if found.start < found.end)
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end, *_ in self._ranges:
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def check(self, start: int, end: int, name: str) -> None:
+        """Raises ValueError if the range shares a byte with any of these."""
+        before = bisect_left(self._starts, end)             # ranges that begin before the end of this one
+        if start < end and before and self._ends[before - 1] > start:
+            check_separate([Range(start, end, True, name), *self._ranges])
 
 
 def _overlap(ranges: list[Range]) -> bool:

@@ -8,14 +8,18 @@ import numpy as np
 
 from .. import backend
 from ..advice import listed, shown, type_name
-from ..arrays import is_contiguous
+from ..arrays import Array, aligned_address, is_array, is_contiguous
+from ..calls import group_sizes, memory, validate
 from ..formats import INPUT_DTYPES, float32, names
+from ..ops.convert.scaling_aware import check_powers_of_two
 from ..options import block_pow2
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, check_recipe
+from ..reference.scales.convert import rows_of_scales
 from ..results import Quantized, Scaled
 from ..routing import Routing
 from .dataflow import DATAFLOWS, GROUP
-from .step import Buffers, Saved
+from .step import Buffers, Saved, ranges_of
+from .weights import kind
 
 if TYPE_CHECKING:
     from .experts import Experts
@@ -78,14 +82,36 @@ def alignment(experts: Experts, align: int, name: str) -> None:
                          f"columns across groups, got {align}")
 
 
-def multiples(splits: Any, align: int) -> None:
-    """Sizes on the device are not looked at."""
-    if not isinstance(splits, (list, tuple, np.ndarray)):
-        return
-    wrong = [int(size) for size in splits if size % align]
-    if wrong:
-        raise ValueError(f"splits: expected multiples of align={align}, got {wrong[0]}; "
-                         "align=1 takes any sizes")
+def splits(experts: Experts, given: Any, rows: Any, align: int) -> Array:
+    """The sizes of the experts of rows, beside them; a list is copied there. Those on the device are not
+    looked at."""
+    if not is_array(given) and not isinstance(given, (list, tuple)):
+        raise TypeError(f"splits: expected the sizes of {experts.num_experts} experts, an int32 or int64 "
+                        f"array or a list, got {shown(given)}")
+    if is_array(given) and given.ndim != 1:
+        raise ValueError(f"splits: expected the sizes of {experts.num_experts} experts, got shape "
+                         f"{given.shape}")
+    groups = group_sizes.read(given, kind(rows), experts._xp, False)
+    if groups.number != experts.num_experts:
+        raise ValueError(f"splits: expected the sizes of {experts.num_experts} experts, got {groups.number}")
+    if groups.host is not None:
+        group_sizes.check_at_most(groups.host, rows.shape[0])
+        if (wrong := groups.host[groups.host % align != 0]).size:
+            raise ValueError(f"splits: expected multiples of align={align}, got {wrong[0]}; "
+                             "align=1 takes any sizes")
+    sizes: Array = groups.array
+    return sizes
+
+
+def powers_of_two(experts: Experts, x: Any, name: str, sizes: Any = None) -> None:
+    """Scales on the host, of x whose columns will be made by moving exponents: those of the rows of groups.
+    Kernels note those on the device."""
+    if isinstance(x, Quantized):
+        x = x.rowwise
+    if (experts.dataflow == "casting_free" and isinstance(x, Scaled) and x.block is not None
+            and isinstance(x.scale_inv, np.ndarray)):
+        rows = None if sizes is None else int(sizes.sum(dtype=np.int64))
+        check_powers_of_two(rows_of_scales(x)[:rows], name)
 
 
 def probs(experts: Experts, given: Any, name: str, *shapes: tuple[int, ...]) -> None:
@@ -98,20 +124,38 @@ def probs(experts: Experts, given: Any, name: str, *shapes: tuple[int, ...]) -> 
                          f"{given.shape}")
 
 
-def buffers(experts: Experts, out: Any, **facts: Any) -> None:
-    """facts: what they have been made for."""
+def dispatched(experts: Experts, x: Any) -> str:
+    """The dtype of what is dispatched of tokens, or of rows, in FP8 or not."""
+    quantised = isinstance(x, (Scaled, Quantized))
+    return str(experts.recipe.dtype if experts._flow.dispatches_fp8 and not quantised else kind(x).dtype)
+
+
+def buffers(experts: Experts, out: Any, x: Any, **facts: Any) -> None:
+    """facts: what they have been made for, beside the dtype of x."""
     if out is None:
         return
     if not isinstance(out, Buffers):
         raise TypeError(f"out: expected Buffers, as empty() makes them, got {type_name(out)}")
     if out._owner is not experts:
         raise ValueError("out: these buffers belong to another layer")
+    _facts(out, **facts, x_dtype=dispatched(experts, x))
+
+
+def _facts(out: Buffers, **facts: Any) -> None:
     for name, value in facts.items():
         if out._facts[name] != value:
             raise ValueError(f"out: made for {name}={out._facts[name]}, got {name}={value}")
 
 
-def saved(experts: Experts, given: Any, out: Any, accumulate: Any, *, of_rows: bool) -> Saved:
+def separate(out: Buffers | None, **inputs: Any) -> None:
+    """What a forward pass is given is not among the arrays that it writes."""
+    if out is not None:
+        for name, given in inputs.items():
+            for start, end, _, _ in ranges_of(given, name):
+                out._all.check(start, end, name)
+
+
+def saved(experts: Experts, given: Any, out: Any, *, of_rows: bool) -> Saved:
     if not isinstance(given, Saved):
         what = "None, since forward kept nothing (keep=None)" if given is None else type_name(given)
         raise TypeError(f"saved: expected what forward returned, got {what}")
@@ -132,16 +176,46 @@ def saved(experts: Experts, given: Any, out: Any, accumulate: Any, *, of_rows: b
         raise ValueError(f"out: expected {had} that the forward pass had")
     if out is not None and out._step != given.step:
         raise ValueError("saved: a later forward pass has written its buffers")
-    if accumulate is not None:
-        _accumulate(experts, accumulate)
     return given
 
 
-def _accumulate(experts: Experts, accumulate: Any) -> None:
+def gradient(experts: Experts, grad: Any, name: str, held: Saved, accumulate: Any) -> None:
+    """grad is one that `tokens` has found right; held: what `saved` has returned."""
+    powers_of_two(experts, grad, name, None if held.routing else held.splits)
+    if held.buffers is not None:
+        _facts(held.buffers, accumulate=accumulate is not None, grad_dtype=dispatched(experts, grad))
+        for start, end, _, _ in ranges_of(grad, name):
+            held.buffers._of_backward.check(start, end, name)
+    if accumulate is None:
+        return
+    sums = _accumulate(experts, accumulate)
+    for start, end, _, of_sum in sums:
+        experts._occupied.check(start, end, of_sum)
+        if held.buffers is not None:
+            held.buffers._all.check(start, end, of_sum)
+    given = [*ranges_of(grad, name)]
+    of_layer = (held.hidden, held.activation) if held.buffers is None else ()
+    for each in (*of_layer, held.tokens, held.rows, held.probs, held.row_probs, held.splits):
+        given += ranges_of(each, "saved")
+    if held.routing is not None:
+        given += ranges_of(tuple(held.routing._arrays().values()), "the routing")
+    memory.check_separate([*sums, *given])
+
+
+def _accumulate(experts: Experts, accumulate: Any) -> list[memory.Range]:
+    """Their memory. Any of these mistakes would be found once the first of them has been added to."""
     if not isinstance(accumulate, (tuple, list)) or len(accumulate) != 2:
         raise TypeError(f"accumulate: expected two arrays, for up and down, got {shown(accumulate)}")
-    for name, a, held in zip(("up", "down"), accumulate, experts._held, strict=True):
-        backend.require_module(a, experts._xp, f"accumulate ({name})")
+    found = []
+    for part, a, held in zip(("up", "down"), accumulate, experts._held, strict=True):
+        name = f"accumulate ({part})"
+        backend.require_module(a, experts._xp, name)
         if a.dtype != float32 or a.shape != held.shape or not is_contiguous(a):
-            raise ValueError(f"accumulate ({name}): expected a C-contiguous float32 array of shape "
-                             f"{held.shape}, got {a.dtype} {a.shape}")
+            raise ValueError(f"{name}: expected a C-contiguous float32 array of shape {held.shape}, got "
+                             f"{a.dtype} {a.shape}")
+        validate.check_writeable(a, name)
+        at = aligned_address(a, name)
+        if experts._xp is not np:
+            backend.same_device(a, held.rowwise.data, name)
+        found.append(memory.Range(at, at + a.nbytes, True, name))
+    return found

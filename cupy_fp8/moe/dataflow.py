@@ -17,6 +17,8 @@ from .step import Calls
 
 Dataflow: TypeAlias = Literal["casting_free", "both_directions", "requantize"]
 DATAFLOWS: tuple[Dataflow, ...] = get_args(Dataflow)
+Keep: TypeAlias = Literal["bf16", "fp8", "input"]
+KEEPS: tuple[Keep, ...] = get_args(Keep)
 #: Blocks along the rows of a group are this long, and do not cross groups that begin at multiples of it.
 GROUP = 128
 
@@ -57,7 +59,7 @@ class CastingFree:
         """An operand of the product over the rows of each group."""
         rows = q.rowwise if isinstance(q, Quantized) else q
         if self.blocks:
-            return call(f"{name} columns", scaling_aware_transpose, rows, splits=splits)
+            return call.columns(f"{name} columns", scaling_aware_transpose, rows, splits)
         data = call(f"{name} columns", transpose, rows.data)
         return Scaled._of(data, rows.scale_inv, data.shape)
 

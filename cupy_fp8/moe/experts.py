@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, get_args, overload
-
-import numpy as np
+from typing import Any, overload
 
 from .. import backend
-from ..arrays import Array, zeros
+from ..arrays import Array
 from ..calls.group_sizes import check_align
-from ..formats import INPUT_DTYPES, DType, bfloat16, choice, flag, float32, integer, lookup
+from ..calls.memory import Occupied
+from ..formats import INPUT_DTYPES, DType, bfloat16, choice, flag, lookup
 from ..ops.convert.dequantize import dequantize
 from ..ops.matmul.grouped import grouped_matmul_nt
 from ..ops.moe.permute import permute_backward, unpermute
-from ..ops.moe.route import route
 from ..ops.quantize.swiglu import FORMS, Form, clamp_limit, swiglu_backward_quantize, swiglu_quantize
 from ..recipes import BlockScaling, DelayedScaling, Recipe, quantize
 from ..results import Quantized, Scaled
 from ..routing import Routing
 from ..state import DelayedScalingState
 from ..typed_array import TypedArray
-from . import checks, weights
+from . import buffers, checks, weights
 from .biases import Biases
-from .dataflow import DATAFLOWS, FLOWS, GROUP, Dataflow
-from .step import Buffers, Calls, Saved
-
-Keep: TypeAlias = Literal["bf16", "fp8", "input"]
-KEEPS: tuple[Keep, ...] = get_args(Keep)
+from .dataflow import DATAFLOWS, FLOWS, GROUP, KEEPS, Dataflow, Keep
+from .step import Buffers, Calls, Saved, Unique, ranges_of
 
 #: h that is kept in FP8: scales are powers of two, so widening it is exact.
 _HIDDEN = BlockScaling((1, GROUP), pow2_scale=True, scale_layout="compact")
@@ -34,7 +29,7 @@ _HIDDEN = BlockScaling((1, GROUP), pow2_scale=True, scale_layout="compact")
 TENSORS = ("x", "activation", "grad", "hidden_grad", "up", "down")
 
 
-class Experts:
+class Experts(Unique):
     """The experts of a mixture of experts, with FP8 from the dispatch to the weight gradients.
 
         h = x · upᵀ        a, b = the halves of h        y = Σ_k (act(a, b) · p_k) · downᵀ
@@ -49,7 +44,7 @@ class Experts:
     ----------
     up, down : the weights [E, 2 F, H] and [E, H, F]: bfloat16, float16 or float32 arrays, which are quantised
         in both directions from one read; or a `Scaled` of an FP8 checkpoint (blocks of 128 x 128, or one
-        scale), which is taken as it is
+        scale), which is taken as it is: without a copy, so it must not change
     recipe : BlockScaling with blocks of (1, 128), whose weights have blocks of 128 x 128; or CurrentScaling
         or DelayedScaling. There are no products of groups of MX blocks
     form, clamp, interleaved : of the activation, as for `swiglu_quantize`
@@ -81,6 +76,8 @@ class Experts:
     >>> y.shape, saved
     ((3, 128), Saved(keep='bf16': rows, hidden, activation, 199,680 bytes))
     """
+
+    _instead = "make another layer, of the same weights: Experts(layer.up, layer.down, layer.recipe, …)"
 
     def __init__(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized,
                  recipe: Recipe | None = None, *, form: Form = "swiglu", clamp: float | None = None,
@@ -117,6 +114,13 @@ class Experts:
         self._held = [weights.take(given, self._weights, **self._scales[name])
                       for given, name in ((up, "up"), (down, "down"))]
         self._updates = 0
+        self._find_weights()
+
+    def _find_weights(self) -> None:
+        """Notes their memory, which weight gradients are not added to."""
+        self._occupied = Occupied(found for name, held in (
+            ("up", self.up), ("down", self.down), ("bias", (self._biases.up, self._biases.down)))
+            for found in ranges_of(held, f"the layer's {name}"))
 
     def _scale_of(self, i: int) -> dict[str, Any]:
         if self.state is None:
@@ -147,9 +151,11 @@ class Experts:
                bias: tuple[Array | None, Array | None] | None = None) -> None:
         """Take new weights of the same shapes, after a step of the optimizer, and new biases: None keeps one.
 
-        Arrays are quantised in place, all in one launch for blocks, which can be captured into a CUDA graph.
-        (In the place of weights taken from a Scaled new memory is allocated, once.) What was saved by a
-        forward pass before has no backward pass any more. TypeError, ValueError before anything is written.
+        Arrays are quantised in place, which can be captured into a CUDA graph: all in one launch for blocks;
+        with one scale each weight has its own launches, one of DelayedScaling and one or two of
+        CurrentScaling. A Scaled is used as it is, without a copy, as in the constructor. Where an array takes
+        the place of a Scaled new memory is allocated, once. What was saved by a forward pass before has no
+        backward pass any more. TypeError, ValueError before anything is written.
         """
         given = [up, down]
         for new, held, name in zip(given, self._held, ("up", "down"), strict=True):
@@ -157,47 +163,36 @@ class Experts:
                 raise ValueError(f"{name}: expected shape {held.shape}, as before, got {shape}")
             backend.require_module(weights.kind(new), self._xp, name)
         self._biases.check(bias)
-        scales = [self._scales[name] for name in ("up", "down")]
-        own = [not isinstance(new, (Scaled, Quantized)) for new in given]
-        if all(own) and all(self._own):
-            weights.update(self._held, given, self._weights, scales)
-        else:
-            self._held = [weights.take(new, self._weights, **of_it)
-                          for new, of_it in zip(given, scales, strict=True)]
-            self._own = own
-        self._biases.update(bias)
         self._updates += 1
+        before = self._held
+        self._held = weights.updated(before, self._own, given, self._weights,
+                                     [self._scales[name] for name in ("up", "down")])
+        self._own = [not isinstance(new, (Scaled, Quantized)) for new in given]
+        self._biases.update(bias)
+        if any(new is not old for new, old in zip(self._held, before, strict=True)):
+            self._find_weights()
 
     # ---- memory ----
-    def empty(self, tokens: int, topk: int, *, rows: int | None = None, align: int = GROUP,
-              probs: bool = True, keep: Keep | None = "bf16", accumulate: bool = False) -> Buffers:
+    def empty(self, tokens: int | None = None, topk: int | None = None, *, rows: int | None = None,
+              align: int = GROUP, probs: bool = True, keep: Keep | None = "bf16", accumulate: bool = False,
+              x_dtype: DType | None = None, grad_dtype: DType | None = None) -> Buffers:
         """Every array that a step writes, to pass as `out` to `forward` and `backward`: nothing is allocated
         then. Every launch of a step is made once, over no tokens, so a step can be captured right away.
 
-        tokens, topk, rows, align : as the routing of the step has them
+        tokens, topk, rows, align : as the routing of the step has them. rows and align without tokens and
+            topk: for `forward_rows` and `backward_rows` alone, with any align that they take (those with
+            tokens serve them too, with as many rows)
         probs : the forward pass gets probs
         keep : as `forward` gets it. None: no backward pass
         accumulate : the weight gradients are added to arrays of the caller
+        x_dtype, grad_dtype : of x and of the gradient of y, where it matters: of a Scaled, whose FP8 type may
+            be another than the recipe's (None: that), and of arrays with 'both_directions' (None: dtype_out)
+
+        A step for which any of these is another one is refused. TypeError, ValueError, before anything is
+        allocated.
         """
-        tokens, topk = integer(tokens, "tokens"), integer(topk, "topk")
-        like = weights.kind(self.up)
-        nowhere = zeros((tokens, topk), np.int32, like=like)
-        nowhere.fill(-1)
-        routing = route(nowhere, num_experts=self.num_experts, rows=rows, align=align)
-        facts = {"tokens": tokens, "topk": topk, "rows": routing.rows, "align": align, "probs": bool(probs),
-                 "keep": keep}
-        buffers = Buffers(self, facts)
-        x = zeros((tokens, self.hidden), self.dtype_out, like=like)
-        weight = zeros((tokens, topk), float32, like=like) if probs else None
-        history = None if self.state is None else self.state.amax_history.copy()
-        y, saved = self.forward(x, routing, weight, keep=keep, out=buffers)
-        if saved is not None:
-            up, down = (zeros(w.shape, float32, like=like) if accumulate else None for w in self._held)
-            sums = None if up is None or down is None else (up, down)
-            self.backward(y, saved, accumulate=sums, out=buffers)
-        if self.state is not None:
-            self.state.amax_history[...] = history
-        return buffers
+        return buffers.make(self, {"tokens": tokens, "topk": topk, "rows": rows}, align, x_dtype, grad_dtype,
+                            keep, probs=probs, accumulate=accumulate)
 
     # ---- forward ----
     @overload
@@ -214,14 +209,16 @@ class Experts:
         Parameters
         ----------
         x : array [T, H]; or (not with 'both_directions') a Scaled [T, H] that the recipe has quantised
-            before, from another GPU perhaps
+            before, from another GPU perhaps. 'casting_free' needs scales that are powers of two (but for
+            keep=None): others are refused on the host, and noted on a device (`device_errors`)
         routing : of T tokens to these experts, as `route` gives it; best with align=128
         probs : f32 array [T, topk], the weights of a token's experts (of a mask also [T, E]). None: 1
         keep : what is saved. 'bf16': the rows, h and the activation. 'fp8': the tokens and h in blocks of
             1×128, from which the activation is computed in the forward pass too, with one rounding more.
             'input': the tokens alone; rows, h and the activation are computed again, the same bytes as with
             'bf16'. None: nothing, there is no backward pass
-        out : buffers of `empty`, whose arrays are written; a step that they hold is lost
+        out : buffers of `empty`, whose arrays are written; a step that they hold is lost. x and probs lie
+            elsewhere
 
         Returns
         -------
@@ -234,9 +231,12 @@ class Experts:
             choice(keep, "keep", KEEPS)
         by_expert = [] if routing.experts is None else [(routing.tokens, routing.num_experts)]
         checks.probs(self, probs, "probs", routing.row_map.shape, *by_expert)
-        checks.buffers(self, out, tokens=routing.tokens, topk=routing.topk, rows=routing.rows,
+        if keep is not None:
+            checks.powers_of_two(self, x, "x")
+        checks.buffers(self, out, x, tokens=routing.tokens, topk=routing.topk, rows=routing.rows,
                        align=routing.align, probs=probs is not None, keep=keep)
-        call = Calls(out)
+        checks.separate(out, x=x, probs=probs)
+        call = Calls(out, begins=True)
         tokens = self._flow.tokens(call, "x", x)
         rows, row_probs = self._flow.dispatch(call, "x", tokens, routing, probs)
         result, saved = self._forward_rows(call, rows, routing.aligned_splits, row_probs, keep, routing.align,
@@ -263,23 +263,30 @@ class Experts:
         """`forward` of rows that are permuted already, by a dispatch between GPUs for instance.
 
         rows : as the dataflow dispatches them: a Scaled [R, H], or an array [R, H] of 'both_directions'
-        splits : int32 or int64 array [E], the rows of each expert; they follow one another
-        row_probs : f32 array [R]
+        splits : int32 or int64 array [E], the rows of each expert; they follow one another. Or a list, which
+            is copied to the GPU of CuPy rows
+        row_probs : f32 array [R]. None: 1
         align : a power of two that all sizes are multiples of; where they are none (a device array is not
             looked at) an expert's weight gradients are 0, and `device_errors` tells
-        keep, out : as for `forward`; 'fp8' and 'input' keep the rows instead of the tokens
+        keep, out : as for `forward`; 'fp8' and 'input' keep the rows instead of the tokens. Buffers are those
+            of `empty` with rows=R
 
+        rows, splits and row_probs are not copied: they must not change before `backward_rows`.
         Returns (outputs [R, H], Saved or None).
         """
         if keep is not None:
             choice(keep, "keep", KEEPS)
         align = check_align(align)
         checks.alignment(self, align, "align")
-        checks.multiples(splits, align)
         checks.tokens(self, rows, "rows", (None, self.hidden), dispatched=True)
+        splits = checks.splits(self, splits, rows, align)
         checks.probs(self, row_probs, "row_probs", (rows.shape[0],))
-        checks.buffers(self, out, rows=rows.shape[0], align=align, probs=row_probs is not None, keep=keep)
-        return self._forward_rows(Calls(out), rows, splits, row_probs, keep, align, out)
+        if keep is not None:
+            checks.powers_of_two(self, rows, "rows", splits)
+        checks.buffers(self, out, rows, rows=rows.shape[0], align=align, probs=row_probs is not None,
+                       keep=keep)
+        checks.separate(out, rows=rows, splits=splits, row_probs=row_probs)
+        return self._forward_rows(Calls(out, begins=True), rows, splits, row_probs, keep, align, out)
 
     def _forward_rows(self, call: Calls, rows: Any, splits: Array, row_probs: Array | None, keep: Keep | None,
                       align: int, buffers: Buffers | None) -> tuple[TypedArray, Saved | None]:
@@ -292,8 +299,6 @@ class Experts:
         activation = self._activate(call, hidden, splits, row_probs)
         result = call("rows out", grouped_matmul_nt, activation, self.down, splits, dtype=self.dtype_out,
                       **self._biases.of_down(row_probs))
-        if buffers is not None:
-            buffers._step += 1
         if keep is None:
             return result, None
         return result, Saved(
@@ -318,9 +323,9 @@ class Experts:
         ----------
         grad : array [T, H], the gradient of y; or a Scaled, as `forward` takes x
         saved : what `forward` returned with it
-        accumulate : float32 arrays [E, 2 F, H] and [E, H, F], to which the weight gradients are added, and
-            which are returned
-        out : the buffers that `forward` had
+        accumulate : float32 arrays [E, 2 F, H] and [E, H, F], C-contiguous, to which the weight gradients are
+            added, and which are returned. They overlap nothing that the step has
+        out : the buffers that `forward` had. Of their arrays grad may be y alone, written anew
 
         Returns
         -------
@@ -329,10 +334,11 @@ class Experts:
         that there is not, sums of gradients in FP8 (`group_sums`). Raises TypeError, ValueError, DeviceError,
         before anything is written.
         """
-        saved = checks.saved(self, saved, out, accumulate, of_rows=False)
+        saved = checks.saved(self, saved, out, of_rows=False)
         routing = saved.routing
         assert routing is not None
         checks.tokens(self, grad, "grad", (routing.tokens, self.hidden))
+        checks.gradient(self, grad, "grad", saved, accumulate)
         call = Calls(out)
         tokens = self._flow.tokens(call, "grad", grad)
         rows, _ = self._flow.dispatch(call, "grad", tokens, routing, None)
@@ -350,9 +356,10 @@ class Experts:
                       ) -> tuple[Any, ...]:
         """`backward` of rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32 [R]
         or None, d_up, d_down; with biases their gradients)."""
-        saved = checks.saved(self, saved, out, accumulate, of_rows=True)
+        saved = checks.saved(self, saved, out, of_rows=True)
         rows = saved.rows.shape[0]
         checks.tokens(self, grad_rows, "grad_rows", (rows, self.hidden), dispatched=True)
+        checks.gradient(self, grad_rows, "grad_rows", saved, accumulate)
         return self._backward_rows(Calls(out), grad_rows, saved, accumulate)
 
     def _backward_rows(self, call: Calls, grad_rows: Any, saved: Saved,

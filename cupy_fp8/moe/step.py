@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..arrays import Array, address
+from ..arrays import Array, address, zeros
+from ..calls.memory import Occupied, Range
+from ..calls.validate import byte_range
+from ..formats import SIZE_DTYPES
 from ..results import Quantized, Scaled
 from ..routing import Routing
 
@@ -14,7 +17,17 @@ if TYPE_CHECKING:
     from .experts import Experts
 
 
-class Buffers:
+class Unique:
+    """An object whose copies would share its arrays, or belong to no layer: neither copied nor pickled."""
+
+    #: what to do instead
+    _instead = ""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}: cannot be copied or pickled; {self._instead}")
+
+
+class Buffers(Unique):
     """Every array of a step, which the next step with as many tokens writes again: `Experts.empty` makes
     them, and `forward` and `backward` take them as `out`. They belong to one layer, and one step at a time:
     what a step has saved is gone once the next one begins.
@@ -22,25 +35,44 @@ class Buffers:
     nbytes : of all arrays
     """
 
+    _instead = "empty() of the layer makes others"
+    #: What forward returns is not written by backward, so the gradient of y may be computed in its place.
+    _RESULTS = "y", "rows out"
+
     def __init__(self, owner: Experts, facts: dict[str, Any]) -> None:
         self._owner, self._facts = owner, facts
         self._made: dict[str, Any] = {}
         self._step = 0
+        self._all = self._of_backward = Occupied([])
+
+    def _complete(self) -> None:
+        """Notes where the arrays are, once a step has made them."""
+        self._all = Occupied(self._ranges())
+        self._of_backward = Occupied(self._ranges(self._RESULTS))
+
+    def _ranges(self, but: tuple[str, ...] = ()) -> Iterator[Range]:
+        for name, made in self._made.items():
+            if name not in but:
+                yield from ranges_of(made, f"out ({name})")
 
     @property
     def nbytes(self) -> int:
         return nbytes_of(self._made.values())
 
     def __repr__(self) -> str:
-        facts = ", ".join(f"{name}={value!r}" for name, value in self._facts.items())
+        facts = ", ".join(f"{name}={value!r}" for name, value in self._facts.items()
+                          if value is not None or name == "keep")
         return f"Buffers({facts}: {self.nbytes:,} bytes)"
 
 
 class Calls:
-    """Calls ops, each with the buffer of its name, if there are buffers."""
+    """Calls ops, each with the buffer of its name, if there are buffers. begins: a step, so that what the one
+    before has saved is refused from here on."""
 
-    def __init__(self, buffers: Buffers | None) -> None:
+    def __init__(self, buffers: Buffers | None, *, begins: bool = False) -> None:
         self._made = None if buffers is None else buffers._made
+        if buffers is not None and begins:
+            buffers._step += 1
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if self._made is None:
@@ -48,15 +80,42 @@ class Calls:
         made = self._made[name] = function(*args, **options, out=self._made.get(name))
         return made
 
+    def columns(self, name: str, function: Callable[..., Quantized], rows: Scaled, splits: Array
+                ) -> Quantized:
+        """The result of a transpose that has the data of `rows` too, which may be the caller's: of these no
+        buffer is made. Sizes are copied to arrays of their own dtype."""
+        if self._made is None:
+            return function(rows, splits=splits)
+        if name not in self._made:
+            made = function(rows, splits=splits)
+            (other,) = {*SIZE_DTYPES} - {splits.dtype}
+            self._made[name] = (made.columnwise, made.rowwise.scale_inv,
+                                zeros(splits.shape, other, like=splits))
+            return made
+        column, scale_inv, sizes = self._made[name]
+        if column.splits.dtype == splits.dtype:
+            sizes = column.splits
+        else:
+            column = Scaled._of(column.data, column.scale_inv, column.shape, True, column.block,
+                                column.scale_layout, sizes)
+        row = Scaled._of(rows.data, scale_inv, rows.shape, False, rows.block, "gemm_ready", sizes)
+        return function(rows, splits=splits, out=Quantized._of(row, column))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Saved:
+class Saved(Unique):
     """What `backward` needs of a forward pass.
 
-    nbytes : of the arrays that it keeps, also of those that the caller has (a Scaled that was given for x;
-        x itself with 'both_directions' and less kept), which must not change before `backward`. The routing,
-        probs and weights are not counted
+    It refers to what the caller gave, without a copy: the routing and probs; a Scaled that was given for x; x
+    itself with 'both_directions' and less kept; and of `forward_rows` the rows, splits and row_probs. They
+    must not change before the backward pass. (A list of splits is copied. A routing that was written again is
+    noticed, other arrays are not.)
+
+    nbytes : of the arrays that it keeps, also of those that the caller has. The routing, probs, splits and
+        weights are not counted
     """
+
+    _instead = "call forward again, or backward first; copy the arrays that they return"
 
     experts: Experts
     weights: int                        # how often the weights had been updated
@@ -88,6 +147,12 @@ class Saved:
 def nbytes_of(values: Iterable[Any]) -> int:
     """The bytes of all arrays, each once."""
     return sum({address(a): int(a.nbytes) for value in values for a in arrays_of(value) if a.size}.values())
+
+
+def ranges_of(value: Any, name: str, *, written: bool = False) -> Iterator[Range]:
+    """The memory of all arrays."""
+    for a in arrays_of(value):
+        yield Range(*byte_range(a), written, name)
 
 
 def arrays_of(value: Any) -> Iterator[Array]:

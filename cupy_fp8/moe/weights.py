@@ -38,7 +38,7 @@ def check(given: Any, name: str) -> tuple[int, ...]:
 
 
 def kind(given: Any) -> Array:
-    """An array that tells where the weights are."""
+    """The array of values, row-wise codes of FP8: of weights, and of tokens too."""
     if isinstance(given, Quantized):
         given = given.rowwise
     array: Array = given.data if isinstance(given, Scaled) else given
@@ -60,10 +60,20 @@ def take(given: Any, recipe: Recipe, **scales: Any) -> Quantized:
     return Quantized(given, columns)
 
 
-def update(held: list[Quantized], given: list[Any], recipe: Recipe, scales: list[dict[str, Any]]) -> None:
-    """Quantises arrays into the weights that are held: in one launch for blocks."""
+def updated(held: list[Quantized], own: list[bool], given: list[Any], recipe: Recipe,
+            scales: list[dict[str, Any]]) -> list[Quantized]:
+    """Arrays are quantised into those that are held and the layer's own: in one launch for blocks. Others are
+    taken."""
+    in_place = [mine and is_array(new) for mine, new in zip(own, given, strict=True)]
+    result = [old if stays else take(new, recipe, **of_it)
+              for stays, old, new, of_it in zip(in_place, held, given, scales, strict=True)]
     if isinstance(recipe, BlockScaling):
-        multi_quantize(given, recipe, columnwise=True, out=held)
-        return
-    for own, new, of_it in zip(held, given, scales, strict=True):
-        quantize(new, recipe, columnwise=True, out=own, **of_it)
+        arrays, into = ([each for stays, each in zip(in_place, all_, strict=True) if stays]
+                        for all_ in (given, held))
+        if arrays:
+            multi_quantize(arrays, recipe, columnwise=True, out=into)
+        return result
+    for stays, old, new, of_it in zip(in_place, held, given, scales, strict=True):
+        if stays:
+            quantize(new, recipe, columnwise=True, out=old, **of_it)
+    return result

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expert_layers import FLOWS, by_hand, errors, in_float64, layer, step
+from expert_layers import FLOWS, biases, by_hand, errors, in_float64, layer, step
 from tiers import quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import moe, testing
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.moe import experts as layers
-from cupy_fp8.moe.experts import KEEPS, TENSORS
+from cupy_fp8.moe.dataflow import KEEPS
+from cupy_fp8.moe.experts import TENSORS
 from cupy_fp8.ops.matmul import wgmma
 
 RECIPES: dict[str, Any] = {
@@ -193,14 +194,17 @@ def test_weight_gradients_are_added(run):
     assert max(errors(found, want)) < WITHIN["bf16"]
 
 
-def test_any_grid_gives_the_same_bytes(run, monkeypatch):
+@pytest.mark.parametrize(("recipe", "keep", "biased"), [
+    ("blocks", "bf16", False), ("blocks", "input", True), ("current", "input", True)])
+def test_any_grid_gives_the_same_bytes(recipe, keep, biased, run, monkeypatch):
     """The number of multiprocessors changes who computes a tile, and nothing else."""
-    given = layer(tokens=150, hidden=272, inner=208).moved(run)
-    experts, want = made(given), None
+    host = layer(tokens=150, hidden=272, inner=208)
+    given, bias = host.moved(run), [run.array(b) for b in biases(host)] if biased else None
+    experts, want = made(given, RECIPES[recipe], bias=bias), None
     for clusters in (1, 2, 5):
         monkeypatch.setattr(wgmma, "_CLUSTERS_ON_CPU", clusters)
         monkeypatch.setattr(wgmma, "multiprocessors", lambda _, clusters=clusters: 2 * clusters)
-        found = step(experts, given)
+        found = step(experts, given, keep=keep)
         for got, wanted in zip(found, want or found, strict=True):
             testing.assert_bytes_equal(got, wanted)
         want = found
@@ -211,8 +215,9 @@ def test_any_grid_gives_the_same_bytes(run, monkeypatch):
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often values are rounded to FP8, and widened."""
     found: Counter[str] = Counter()
-    for module in (moe.dataflow, layers):
-        for name in ("quantize", "swiglu_quantize", "swiglu_backward_quantize", "dequantize"):
+    for module in (moe.dataflow, layers, moe.biases, moe.weights):
+        for name in ("quantize", "multi_quantize", "swiglu_quantize", "swiglu_backward_quantize",
+                     "dequantize"):
             if function := getattr(module, name, None):
                 monkeypatch.setattr(module, name, counting(found, name, function))
     return found
@@ -226,13 +231,22 @@ def counting(found: Counter[str], name: str, function: Any) -> Any:
     return call
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("dataflow", "keep", "roundings", "widened"), [
     ("casting_free", "bf16", 4, 0), ("casting_free", "input", 5, 0), ("casting_free", "fp8", 6, 2),
     ("both_directions", "bf16", 4, 0), ("requantize", "bf16", 7, 3)])
-def test_values_are_rounded_as_often_as_said(dataflow, keep, roundings, widened, counted):
-    """Two casts and two fused ones. What is kept less of is computed again, to the same bytes."""
+def test_values_are_rounded_as_often_as_said(dataflow, keep, roundings, widened, biased, counted):
+    """Two casts and two fused ones, in one direction or in both. What is kept less of is computed again, to
+    the same bytes. Weights and the two terms of a bias are rounded when they are taken and updated."""
     given = layer()
-    experts = made(given, dataflow=dataflow)
+    bias = biases(given) if biased else None
+    experts = made(given, dataflow=dataflow, bias=bias)
+    assert counted == ({"quantize": 4, "dequantize": 1} if biased else {"quantize": 2})
+    counted.clear()
+    experts.update(given.up, given.down, bias)
+    assert counted == ({"multi_quantize": 1, "quantize": 2, "dequantize": 1} if biased else
+                       {"multi_quantize": 1})
+    counted.clear()
     step(experts, given, keep=keep)
     assert counted.pop("dequantize", 0) == widened
     assert sum(counted.values()) == roundings

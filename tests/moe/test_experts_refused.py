@@ -19,6 +19,7 @@ EXPERTS: Any = moe.Experts(GIVEN.up, GIVEN.down)
 ROUTING = GIVEN.routing()
 SAVED = EXPERTS.forward(GIVEN.x, ROUTING, GIVEN.probs)[1]
 BUFFERS = EXPERTS.empty(TOKENS, TOPK)
+SUMS = tuple(np.full(w.shape, 3, np.float32) for w in GIVEN[:2])
 BOTH = moe.Experts(GIVEN.up, GIVEN.down, dataflow="both_directions")
 SQUARE = fp8.BlockScaling((128, 128))
 
@@ -52,6 +53,11 @@ def overwritten() -> Any:
     saved = EXPERTS.forward(GIVEN.x, ROUTING, GIVEN.probs, out=BUFFERS)[1]
     EXPERTS.forward(GIVEN.x, ROUTING, GIVEN.probs, out=BUFFERS)
     return EXPERTS.backward(GIVEN.grad, saved, out=BUFFERS)
+
+
+def sums_for_buffers() -> Any:
+    saved = EXPERTS.forward(GIVEN.x, ROUTING, GIVEN.probs, out=BUFFERS)[1]
+    return EXPERTS.backward(GIVEN.grad, saved, accumulate=SUMS, out=BUFFERS)
 
 
 def new(*args: Any, **options: Any) -> Any:
@@ -95,7 +101,7 @@ WRONG: dict[str, Any] = {
     "probs": (lambda: EXPERTS.forward(GIVEN.x, ROUTING, GIVEN.probs[:, :1]), ValueError,
               "probs: expected a float32 array of shape (48, 2), got float32 (48, 1)"),
     "sizes": (lambda: EXPERTS.forward_rows(fp8.permute(fp8.quantize_block(GIVEN.x), ROUTING), [128, 256]),
-              ValueError, "b: expected the weights of 2 groups"),
+              ValueError, "splits: expected the sizes of 4 experts, got 2"),
     "keep": (lambda: EXPERTS.forward(GIVEN.x, ROUTING, keep="bfloat16"), ValueError, "keep: expected"),
     "nothing saved": (lambda: EXPERTS.backward(GIVEN.grad, None), TypeError,
                       "saved: expected what forward returned, got None, since forward kept nothing"),
@@ -118,6 +124,13 @@ WRONG: dict[str, Any] = {
                    "grad: expected shape (48, 160), got (4, 160)"),
     "sums": (lambda: EXPERTS.backward(GIVEN.grad, SAVED, accumulate=(GIVEN.up, GIVEN.down)), ValueError,
              "accumulate (up): expected a C-contiguous float32 array of shape (4, 192, 160), got bfloat16"),
+    "a second sum": (lambda: EXPERTS.backward(GIVEN.grad, SAVED, accumulate=(SUMS[0], GIVEN.down)),
+                     ValueError,
+                     "accumulate (down): expected a C-contiguous float32 array of shape (4, 160, 96), "),
+    "sums of a gradient that is wrong": (
+        lambda: EXPERTS.backward(GIVEN.grad[:4], SAVED, accumulate=SUMS), ValueError, "grad: expected shape"),
+    "sums for buffers without": (sums_for_buffers, ValueError,
+                                 "out: made for accumulate=False, got accumulate=True"),
     "one sum": (lambda: EXPERTS.backward(GIVEN.grad, SAVED, accumulate=GIVEN.up), TypeError,
                 "accumulate: expected two arrays"),
     "buffers of nobody": (lambda: EXPERTS.forward(GIVEN.x, ROUTING, out=GIVEN.x), TypeError,
@@ -135,13 +148,26 @@ WRONG: dict[str, Any] = {
 }
 
 
+#: A step into the buffers comes before what is refused.
+STEPS_BEFORE = {"buffers written again", "sums for buffers without"}
+
+
+def contents() -> dict[str, list[bytes]]:
+    values = {"given": tuple(GIVEN), "sums": SUMS, "weights": (EXPERTS.up, EXPERTS.down),
+              "buffers": tuple(BUFFERS._made.values())}
+    return {name: [a.tobytes() for a in arrays_of(value)] for name, value in values.items()}
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_refused(name):
     call, error, message = WRONG[name]
-    before = [a.tobytes() for a in GIVEN]
+    before = contents()
     with pytest.raises(error, match="^" + re.escape(message)):
         call()
-    assert [a.tobytes() for a in GIVEN] == before
+    after = contents()
+    if name in STEPS_BEFORE:
+        after["buffers"] = before["buffers"]
+    assert after == before
 
 
 def test_buffers_are_not_written_by_a_call_that_is_refused():

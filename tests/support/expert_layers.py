@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_fp8 as fp8
-from cupy_fp8 import moe
+from cupy_fp8 import cases, moe, testing
 from cupy_fp8.formats import bfloat16
 
 FLOWS = moe.dataflow.DATAFLOWS
@@ -116,7 +116,8 @@ def by_hand(given: Layer, align: int = 128, bias: tuple[Any, Any] = (None, None)
     dh, dp = fp8.swiglu_backward_quantize(fp8.grouped_matmul_nt(grads, down.T, splits), h, blocks, probs=p,
                                           columnwise=align == 128, **of_up)
     if bias[1] is not None and dp is not None:
-        fp8.grouped_matmul_nt(grads, blocks.quantize(bias[1][:, None]), splits, accumulate=dp.reshape(-1, 1))
+        for term in two_terms(bias[1]):
+            fp8.grouped_matmul_nt(grads, term, splits, accumulate=dp.reshape(-1, 1))
     dh_columns = dh.T if align == 128 else fp8.scaling_aware_transpose(dh, splits=splits)
     d_up = fp8.grouped_matmul_nt(dh_columns, columns[2], splits, group="k")
     dx, dprobs = fp8.permute_backward(fp8.grouped_matmul_nt(dh, up.T, splits), routing, probs_grad=dp)
@@ -124,6 +125,14 @@ def by_hand(given: Layer, align: int = 128, bias: tuple[Any, Any] = (None, None)
         return y, dx, dprobs, d_up, d_down
     return (y, dx, dprobs, d_up, d_down, fp8.group_sums(dh, splits),
             fp8.group_sums(grads, splits, weights=p))
+
+
+def two_terms(bias: Any) -> list[Any]:
+    """The bias of down in FP8, and what its rounding leaves."""
+    blocks, exact = fp8.BlockScaling(), fp8.asnumpy(bias).astype(np.float32)[:, None]
+    first = blocks.quantize(fp8.asarray(exact, like=bias))
+    rest = exact - fp8.asnumpy(first.dequantize(np.float32))
+    return [first, blocks.quantize(fp8.asarray(rest, like=bias))]
 
 
 def step(experts: moe.Experts, given: Layer, routing: fp8.Routing | None = None, *, keep: Any = "bf16",
@@ -140,3 +149,50 @@ def errors(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> list[float]:
     """The relative error of each, by its norm."""
     pairs = ((np.asarray(fp8.asnumpy(a), np.float64), b) for a, b in zip(found, wanted, strict=True))
     return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
+
+
+class Replay:
+    """A step in a graph, captured with the update of weights and biases, beside the same step without one."""
+
+    def __init__(self, device: Any, experts: moe.Experts, held: Layer, bias: Any, keep: Any) -> None:
+        self.experts, self.held, self.bias, self.keep = experts, held, bias, keep
+        tokens, topk = held.chosen.shape
+        buffers, routing = experts.empty(tokens, topk, keep=keep), held.routing()
+
+        def whole() -> tuple[Any, ...]:
+            fp8.route(held.chosen, num_experts=len(held.up), align=128, out=routing)
+            experts.update(held.up, held.down, bias)
+            return step(experts, held, routing, keep=keep, out=buffers)
+
+        self.memory = buffers, routing                      # A graph keeps none alive.
+        whole()
+        cuda = device.cupy.cuda
+        self.stream, self.wait = cuda.Stream(non_blocking=True), cuda.runtime.deviceSynchronize
+        self.wait()
+        with self.stream:
+            self.stream.begin_capture()
+            self.found = whole()
+            self.graph = self.stream.end_capture()
+
+    def compare(self, other: Layer, bias: Any) -> None:
+        """Replays with these arrays. Delayed scaling begins with the same scales, and ends with the same amax
+        history."""
+        alone = moe.Experts(other.up, other.down, self.experts.recipe, bias=bias)
+        for experts in (self.experts, alone):
+            if experts.state is not None:
+                experts.state.scale.fill(24)
+                experts.state.amax_history.fill(0)
+        for mine, new in zip((*self.held, *(self.bias or ())), (*other, *(bias or ())), strict=True):
+            mine.view(np.uint8)[...] = new.view(np.uint8)
+        for a in self.found:
+            cases.poison(a)
+        self.wait()
+        self.graph.launch(self.stream)
+        self.wait()
+        alone.update(other.up, other.down, bias)
+        wanted = step(alone, other, keep=self.keep)
+        for got, want in zip(self.found, wanted, strict=True):
+            testing.assert_bytes_equal(fp8.asnumpy(got), fp8.asnumpy(want))
+        if alone.state is not None and self.experts.state is not None:
+            testing.assert_bytes_equal(fp8.asnumpy(self.experts.state.amax_history),
+                                       fp8.asnumpy(alone.state.amax_history))

@@ -1,5 +1,4 @@
-"""Figures of tests: they need no display, are closed after each test, and leave matplotlib's settings alone.
-"""
+"""Figures of tests: they need no display, and leave matplotlib's settings alone."""
 
 from __future__ import annotations
 
@@ -11,13 +10,12 @@ import pytest
 matplotlib.use("agg")         # pyplot must not choose a backend that needs a display.
 from matplotlib import pyplot as plt
 
-__all__ = ["close_figures", "plt"]
+__all__ = ["keeps_settings", "plt"]
 
 
 @pytest.fixture(autouse=True)
-def close_figures() -> Iterator[None]:
+def keeps_settings() -> Iterator[None]:
     """Serves every test of a module that imports it."""
     before = dict(plt.rcParams)
     yield
-    plt.close("all")
     assert dict(plt.rcParams) == before

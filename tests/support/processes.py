@@ -2,8 +2,9 @@
 
 The session's own process forks the others when it has collected the tests, so that they are collected once.
 All take chunks of tests, which are neighbours in one file, from the same pipe until it is empty. Reports come
-back to the session's process, which hands them to its plugins, chunk by chunk. It also runs the tests that
-have to stay with it.
+back to the session's process, which hands them to its plugins, chunk by chunk. Where tests have to stay with
+it, it runs only these: threads work for them meanwhile, and must not see what other tests change (environment
+variables, functions).
 
 tests/conftest.py takes the hooks from here.
 """
@@ -93,7 +94,8 @@ class Processes:
         self._tokens, end = os.pipe()
         os.write(end, b"".join(n.to_bytes(_TOKEN, "little") for n in range(len(self._chunks))))
         os.close(end)
-        connections = [self._fork() for _ in range(session.config.option.processes - 1)]
+        others = session.config.option.processes - (not self._own)
+        connections = [self._fork() for _ in range(others)]
         for child, connection in zip(self._children, connections, strict=True):
             threading.Thread(target=self._receive, args=(child, connection), daemon=True).start()
 
@@ -150,9 +152,9 @@ class Processes:
             self._messages.put(Message(child, None, problem="it died"))
 
     def run(self) -> None:
-        """Runs tests, those of this process last, and waits for all others."""
+        """Runs the tests of this process, or some of all if it has none, and waits for all others."""
         try:
-            for i, following in with_next(itertools.chain(self._taken(), self._own)):
+            for i, following in with_next(self._own or self._taken()):
                 self._run_test(i, following)
                 self._count(i)
                 self._heed()

@@ -134,6 +134,9 @@ class ndarray:
     def fill(self, value: Any) -> None:
         self.on_host.fill(value)
 
+    def copy(self) -> ndarray:
+        return _placed(self.on_host)
+
     def get(self) -> np.ndarray:
         return self.on_host.copy()
 

@@ -63,7 +63,8 @@ def start(folder: Path, body: str, *arguments: str, **environment: str) -> subpr
     (folder / "conftest.py").write_text(CONFTEST)
     for name in "abc":
         (folder / f"test_{name}.py").write_text(TESTS.replace("BODY", body))
-    (folder / "test_stays.py").write_text(STAYS)
+    if "STAYS" in environment:
+        (folder / "test_stays.py").write_text(STAYS)
     path = os.pathsep.join([str(Path(processes.__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest",
                "--processes", "2", *arguments]
@@ -101,11 +102,21 @@ def has_ended(process: str) -> bool:
 def test_every_test_runs_once(tmp_path):
     code, out, ran = session(tmp_path, "")
     assert code == 0, out
-    assert "301 passed" in out
+    assert "300 passed" in out
     assert {(name, number) for name, number, _ in ran} == {(f"test_{name}", str(n)) for name in "abc"
                                                            for n in range(100)}
     assert len(ran) == 300
     assert len({process for *_, process in ran}) == 2
+
+
+def test_where_tests_stay_the_others_run_elsewhere(tmp_path):
+    """The process in which they run is nobody else's."""
+    with start(tmp_path, "", STAYS="1") as running:
+        out, _ = running.communicate(timeout=300)
+    assert "301 passed" in out
+    ran = that_ran(tmp_path)
+    assert len(ran) == 300
+    assert str(running.pid) not in {process for *_, process in ran}
 
 
 @pytest.mark.full
@@ -120,7 +131,7 @@ def test_one_process(tmp_path, arguments):
 def test_failures_and_their_output_come_back(tmp_path):
     code, out, _ = session(tmp_path, "print('the number is', number); assert number != 7", "-v")
     assert code == 1
-    assert "3 failed, 298 passed" in out
+    assert "3 failed, 297 passed" in out
     assert out.count("the number is 7") == 3
     assert Counter(re.findall(r"^test_\w\.py::test_any\[7\] (\w+)", out, re.MULTILINE)) == {"FAILED": 3}
 
@@ -137,7 +148,7 @@ def test_the_first_failure_can_end_the_session(tmp_path):
 def test_a_death_fails_one_test_and_the_others_run(tmp_path):
     code, out, ran = session(tmp_path, "if other and number == 50: os._exit(3)")
     assert code == 1, out
-    assert "1 failed, 300 passed" in out
+    assert "1 failed, 299 passed" in out
     assert "a process of tests ended with 3: it died" in out
     assert len({(name, number) for name, number, _ in ran}) == 300
 
@@ -145,7 +156,7 @@ def test_a_death_fails_one_test_and_the_others_run(tmp_path):
 def test_a_problem_at_the_end_of_a_process_fails_beside_the_tests(tmp_path):
     code, out, ran = session(tmp_path, "", BREAK="1")
     assert code == 1, out
-    assert "1 failed, 301 passed" in out
+    assert "1 failed, 300 passed" in out
     assert "OSError: broken at the end" in out
     assert len(ran) == 300
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from figures import close_figures, plt  # noqa: F401
+from figures import keeps_settings, plt  # noqa: F401
 
 import cupy_fp8 as fp8
 

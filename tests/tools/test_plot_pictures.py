@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from figures import close_figures  # noqa: F401
+from figures import keeps_settings  # noqa: F401
 
 import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics

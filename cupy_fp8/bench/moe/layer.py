@@ -12,8 +12,8 @@ import numpy as np
 from ...arrays import Array, asarray, empty
 from ...cases.base import poison
 from ...formats import bfloat16, float32
-from ...moe.dataflow import DATAFLOWS, GROUP, Dataflow
-from ...moe.experts import KEEPS, Experts
+from ...moe.dataflow import DATAFLOWS, GROUP, KEEPS, Dataflow
+from ...moe.experts import Experts
 from ...moe.step import Buffers, Calls
 from ...ops.convert.astype import astype
 from ...ops.moe.route import route

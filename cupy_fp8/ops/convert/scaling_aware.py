@@ -356,10 +356,10 @@ def _check_scales(inputs: _Inputs) -> None:
     check_powers_of_two(inputs.compact_scales()[:None if host is None else sum(host.tolist())])
 
 
-def check_powers_of_two(scales: np.ndarray) -> None:
-    """Raises ValueError unless all f32 scales are powers of two or 0."""
+def check_powers_of_two(scales: np.ndarray, name: str = "q") -> None:
+    """Raises ValueError unless all f32 scales of `name` are powers of two or 0."""
     wrong = exponents(scales).wrong
     if wrong.any():
         first = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
-        raise ValueError(f"q.scale_inv: expected powers of two, got {scales[first]} at {first}; quantise "
-                         "with pow2_scale=True, or dequantise and quantise again")
+        raise ValueError(f"{name}.scale_inv: expected powers of two, got {scales[first]} at {first}; "
+                         "quantise with pow2_scale=True, or dequantise and quantise again")
