@@ -113,7 +113,7 @@ def _timed(op: str) -> Iterator[Timed]:
 
 register(
     Registration("activation_quantize", activation.activation_quantize, reference.activation_quantize,
-                 _inputs, lambda: _cases("activation_quantize"), "an activation (SiLU), quantised",
+                 _inputs, lambda: _cases("activation_quantize"), "an activation (silu), quantised",
                  programs=(activation.variants,), timed=lambda: _timed("activation_quantize")),
     Registration("activation_backward_quantize", activation.activation_backward_quantize,
                  reference.activation_backward_quantize, _backward_inputs,

@@ -123,10 +123,10 @@ class _Forward(Op[_Inputs]):
         if x_input.array.ndim != 2:
             raise ValueError(f"x: expected shape [M, K], got {x_input.shape}")
         rows, columns = x_input.shape
+        choice(kind, "kind", ACTIVATIONS)
         output = fused.output_of((rows, columns), x_input.dtype, recipe, rowwise, columnwise)
         grad_input = self.read_grad(call, x_input, grad)
         call.noop(noop)
-        choice(kind, "kind", ACTIVATIONS)
         check_scales(recipe, scale, amax)
         given_scale = (0, 0.0) if scale is None else call.scalar("scale", scale)
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
@@ -168,14 +168,15 @@ class _Backward(_Forward):
 _FORWARD, _BACKWARD = _Forward(), _Backward()
 
 
-def _has_path(program: fused.Program, source: np.dtype[Any], to: np.dtype[Any]) -> bool:
+def _has_path(program: fused.Program, dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
     """bf16, and everything to e4m3, has fast programs."""
-    return program.path == ANY or (program.path == PLAIN and (source == bfloat16 or to == float8_e4m3fn))
+    return program.path == ANY or (program.path == PLAIN and (dtype == bfloat16 or to == float8_e4m3fn))
 
 
-#: The define ACT is a struct of kernels_cu/include/source.
+#: The define ACT is a struct of kernels_cu/include/source: SomeName of the kind some_name.
 _SOURCES: dict[str, fused.Source] = {
-    kind: fused.Source("activation", 1, _has_path, ACT=kind.capitalize()) for kind in ACTIVATIONS}
+    kind: fused.Source("activation", 1, _has_path, ACT="".join(map(str.capitalize, kind.split("_"))))
+    for kind in ACTIVATIONS}
 
 
 def variants() -> Iterator[Variant]:

@@ -186,48 +186,48 @@ class Program(NamedTuple):
             return stages + tile_bytes * self.parts
         return stages + tile_bytes + _COLUMN_AMAXES
 
-    def most_tiles(self, source: np.dtype[Any]) -> int:
+    def most_tiles(self, dtype: np.dtype[Any]) -> int:
         """How many tiles a block of threads can take. Its shared memory has room for the weights of so many
         rows (kMostRows in stream_shape.cuh)."""
         if not self.is_streamed:
             return 1
         most = self.block // TILE.rows
         if self.scaling == F32_BLOCKS and not self.backward and self.path not in (ROWS, TILES, PLAIN):
-            most //= (2 if source.itemsize == 4 else 1) * (1 if self.path == OPTIONS else 2)
+            most //= (2 if dtype.itemsize == 4 else 1) * (1 if self.path == OPTIONS else 2)
         return most
 
 
-#: Whether a source has a program of this path for these types.
-Paths = Callable[[Program, np.dtype[Any], np.dtype[Any]], bool]
+#: Whether a source has a program, for x's dtype and that of the quantised data.
+HasPath = Callable[[Program, np.dtype[Any], np.dtype[Any]], bool]
 
 
 class Source:
     """The kernels of kernels_cu/quantize/<name>.cu: <name>_cast, _block and _mx. halves: of a row of x.
     has_path: which programs there are. defines: the source's own."""
 
-    def __init__(self, name: str, halves: int, has_path: Paths, **defines: str) -> None:
+    def __init__(self, name: str, halves: int, has_path: HasPath, **defines: str) -> None:
         self.halves, self._has_path, self._defines = halves, has_path, defines
         self.kernels = {scaling: Kernel(f"quantize/{name}", f"{name}_{entry}")
                         for scaling, entry in _ENTRIES.items()}
         self.by_path = functools.cache(self._by_path)
 
-    def _by_path(self, scaling: str, source: np.dtype[Any], to: np.dtype[Any],
+    def _by_path(self, scaling: str, dtype: np.dtype[Any], to: np.dtype[Any],
                  backward: bool) -> dict[str, tuple[Program, Variant]]:
-        """Returns the programs for these types, by path."""
+        """Returns the programs for these types, by path. dtype: x's."""
         found = {}
         for path in (ANY, ROWS, TILES, PLAIN, OPTIONS, EXPERTS, WIDE, QUOTIENTS):
             program = Program(scaling, self.halves, backward, path)
-            if self._has_path(program, source, to):
+            if self._has_path(program, dtype, to):
                 variant = self.kernels[scaling].variant(
-                    block=program.block, shared=program.shared, IN=source, OUT=to, SCALING=scaling,
+                    block=program.block, shared=program.shared, IN=dtype, OUT=to, SCALING=scaling,
                     BACKWARD=int(backward), PATH=path, **self._defines)
                 found[path] = program, variant
         return found
 
     def variants(self) -> Iterator[Variant]:
         """Yields every variant that may be launched."""
-        for scaling, source, to, backward in product(_ENTRIES, INPUT_DTYPES, FP8_DTYPES, (False, True)):
-            for _, variant in self.by_path(scaling, source, to, backward).values():
+        for scaling, dtype, to, backward in product(_ENTRIES, INPUT_DTYPES, FP8_DTYPES, (False, True)):
+            for _, variant in self.by_path(scaling, dtype, to, backward).values():
                 yield variant
 
 
@@ -295,12 +295,12 @@ def _cast(call: Call, values: Values, bind: Callable[..., Launch], destinations:
                amax=amax_at)
 
 
-def _grid(program: Program, shape: tuple[int, int], half: int, source: np.dtype[Any]) -> tuple[int, int]:
+def _grid(program: Program, shape: tuple[int, int], half: int, dtype: np.dtype[Any]) -> tuple[int, int]:
     """Returns the blocks of threads of a launch, and how many tiles of a column each takes."""
     if program.path == ANY:
         return TILE.grid(shape), 1
     # These write the tiles of both parts at once.
-    once, each, most = (shape[0], half), 1, program.most_tiles(source)
+    once, each, most = (shape[0], half), 1, program.most_tiles(dtype)
     while each < most and TILE.grid(once) // (2 * each) >= _ENOUGH_BLOCKS:
         each *= 2
     return TILE._replace(rows=each * TILE.rows).grid(once), each

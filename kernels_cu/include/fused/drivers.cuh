@@ -5,8 +5,8 @@
 //   take(…, values)           takes eight values of a row: those of the result's kParts parts
 //   store(p, …)               stores what it has taken: of a tile, of a group of rows, or of a patch
 //
-// Outputs hold no reference to p: programs with options then spilled on sm_100.
-// Rows come through registers in a way of its own (cast_rows in one_scale.cuh).
+// Outputs get p anew each time: with references to it, programs with options spilled on sm_100. Rows come
+// through registers in a way of its own (cast_rows in one_scale.cuh).
 #pragma once
 #include "fused/patch_position.cuh"
 #include "fused/stream.cuh"

@@ -82,8 +82,8 @@ struct BlockRowScales {
     // Returns it for u, which has not been multiplied by the rows' weights yet. Where all scales are powers
     // of two and no number is extreme, the weight is multiplied into the scale: a product with a power of two
     // is rounded only where FP8 makes it 0.
-    __device__ __forceinline__ float scale(const FusedBlockParams& p, float (&u)[4][8],
-                                           const float* weights) const {
+    __device__ __forceinline__ float scale_weighted(const FusedBlockParams& p, float (&u)[4][8],
+                                                    const float* weights) const {
         const float weight = weights[row_of(owned<4>()) * kRowStride];
         const u32 weighted = as_bits(mul_rn(as_float(amax(p, u)), weight)) & 0x7fffffffu;
         if (!divides(p) && __all_sync(~0u, p.rule.is_quick(weighted) && is_moderate(weight))) {
@@ -92,7 +92,7 @@ struct BlockRowScales {
             return mul_rn(weight, s.factor);
         }
         multiply_chunks(u, weights);
-        return scale(p, const_cast<const float(&)[4][8]>(u));
+        return scale(p, u);
     }
 
 private:
@@ -209,8 +209,8 @@ struct StreamBlocks {
                                           const ChunkPosition& position, int left, const float* weights) {
         if constexpr (!kTiled) {
             auto& four = four_chunks(y, 0);
-            const float by = kWeighsScales ? scales.scale(p, four, weights)
-                                           : scales.scale(p, const_cast<const float(&)[4][8]>(four));
+            const float by = kWeighsScales ? scales.scale_weighted(p, four, weights)
+                                           : scales.scale(p, four);
             store_quantized(p, p.data, position, left, four, by);
         } else {
 #pragma unroll

@@ -137,13 +137,14 @@ struct MxRowScales {
     __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
     // Returns it for u, which has not been multiplied by the rows' weights yet, as BlockRowScales in
     // f32_blocks.cuh does it.
-    __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
+    __device__ __forceinline__ float scale_weighted(float (&u)[4][8], const float* weights,
+                                                    u8* to) const {
         const float weight = weights[row_of(owned<4>()) * kRowStride];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
         if (__all_sync(~0u, is_moderate(weight) && is_moderate_amax(weighted)))
             return mul_rn(weight, put(weighted, to));
         multiply_chunks(u, weights);
-        return scale(const_cast<const float(&)[4][8]>(u), to);
+        return scale(u, to);
     }
 
 private:
@@ -262,8 +263,8 @@ struct StreamMx {
             store_tile(p, at, scales, position, left, bytes, to);
         } else {
             auto& four = four_chunks(y, 0);
-            const float by = kWeighsScales ? scales.scale(four, weights, to)
-                                           : scales.scale(const_cast<const float(&)[4][8]>(four), to);
+            const float by = kWeighsScales ? scales.scale_weighted(four, weights, to)
+                                           : scales.scale(four, to);
             store_quantized(p, p.data, position, left, four, by);
             if (step % kSteps == kSteps - 1) store_row_scales(p, at, bytes);
         }

@@ -10,7 +10,7 @@
 //
 //   SourceCall  what a call asks for. Drivers read its x, grad, probs, noop, sums, rows and columns, half(),
 //               interleaved() and has(kWide). Null constants stand for what a source does not have.
-//   Source      the formulas: kHalves, kGated, terms(), value(), weighted(), gradients() (source/gate.cuh)
+//   Source      the formulas (source/gate.cuh)
 //   kParts, kArrays                 how many results and operands an element has
 //   SourceRow                       rows on path any (patch.cuh)
 //   OptionStream<SourceCall>        rows with options, if the source has programs for these (stream.cuh)

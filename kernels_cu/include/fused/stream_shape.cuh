@@ -20,8 +20,9 @@ constexpr int kLoadBytes = kStreamThreads * 16;
 constexpr int kStageBytes = kArrays * kLoads * kLoadBytes;
 static_assert(kThreadRows % kRowsPerRequest == 0,
               "rows are requested in the patch of those that have been read");
-// A multiprocessor has 32 warps for y, 24 for gradients, 16 for both their directions. Quotients take more
-// registers, and so do blocks with options.
+// A multiprocessor has 32 warps where an element has two operands. With three it has 24 row-wise, 16
+// otherwise. Quotients take more registers, and so do blocks of f32 with options. An activation whose
+// programs spill gets fewer blocks here.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kRowwiseBlocks = 4 - kBackward;
 #else

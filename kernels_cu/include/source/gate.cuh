@@ -5,11 +5,15 @@
 //   da = (g [* b]) * act'(a)            g: the gradient of y, times p
 //   db = g * act(a)                     dp = the sum of (g * act(a)) * b, where g is not yet times p
 //
-// An activation computes act and act' of a from a term, of which it finds those of several elements at once:
-//   terms(v)                   replaces each v by its term; v: alpha * a (alpha is 1 but for gpt_oss)
-//   terms(v, raw)              the same of eight elements of x, raw
-//   activation(a, term)        act
-//   derivative(alpha * a, term)
+// An activation is a struct of functions. It computes act and act' of a from a term, such as sigma(a), of
+// which it finds those of several elements at once:
+//   terms(v)                   replaces each v by its term: four or eight elements (path any, rows.cuh)
+//   terms(v, raw)              the same of eight; raw: their bits in x, for a quicker test (stream.cuh)
+//   terms_of(a, alpha, is_scaled, v)        v receives the terms of alpha * a; is_scaled: alpha is not 1. For
+//                              gated sources alone, whose option gpt_oss takes a * f(alpha * a) for a * f(a)
+//   activation(a, term), derivative(alpha * a, term)
+// act(0) is 0, since elements that do not exist are zeros and count for every amax. Values and gradients of
+// finite numbers are numbers: what overflows on the way is bounded.
 #pragma once
 #include "fused/program.cuh"
 
@@ -33,7 +37,7 @@ struct Gate : Act {
     static __device__ __forceinline__ float value(const V& v, int i, float term) {
         return gated(Act::activation(v[0][i], term), v, i);
     }
-    // The weight is 1 where rows have none, which changes no bit.
+    // Gated sources alone have weights. The weight is 1 where rows have none, which changes no bit.
     static __device__ __forceinline__ float weighted(float y, float weight) {
         return kGated ? mul_rn(y, weight) : y;
     }

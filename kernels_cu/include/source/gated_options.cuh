@@ -1,7 +1,7 @@
-// Options are bias, clamp, gpt_oss, interleaved x (a0
-// b0 a1 b1 ...) and gradients whose H is no multiple of a tile's columns; rows allow wide accesses. All
-// threads take the same options, so each costs one branch for eight elements, or none: without clamp the
-// limit is Inf, without gpt_oss alpha is 1 and -0 is added to b, which changes no bit.
+// Options of gated sources are bias, clamp, gpt_oss, interleaved x (a0 b0 a1 b1 ...) and gradients whose H is
+// no multiple of a tile's columns; rows allow wide accesses. All threads take the same options, so each costs
+// one branch for eight elements, or none: without clamp the limit is Inf, without gpt_oss alpha is 1 and -0
+// is added to b, which changes no bit.
 //
 // Results of gradients lie in two parts of each row. [da | db]: the tile of da and that of db. Interleaved:
 // two neighbouring tiles of da0 db0 da1 db1 ...; of 128 columns of grad a thread has four of the first 64 and
@@ -125,7 +125,7 @@ __device__ __forceinline__ u32 clip(const SourceCall& call, float (&a)[8], float
     u32 clipped = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        mark_above(clipped, 1u << i, a[i], call.limit),
+        mark_above(clipped, 1u << i, a[i], call.limit);
         mark_above(clipped, 0x100u << i, magnitude(b[i]), call.limit);
         a[i] = at_most(a[i], call.limit), b[i] = at_least(at_most(b[i], call.limit), call.minus_limit);
     }

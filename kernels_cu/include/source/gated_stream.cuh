@@ -172,10 +172,7 @@ private:
 #pragma unroll
             for (float& a : v[0]) a = at_most(a, call.limit);
         }
-        const bool quick = Source::quick(v[0], call.has(Call::kGptOss));
-#pragma unroll
-        for (int i = 0; i < 8; i++) terms[i] = mul_rn(call.alpha, v[0][i]);
-        Source::terms(terms, quick);
+        Source::terms_of(v[0], call.alpha, call.has(Call::kGptOss), terms);
         if constexpr (kBackward) {
             read(r, 2, raw[0]);
             widen_eight(raw[0], v[kArrays - 1]);

@@ -3,7 +3,8 @@
 #include "fused/program.cuh"
 #include "numerics/sigmoid.cuh"
 
-__device__ constexpr u32 quick_limit(bf16) { return 0x42aeu; }       // kQuickSigmoid
+// Bits of kQuickSigmoid.
+__device__ constexpr u32 quick_limit(bf16) { return 0x42aeu; }
 __device__ constexpr u32 quick_limit(f16) { return 0x5570u; }
 __device__ constexpr u32 quick_limit(f32) { return 0; }
 // Returns the larger magnitude of each half, with an arbitrary sign; NaN is above all.
@@ -49,10 +50,12 @@ struct Silu {
     static __device__ __forceinline__ void terms(float (&v)[8], const Eight& raw) {
         sigmoids(v, all_quick(raw));
     }
-    static __device__ __forceinline__ void terms(float (&v)[8], bool quick) { sigmoids(v, quick); }
-    // Returns true if terms() may take the quick way for alpha * a.
-    static __device__ __forceinline__ bool quick(const float (&a)[8], bool gpt_oss) {
-        return all_below(a, gpt_oss ? kQuickGptOss : kQuickSigmoid);
+    static __device__ __forceinline__ void terms_of(const float (&a)[8], float alpha, bool is_scaled,
+                                                    float (&v)[8]) {
+        const bool quick = all_below(a, is_scaled ? kQuickGptOss : kQuickSigmoid);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = mul_rn(alpha, a[i]);
+        sigmoids(v, quick);
     }
     static __device__ __forceinline__ float activation(float a, float sigma) { return mul_rn(a, sigma); }
     static __device__ __forceinline__ float derivative(float v, float sigma) {

@@ -17,7 +17,7 @@ struct SourceCall {
     u32 flags;
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
-    __device__ __forceinline__ i64 half() const { return columns; }
+    __device__ __forceinline__ i64 half() const { return columns; }  // of the only part
 };
 
 using Source = Gate<Activation, false>;
@@ -35,7 +35,7 @@ struct SourceRow {
         load_eight<kWide>(array[0], call.x + at, patch.columns_of(r));
         if constexpr (kBackward) load_eight<kWide>(array[1], call.grad + at, patch.columns_of(r));
     }
-    __device__ __forceinline__ void compute(const SourceCall&, const PatchPosition&, int, float,
+    __device__ __forceinline__ void compute(const SourceCall&, const PatchPosition&, int, const float&,
                                             float (&values)[8]) const {
         float v[kArrays][8], terms[8];
 #pragma unroll
