@@ -37,7 +37,8 @@ def test_each_operation_is_rounded():
 
 @every_recipe
 @pytest.mark.parametrize("columns", [136, 57], ids=["wide", "any"])
-@pytest.mark.parametrize("dtype", [bfloat16, float16, float32], ids=str)
+@pytest.mark.parametrize("dtype", [bfloat16, *(pytest.param(dtype, marks=pytest.mark.full)
+                                               for dtype in (float16, float32))], ids=str)
 def test_it_is_swiglu_whose_other_half_is_1(run, recipe, columns, dtype):
     """Other kernels, the same bytes."""
     how, options = recipe
