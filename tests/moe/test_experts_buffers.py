@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,9 @@ def dispatched(experts: moe.Experts, a: Any, routing: fp8.Routing) -> Any:
     return fp8.Scaled(data, q.scale_inv, data.shape)
 
 
-@pytest.mark.parametrize("keep", quick_if(lambda keep: keep != "fp8", KEEPS))
-@pytest.mark.parametrize("recipe", quick_if(lambda name: name in ("blocks", "current"), RECIPES))
-@pytest.mark.parametrize("dataflow", FLOWS)
+@pytest.mark.parametrize(("dataflow", "recipe", "keep"), quick_if(
+    lambda of: of in {("casting_free", "blocks", "input"), ("requantize", "current", "bf16")},
+    product(FLOWS, RECIPES, KEEPS)))
 def test_buffers_of_rows(dataflow, recipe, keep, run, monkeypatch):
     """The caller's rows are other arrays in each step."""
     given = GIVEN.moved(run)
@@ -153,8 +154,8 @@ def test_fp8_is_not_quantised_in_both_directions():
 
 
 # ---- no waiting ----
-@pytest.mark.parametrize("recipe", ["blocks", "delayed"])
-@pytest.mark.parametrize("dataflow", FLOWS)
+@pytest.mark.parametrize(("dataflow", "recipe"), quick_if(
+    lambda pair: pair == ("casting_free", "delayed"), product(FLOWS, ("blocks", "delayed"))))
 def test_no_step_waits_for_the_device(dataflow, recipe, device, monkeypatch):
     """With biases, updates, rows and every keep; on a GPU by what CuPy offers for reading values."""
     run = device.run
