@@ -29,6 +29,7 @@ from .ops.moe.offsets import splits_to_offsets
 from .ops.moe.pad import pad_groups, sort_chunks, unpad_groups
 from .ops.moe.permute import permute, permute_backward, unpermute, unpermute_backward
 from .ops.moe.route import route
+from .ops.quantize.activation import activation_backward_quantize, activation_quantize
 from .ops.quantize.blocks import quantize_block
 from .ops.quantize.grouped import group_quantize
 from .ops.quantize.mx import quantize_mx
@@ -56,12 +57,13 @@ __all__ = [
 ]  # fmt: skip
 # The ops. `python -m cupy_fp8 list --write` writes this list and their imports.
 __all__ += [
-    "astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize",
-    "group_quantize", "group_sums", "grouped_matmul_nt", "matmul_nt", "multi_cast_transpose",
-    "multi_quantize", "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx",
-    "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks",
-    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose",
-    "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
+    "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
+    "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
+    "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
+    "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose",
+    "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales",
+    "transpose", "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales",
+    "update_delayed_scaling",
 ]
 
 

@@ -14,6 +14,7 @@ from .moe.offsets import splits_to_offsets
 from .moe.pad import pad_groups, sort_chunks, unpad_groups
 from .moe.permute import permute, permute_backward, unpermute, unpermute_backward
 from .moe.route import route
+from .quantize.activation import activation_backward_quantize, activation_quantize
 from .quantize.blocks import quantize_block
 from .quantize.grouped import group_quantize
 from .quantize.mx import quantize_mx
@@ -27,10 +28,11 @@ from .scales.swizzle import swizzle_scales, unswizzle_scales
 
 # `python -m cupy_fp8 list --write` writes this list and the imports.
 __all__ = [
-    "astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize",
-    "group_quantize", "group_sums", "grouped_matmul_nt", "matmul_nt", "multi_cast_transpose",
-    "multi_quantize", "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx",
-    "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks",
-    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose",
-    "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
+    "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
+    "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
+    "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
+    "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose",
+    "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales",
+    "transpose", "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales",
+    "update_delayed_scaling",
 ]

@@ -260,23 +260,17 @@ __device__ __forceinline__ Operands find_operands(const BlockParams& p, const Ti
 
 // Writes a warp tile by multiplications, or by divisions that have quick quotients.
 template <How kHow>
-__device__ __forceinline__ void write_warp_tile(const WarpTileWriter& writer, const Destinations& to) {
+__device__ __forceinline__ void write_warp_tile(const BlockWriter& writer, const Destinations& to) {
     constexpr bool kWide = ALIGNED != 0;
+    const auto by = writer.by<kHow>();
     if constexpr (kHow == kMultiply && kWide && ALONG_COLUMNS == 2 && !(SQUARE && ALONG_ROWS)) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            writer.write_half<true, kWide, kHow>(to.of_rows, half);
+            by.template write_half<true, kWide>(to.of_rows, half);
             writer.write_half_of_columns(to.of_columns.tile, half);
         }
-    } else if (kWide && to.of_rows.as_is && to.of_columns.as_is) {
-        u32 unused[kLaneColumns][4];
-#pragma unroll
-        for (int quad = 0; quad < 8; quad++) {
-            writer.write_quad<true, kWide, kHow>(to.of_rows, quad, unused);
-            writer.write_quad<false, kWide, kHow>(to.of_columns, quad, unused);
-        }
     } else {
-        writer.write<kWide, kHow>(to);
+        by.template write_known<kWide>(to);
     }
 }
 
@@ -334,7 +328,7 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     warp_tile.template load<ALIGNED != 0>(p.x + position.at, p.columns, given_left, columns_left,
                                           p.vector & 1);
     const Operands operands = find_operands(p, at, warp_tile, columns_left, stored, memory);
-    const WarpTileWriter writer{p, warp_tile, position, operands.rows, operands.columns};
+    const BlockWriter writer{p, warp_tile, position, operands.rows, operands.columns};
     u8 *const rows_data = as_global(p.rows_data), *const columns_data = as_global(p.columns_data);
     const bool wide_rows = p.vector & 2, wide_columns = p.vector & 4;
     // A square has operands of columns, and both destinations are theirs.

@@ -138,11 +138,11 @@ __device__ __forceinline__ bool write_warp_tile(const BlockParams& group, const 
     const Destinations to{
         Destination::of(along_rows, as_global(group.rows_data), wide_rows, tile),
         Destination::of(along_columns, as_global(group.columns_data), wide_columns, tile)};
-    const WarpTileWriter writer{group, warp_tile, position, rows, columns};
+    const BlockWriter writer{group, warp_tile, position, rows, columns};
     const bool wide = (along_rows != 1 || wide_rows) && (along_columns != 1 || wide_columns);
-    if (!group.divide && wide) writer.write<true, kMultiply>(to);
-    else if (!group.divide) writer.write<false, kMultiply>(to);
-    else if (__all_sync(~0u, quick)) writer.write<false, kDivideQuickly>(to);
+    if (!group.divide && wide) writer.by<kMultiply>().write<true>(to);
+    else if (!group.divide) writer.by<kMultiply>().write<false>(to);
+    else if (__all_sync(~0u, quick)) writer.by<kDivideQuickly>().write<false>(to);
     else writer.divide(to, given_left);
     return along_rows == 2 || along_columns == 2;
 }

@@ -27,7 +27,6 @@
 #include "numerics/e8m0.cuh"
 #include "memory/elementwise.cuh"
 #include "groups/quantize_group.cuh"
-#include "tile/warp_tile.cuh"
 
 struct MxParams {
     const IN::storage* x;
@@ -91,7 +90,8 @@ quantize_mx_rows(const __grid_constant__ MxParams p) {
 #endif
 
 #if defined(ENTRY_quantize_mx_tile) || defined(ENTRY_group_quantize_mx)
-using Tile = WarpTiles<WARP_TILES_DOWN, WARP_TILES_ACROSS>;
+#include "tile/warp_tile_write.cuh"
+
 constexpr int kScaleBytes = Tile::kBytes / kBlock;                   // of one direction, staged
 // The swizzled layout needs tiles of 128 rows and columns; smaller tiles have compact scales only.
 constexpr bool kSwizzles = WARP_TILES_DOWN % 4 == 0;
@@ -158,61 +158,30 @@ __device__ __forceinline__ Scales find_scales(const WarpTile<IN>& warp_tile, con
     return e;
 }
 
-// Returns four codes in a word.
-__device__ __forceinline__ u32 narrowed(const float (&v)[4], const float (&scale)[4]) {
-    Chunk<OUT, 4> out;
-    out.narrow2(0, mul_rn(v[0], scale[0]), mul_rn(v[1], scale[1]));
-    out.narrow2(1, mul_rn(v[2], scale[2]), mul_rn(v[3], scale[3]));
-    return out.word[0];
-}
-__device__ __forceinline__ void store_codes(u8* to, u32 codes, int left, bool vector) {
-    const Chunk<OUT, 4> out{{codes}};
-    if (!ALIGNED && !vector) out.store_partial(to, left);
-    else if (left) out.store(to);
-}
+// The operands of a warp tile, for WarpTileWriter.
+struct MxOperands {
+    const Scales& e;
 
-// Finds the codes of rows 4 * quad to 4 * quad + 3 under the scales of one direction, and stores them as they
-// are or transposes them into words[column][quad % 4].
-template <bool kAlongRows>
-__device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>& warp_tile,
-                                           const WarpTilePosition& position, const Scales& e, int stored,
-                                           int quad, u32 (&words)[kLaneColumns][4]) {
-    float scale[kLaneColumns];
-    u32 bytes = e.columns, codes[4];
-    if (kAlongRows) bytes = __shfl_sync(~0u, e.rows, threadIdx.x % 32 / kLanes * kLanes + quad);
+    template <bool kAlongRows>
+    struct Quad {
+        float scale[kLaneColumns];
+
+        __device__ __forceinline__ u32 codes(const float (&v)[4], int i) const {
+            return narrowed<OUT>(v, [&](float each, int c) {
+                return mul_rn(each, scale[kAlongRows ? i : c]);
+            }).word[0];
+        }
+    };
+    template <bool kAlongRows>
+    __device__ __forceinline__ Quad<kAlongRows> quad(int n) const {
+        u32 bytes = e.columns;
+        if (kAlongRows) bytes = __shfl_sync(~0u, e.rows, threadIdx.x % 32 / kLanes * kLanes + n);
+        Quad<kAlongRows> four;
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) scale[c] = inverse_e8m0(bytes >> 8 * c & 0xffu);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int r = quad * 4 + i;
-        float v[kLaneColumns];
-        warp_tile.row[r].widen2(0, v[0], v[1]);
-        warp_tile.row[r].widen2(1, v[2], v[3]);
-        codes[i] = kAlongRows ? narrowed(v, {scale[i], scale[i], scale[i], scale[i]}) : narrowed(v, scale);
-        if (stored == 1)
-            store_codes(as_global(kAlongRows ? p.rows_data : p.columns_data) + position.at + r * p.columns,
-                        codes[i], r < position.rows_left ? position.columns_left : 0,
-                        p.vector & (kAlongRows ? 2 : 4));
+        for (int c = 0; c < kLaneColumns; c++) four.scale[c] = inverse_e8m0(bytes >> 8 * c & 0xffu);
+        return four;
     }
-    if (stored == 1) return;
-    u32 columns[kLaneColumns];
-    transpose_4x4(codes[0], codes[1], codes[2], codes[3], columns);
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = columns[c];
-}
-
-// Writes sixteen rows, of which each column has 16 bytes of a transposed row.
-template <bool kAlongRows>
-__device__ __forceinline__ void write_half(const MxParams& p, const WarpTile<IN>& warp_tile,
-                                           const WarpTilePosition& position, const Scales& e, int stored,
-                                           int half, const Tile& tile) {
-    if (!stored) return;
-    u32 words[kLaneColumns][4];
-#pragma unroll
-    for (int quad = 0; quad < 4; quad++)
-        write_quad<kAlongRows>(p, warp_tile, position, e, stored, half * 4 + quad, words);
-    if (stored == 2) tile.write(half, words);
-}
+};
 
 // Says how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
 // transposed.
@@ -238,27 +207,6 @@ struct TileMemory {
         row_scales = reinterpret_cast<u32*>(column_scales + kScaleBytes);
     }
 };
-
-// Writes the data of a warp tile. The directions take turns by halves, so that addresses and widened values
-// live briefly: those of a whole warp tile would not fit in registers.
-__device__ __forceinline__ void write_warp_tile(const MxParams& p, const WarpTile<IN>& warp_tile,
-                                                const WarpTilePosition& position, const Scales& e,
-                                                const Stored& stored, const TileMemory& memory) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if (ALIGNED && stored.along_rows == 1 && stored.along_columns == 1) {
-            u32 unused[kLaneColumns][4];
-#pragma unroll
-            for (int quad = half * 4; quad < half * 4 + 4; quad++) {
-                write_quad<true>(p, warp_tile, position, e, 1, quad, unused);
-                write_quad<false>(p, warp_tile, position, e, 1, quad, unused);
-            }
-        } else {
-            write_half<true>(p, warp_tile, position, e, stored.along_rows, half, memory.of_rows);
-            write_half<false>(p, warp_tile, position, e, stored.along_columns, half, memory.of_columns);
-        }
-    }
-}
 
 // The scales of a tile are stored in pieces as long as the tile allows, since to the L2 four bytes are as
 // much work as 32; shared memory gathers what is spread over lanes or warps.
@@ -343,7 +291,10 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
                                           p.vector & 1);
     const Scales e = p.rule.nan_wins() ? find_scales<true>(warp_tile, p, rows_left, columns_left)
                                        : find_scales<false>(warp_tile, p, rows_left, columns_left);
-    write_warp_tile(p, warp_tile, position, e, stored, memory);
+    const WarpTileWriter<MxOperands> writer{p.columns, warp_tile, position, {e}};
+    writer.write_known<ALIGNED != 0>(
+        {Destination::of(stored.along_rows, as_global(p.rows_data), p.vector & 2, memory.of_rows),
+         Destination::of(stored.along_columns, as_global(p.columns_data), p.vector & 4, memory.of_columns)});
     const TileScales scales(p, at, memory);
     scales.put(e);
     const bool rows_transposed = stored.along_rows == 2, columns_transposed = stored.along_columns == 2;

@@ -115,9 +115,9 @@ quantize_whole_vectors(const __grid_constant__ BlockParams p) {
     for (i64 begin = 0; begin < BlockOfVectors::length(p); begin += kStep) {
         WarpTile<IN> warp_tile;
         const WarpTilePosition position = block.load(p, begin, warp_tile);
-        const WarpTileWriter writer{p, warp_tile, position, rows, columns};
-        if (!p.divide) writer.write<false, kMultiply>(to);
-        else if (quick) writer.write<false, kDivideQuickly>(to);
+        const BlockWriter writer{p, warp_tile, position, rows, columns};
+        if (!p.divide) writer.by<kMultiply>().write<false>(to);
+        else if (quick) writer.by<kDivideQuickly>().write<false>(to);
         else writer.divide(to, position.rows_left);
         if (!transposed) continue;
         __syncthreads();

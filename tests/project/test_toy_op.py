@@ -35,7 +35,8 @@ def op() -> Iterator[cases.Registration]:
 
 def test_list_and_readme(op, capsys):
     assert main(["list"]) == 0
-    assert f"\nother\n  {op.name:24}  {op.summary}\n" in capsys.readouterr().out
+    width = max(map(len, cases.OPS))
+    assert f"\nother\n  {op.name:{width}}  {op.summary}\n" in capsys.readouterr().out
     assert main(["list", "--markdown"]) == 0
     rows = "| **other** | |\n| `scale_rows` | each row times its scale, as FP8 |\n"
     assert capsys.readouterr().out.endswith(rows)

@@ -150,6 +150,17 @@ def _swiglu() -> Iterator[tuple[str, Far]]:
         yield f"swiglu_backward_quantize-{how}", Far(call, np.dtype(bfloat16), *_SHAPES[0][1:])
 
 
+def _activations() -> Iterator[tuple[str, Far]]:
+    recipes = {"tensor": fp8.DelayedScaling(), "mx": fp8.MXScaling(), "block": fp8.BlockScaling()}
+    ops: dict[str, Callable[..., Any]] = {
+        "activation_quantize": lambda m, x, recipe, **o: m.activation_quantize(x, recipe, **o),
+        "activation_backward_quantize":
+            lambda m, x, recipe, **o: m.activation_backward_quantize(x, x, recipe, **o)}
+    for (op, call), (how, recipe), (name, *place) in product(ops.items(), recipes.items(), _SHAPES[:2]):
+        options = {"recipe": recipe, "columnwise": True, **({"scale": 0.5} if how == "tensor" else {})}
+        yield f"{op}-{how}-{name}", Far(partial(_with, call, options), np.dtype(bfloat16), *place)
+
+
 def _of_one_expert(m: Any, x: Any) -> Any:
     bias = _beside(x, np.ones((1, x.shape[1]), bfloat16))
     return m.swiglu_quantize(x, fp8.MXScaling(), bias=bias, splits=_beside(x, np.array([len(x)])))
@@ -344,7 +355,8 @@ _UNREACHED = {"group_quantize-current-of_many"} | {f"{name}-wide" for name in (
 #: The ends of swizzled scales are not those of the matrix.
 _OTHER_ENDS = {f"quantize_mx-swizzled-both-{name}" for name in ("tall", "wide")}
 ON_DEVICE: dict[str, Far] = {
-    name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _rows, _scales, _others)
+    name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _activations, _rows, _scales,
+                            _others)
     for name, far in calls() if name not in _OTHER_ENDS}
 CALLS = {name: far for name, far in ON_DEVICE.items() if name not in _UNREACHED}
 

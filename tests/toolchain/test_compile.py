@@ -121,7 +121,7 @@ BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + 
 
 
 #: For sm_80 NVRTC leaves the loop over the rows of these programs rolled, and the rows being loaded in local
-#: memory (swiglu/swiglu_rows.cuh): so many bytes.
+#: memory (fused/rows.cuh): so many bytes.
 ROLLED, ROLLED_STACK = {("BACKWARD", "0"), ("PATH", "rows")}, 48
 
 

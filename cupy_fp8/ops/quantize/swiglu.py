@@ -19,8 +19,9 @@ from ...kernels import Launch
 from ...recipes import Recipe, check_scales
 from ...results import Quantized
 from ...typed_array import TypedArray
+from .fused import output_of
 from .quantized_result import QuantizedResult
-from .swiglu_launches import Inputs, launches, output_of
+from .swiglu_launches import Inputs, launches
 from .swiglu_launches import variants as variants
 
 Form: TypeAlias = Literal["swiglu", "gpt_oss"]

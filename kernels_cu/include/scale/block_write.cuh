@@ -1,18 +1,14 @@
-// A warp writes the codes of its warp tile with this, in kernels of blocks with f32 scales. IN and OUT are
-// the kernel's formats; its file explains WARP_TILES_DOWN and WARP_TILES_ACROSS.
+// A warp writes the codes of its warp tile with this, in kernels of blocks with f32 scales.
 #pragma once
 #include "scale/block_params.cuh"
 #include "groups/row_groups.cuh"
-#include "tile/warp_tile.cuh"
-
-using Tile = WarpTiles<WARP_TILES_DOWN, WARP_TILES_ACROSS>;
+#include "tile/warp_tile_write.cuh"
 
 constexpr int kSubblocks = kWarpTileColumns / 32; // subblocks of 32 elements in a row of a warp tile
 // Subblocks are so many words apart in shared memory, which is free of bank conflicts.
 constexpr int kSubblockStride = kWarpTileRows + 4;
 // A warp has so many words for the scales of every row of every subblock.
 constexpr int kRowWords = kSubblocks * kSubblockStride;
-
 
 // Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp
 // allow that, since a choice for every few elements takes longer than it saves.
@@ -43,75 +39,51 @@ __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&f
     }).word[0];
 }
 
-// Says where the codes of one set of operands go: to `data` in the order of x (as_is), transposed to the tile
-// in shared memory, to both, or nowhere. wide: `data` allows stores of 4 bytes.
-struct Destination {
-    bool as_is, transposed;
-    u8* data;
-    bool wide;
-    Tile tile;
+// The operands of a warp tile, for WarpTileWriter.
+template <How kHow>
+struct BlockOperands {
+    const RowOperands& rows;
+    const ColumnOperands& columns;
 
-    // stored: 0 nowhere, 1 in the order of x, 2 transposed.
-    static __device__ __forceinline__ Destination of(int stored, u8* data, bool wide, const Tile& tile) {
-        return {stored == 1, stored == 2, data, wide, tile};
+    struct OfRows {
+        float factor[4] = {}, divisor[4] = {};
+
+        __device__ __forceinline__ u32 codes(const float (&v)[4], int i) const {
+            return scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]},
+                                      {divisor[i], divisor[i], divisor[i], divisor[i]});
+        }
+    };
+    struct OfColumns {
+        const ColumnOperands& columns;
+
+        __device__ __forceinline__ u32 codes(const float (&v)[4], int) const {
+            return scaled_codes<kHow>(v, columns.factor, columns.divisor);
+        }
+    };
+    template <bool kAlongRows>
+    __device__ __forceinline__ auto quad(int n) const {
+        if constexpr (kAlongRows) {
+            OfRows four;
+            RowOperands::load(rows.factors + n * 4, four.factor);
+            if (kHow != kMultiply) RowOperands::load(rows.divisors + n * 4, four.divisor);
+            return four;
+        } else {
+            return OfColumns{columns};
+        }
     }
 };
 
-// The operands of rows and those of columns give codes for these destinations.
-struct Destinations {
-    Destination of_rows, of_columns;
-};
-
 // Writes the codes of a warp tile.
-struct WarpTileWriter {
+struct BlockWriter {
     const BlockParams& p;
     const WarpTile<IN>& warp_tile;
     const WarpTilePosition& position;
     const RowOperands& rows;
     const ColumnOperands& columns;
 
-    // Finds the codes of rows 4 * quad to 4 * quad + 3, stores them in the order of x if `to` wants that, and
-    // transposes them into words[column][quad % 4]. kAlongRows: `rows` has an operand for every row;
-    // otherwise `columns` has one for each of the lane's columns.
-    template <bool kAlongRows, bool kWide, How kHow>
-    __device__ __forceinline__ void write_quad(const Destination& to, int quad,
-                                               u32 (&words)[kLaneColumns][4]) const {
-        float factor[4] = {}, divisor[4] = {};
-        if (kAlongRows) RowOperands::load(rows.factors + quad * 4, factor);
-        if (kAlongRows && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
-        u32 codes[4];
-        u8* at = to.data + (position.at + quad * 4 * p.columns);
-#pragma unroll
-        for (int i = 0; i < 4; i++, at += p.columns) {
-            const int r = quad * 4 + i;
-            float v[kLaneColumns];
-            warp_tile.row[r].widen2(0, v[0], v[1]);
-            warp_tile.row[r].widen2(1, v[2], v[3]);
-            if constexpr (kAlongRows)
-                codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]},
-                                              {divisor[i], divisor[i], divisor[i], divisor[i]});
-            else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
-            if (!to.as_is) continue;
-            const int left = r < position.rows_left ? position.columns_left : 0;
-            const Chunk<OUT, 4> out{{codes[i]}};
-            if (!kWide && !to.wide) out.store_partial(at, left);
-            else if (left) out.store(at);
-        }
-        u32 column[kLaneColumns];
-        transpose_4x4(codes[0], codes[1], codes[2], codes[3], column);
-#pragma unroll
-        for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
-    }
-
-    // Writes sixteen rows, of which each column has 16 bytes of a transposed row.
-    template <bool kAlongRows, bool kWide, How kHow>
-    __device__ __forceinline__ void write_half(const Destination& to, int half) const {
-        if (!to.as_is && !to.transposed) return;
-        u32 words[kLaneColumns][4];
-#pragma unroll
-        for (int quad = half * 4; quad < half * 4 + 4; quad++)
-            write_quad<kAlongRows, kWide, kHow>(to, quad, words);
-        if (to.transposed) to.tile.write(half, words);
+    template <How kHow>
+    __device__ __forceinline__ WarpTileWriter<BlockOperands<kHow>> by() const {
+        return {p.columns, warp_tile, position, {rows, columns}};
     }
 
     // Writes sixteen rows, multiplied by the factors of their columns, for transposed data alone: elements
@@ -136,17 +108,6 @@ struct WarpTileWriter {
             }
         }
         tile.write(half, words);
-    }
-
-    // Writes all rows for both operands. These take turns by halves, so that addresses and widened values
-    // live briefly: those of a whole warp tile would not fit in registers.
-    template <bool kWide, How kHow>
-    __device__ __forceinline__ void write(const Destinations& to) const {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            write_half<true, kWide, kHow>(to.of_rows, half);
-            write_half<false, kWide, kHow>(to.of_columns, half);
-        }
     }
 
     // Writes all codes of a warp tile whose divisors have no quick quotients. It reads x, of which given_left

@@ -12,7 +12,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference
 from cupy_fp8.arrays import bits
 from cupy_fp8.formats import bfloat16, float16, float32
-from cupy_fp8.ops.quantize.swiglu_launches import output_of
+from cupy_fp8.ops.quantize.fused import output_of
 from cupy_fp8.reference.quantize.swiglu import swiglu, swiglu_backward
 from cupy_fp8.testing import assert_bytes_equal
 

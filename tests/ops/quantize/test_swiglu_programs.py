@@ -18,7 +18,7 @@ from cupy_fp8.calls.call import Call
 from cupy_fp8.calls.row_segments import find_groups_of_rows
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.kernels import Launch, Variant
-from cupy_fp8.ops.quantize import swiglu_launches
+from cupy_fp8.ops.quantize import fused
 from cupy_fp8.testing import assert_bytes_equal
 
 GPT_OSS: dict[str, Any] = {"form": "gpt_oss", "clamp": 1.5, "interleaved": True}
@@ -186,16 +186,17 @@ def test_the_group_of_every_row(sizes, rows):
 # ---- blocks of threads that take several tiles ----
 @pytest.fixture
 def several_tiles(monkeypatch):
-    """Gives blocks several tiles, as large arrays have them. Returns how many tiles each launch's blocks
-    take."""
-    monkeypatch.setattr(swiglu_launches, "_ENOUGH_BLOCKS", 1)
-    found, program = [], swiglu_launches._program
+    """Gives blocks several tiles, as large arrays have them. Returns the path of each launch, and how many
+    tiles its blocks take."""
+    monkeypatch.setattr(fused, "_ENOUGH_BLOCKS", 1)
+    found, grid = [], fused._grid
 
-    def noted(*given: Any) -> Any:
-        found.append(program(*given))
-        return found[-1]
+    def noted(program: fused.Program, *given: Any) -> tuple[int, int]:
+        blocks, tiles = grid(program, *given)
+        found.append((program.path, tiles))
+        return blocks, tiles
 
-    monkeypatch.setattr(swiglu_launches, "_program", noted)
+    monkeypatch.setattr(fused, "_grid", noted)
     return found
 
 
@@ -226,9 +227,9 @@ def test_tiles_one_below_the_other(run, several_tiles, recipe, with_options, row
         if recipe is DELAYED:
             how["scale"] = 0.5
         check_both(run, recipe, x, grad if with_options or not half % 128 else None, how)
-    takes_rows = "rows" in (path_of(choice.variant) for choice in several_tiles)
+    takes_rows = fused.ROWS in {path for path, _ in several_tiles}
     if run.name == "host" and rows >= 256 and (with_options or takes_rows):
-        assert max(choice.tiles for choice in several_tiles) > 1
+        assert max(tiles for _, tiles in several_tiles) > 1
 
 
 # ---- scales that take weights with them ----

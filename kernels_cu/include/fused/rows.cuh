@@ -1,15 +1,15 @@
-// Rows of calls without options come through registers here. A tile of y, or one of da and one of db, comes
-// from one read and one sigma, by instructions without branches.
+// Rows of calls without options come through registers here. A tile of y, or one of either part of a
+// gradient, comes from one read and one term, by instructions without branches.
 #pragma once
-#include "swiglu/swiglu.cuh"
+#include "fused/patch_position.cuh"
+#include "numerics/tree_sum.cuh"
 
-// swiglu_cast has so many rows in flight while it computes one.
+// One scale has so many rows in flight while it computes one.
 constexpr int kRowsAhead = sizeof(IN::storage) == 2 && kBackward ? 2 : 1;
 
 // A thread loads these elements for a row of its patch.
 struct RawRow {
-    static constexpr int kGrad = 1 + kBackward;
-    Eight part[2 + kBackward];   // a, b and (BACKWARD) grad
+    Eight array[kArrays];        // a, b and (BACKWARD) grad
 };
 
 // Combines kCount values of every lane over the four lanes of a subblock: each lane is left with one of them,
@@ -44,42 +44,27 @@ __device__ __forceinline__ void pin(float (&v)[8]) {
 #endif
 }
 
-// Computes y, or da and db, of eight elements. Returns the sum of the terms of dp where these are wanted.
-// prob: 1 without probs, which changes no bit.
-__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8],
-                                          const float (&b)[8], float (&grad)[8], const float (&sigma)[8],
-                                          float (&values)[2][8]) {
+// Computes the values of eight elements of calls without options. Returns the sum of the terms of dp where
+// these are wanted. weight: 1 without probs, which changes no bit.
+__device__ __forceinline__ float compute(const float* sums, float weight, float (&v)[kArrays][8],
+                                         const float (&terms)[8], float (&values)[kParts][8]) {
     if constexpr (!kBackward) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) values[0][i] = mul_rn(mul_rn(mul_rn(a[i], sigma[i]), b[i]), prob);
+        for (int i = 0; i < 8; i++) values[0][i] = Source::weighted(Source::value(v, i, terms[i]), weight);
         return 0.0f;
+    } else {
+        TreeSum<8> sum;
+        Source::gradients(v, terms, [](float a) { return a; }, sums, weight,
+                          [&](int i, float term) { sum.add(i, term); }, values);
+        return sums ? sum.sum() : 0.0f;
     }
-    TreeSum<8> sum;
-    float silu[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) silu[i] = mul_rn(a[i], sigma[i]);
-    if (sums) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            sum.add(i, mul_rn(mul_rn(grad[i], silu[i]), b[i]));
-            grad[i] = mul_rn(grad[i], prob);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        // rest = a * (1 - sigma)
-        const float rest = mul_rn(a[i], fma_rn(sigma[i], -1.0f, 1.0f));
-        values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
-        values[1][i] = mul_rn(grad[i], silu[i]);
-    }
-    return sums ? sum.sum() : 0.0f;
 }
 
 __device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
 // Stores the sums of kRows rows over the columns of a tile, the tile-th across. The rows are `row` and those
 // that follow it, `row_stride` rows from one another. left: how many rows there are from `row` on.
 template <int kRows>
-__device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&sums)[kRows], i64 row,
+__device__ __forceinline__ void store_sums(const SourceCall& call, const u32 (&sums)[kRows], i64 row,
                                            int row_stride, i64 tile, int left) {
     float total = as_float(fold(sums, add_bits));
 #pragma unroll
@@ -97,9 +82,9 @@ __device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&s
 template <int kRows, int kAhead>
 class Rows {
 public:
-    __device__ __forceinline__ Rows(const SwigluCall& call, const PatchPosition& patch)
+    __device__ __forceinline__ Rows(const SourceCall& call, const PatchPosition& patch)
         : left(patch.columns_left ? patch.rows_left : 0), half(call.half()),
-          a(call.x + patch.row * (2 * half) + patch.column) {
+          a(call.x + patch.row * (Source::kHalves * half) + patch.column) {
         static_assert(kRows % kAhead == 0, "a row takes the registers of the one that is kAhead above it");
         if constexpr (kBackward) grad = call.grad + patch.row * half + patch.column;
         const i64 row = patch.row - Tile::patch_row() + threadIdx.x;
@@ -117,7 +102,7 @@ public:
     }
     // use(r, values) is called for the rows of a group. Groups are taken in their order.
     template <class Use>
-    __device__ __forceinline__ void each(const SwigluCall& call, const PatchPosition& patch, int group,
+    __device__ __forceinline__ void each(const SourceCall& call, const PatchPosition& patch, int group,
                                          Use use) {
         const float* const first_prob = shared_probs() + Tile::patch_row() + group * kRows;
         const auto prob = Chunk<f32, kRows>::load_shared(reinterpret_cast<const u8*>(first_prob));
@@ -125,21 +110,20 @@ public:
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             RawRow& in = raw[r % kAhead];
-            float a[8], b[8], grad[8], sigma[8], values[2][8];
-            widen_eight(in.part[0], a), widen_eight(in.part[1], b);
-            if constexpr (kBackward) {
-                widen_eight(in.part[RawRow::kGrad], grad);
-                pin(grad);
-            }
-            pin(a), pin(b);
+            float v[kArrays][8], terms[8], values[kParts][8];
+#pragma unroll
+            for (int k = 0; k < kArrays; k++) widen_eight(in.array[k], v[k]);
+            if constexpr (kBackward) pin(v[Source::kHalves]);
+#pragma unroll
+            for (int k = 0; k < Source::kHalves; k++) pin(v[k]);
             load(group * kRows, r + kAhead, in);             // past the patch no row exists
 #pragma unroll
-            for (int i = 0; i < 8; i++) sigma[i] = a[i];
-            sigmoids(sigma);
-            sums[r] = as_bits(activate(call.sums, as_float(prob.word[r]), a, b, grad, sigma, values));
+            for (int i = 0; i < 8; i++) terms[i] = v[0][i];
+            Source::terms(terms);
+            sums[r] = as_bits(compute(call.sums, as_float(prob.word[r]), v, terms, values));
             use(r, values);
         }
-        a += kRows * 2 * half;
+        a += kRows * Source::kHalves * half;
         if constexpr (kBackward) {
             grad += kRows * half;
             const i64 row = patch.row + group * kRows;
@@ -162,8 +146,10 @@ private:
     }
     __device__ __forceinline__ void load(int first, int r, RawRow& to) {
         const bool exists = first + r < left;
-        load(to.part[0], a + r * (2 * half), exists), load(to.part[1], a + r * (2 * half) + half, exists);
-        if constexpr (kBackward) load(to.part[RawRow::kGrad], grad + r * half, exists);
+#pragma unroll
+        for (int k = 0; k < Source::kHalves; k++)
+            load(to.array[k], a + r * (Source::kHalves * half) + k * half, exists);
+        if constexpr (kBackward) load(to.array[Source::kHalves], grad + r * half, exists);
     }
     static __device__ __forceinline__ void load(Eight& to, const IN::storage* from, bool exists) {
 #pragma unroll

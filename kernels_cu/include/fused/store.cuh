@@ -1,9 +1,9 @@
-// This file stores results of SwiGLU, and says how many blocks of threads share a multiprocessor.
+// This file stores results, and says how many blocks of threads share a multiprocessor.
 #pragma once
+#include "fused/patch.cuh"
+#include "fused/rows.cuh"
 #include "numerics/amax.cuh"
 #include "scale/cast.cuh"
-#include "swiglu/swiglu_patch.cuh"
-#include "swiglu/swiglu_rows.cuh"
 
 constexpr int kWarps = kThreads / 32;
 // A multiprocessor has so many blocks of kThreads threads, for 128 registers. Gradients in f32 do not fit
@@ -18,17 +18,17 @@ constexpr int kBlocks = sizeof(IN::storage) == 2 || !kBackward ? 2 : 1;
 #endif
 
 // Stores row r of a patch of path any.
-__device__ __forceinline__ void store_row(const SwigluCall& call, const PatchPosition& patch, u8* data, int r,
+__device__ __forceinline__ void store_row(const SourceCall& call, const PatchPosition& patch, u8* data, int r,
                                           const Chunk<OUT, 8>& codes) {
     if (r >= patch.rows_left) return;
     u8* to = data + (patch.row + r) * call.columns + patch.column;
-    if (!call.has(SwigluCall::kWide)) codes.store_partial(to, patch.columns_left);
+    if (!call.has(SourceCall::kWide)) codes.store_partial(to, patch.columns_left);
     else if (patch.columns_left) codes.store(to);
 }
 
 // Stores the transposed tile; call __syncthreads() before. vector: every transposed row allows 16-byte
 // stores.
-__device__ __forceinline__ void store_transposed(const SwigluCall& call, const TilePosition& at,
+__device__ __forceinline__ void store_transposed(const SourceCall& call, const TilePosition& at,
                                                  const Tile& tile, u8* data, bool vector) {
     if (!vector) {
         tile.store_ragged(data + at.column * call.rows + at.row, call.rows,
@@ -50,7 +50,7 @@ struct RowStore {
     i64 half;
     int left;
 
-    __device__ __forceinline__ RowStore(const SwigluCall& call, const PatchPosition& patch, u8* data)
+    __device__ __forceinline__ RowStore(const SourceCall& call, const PatchPosition& patch, u8* data)
         : to(data), half(call.half()), left(data && patch.columns_left ? patch.rows_left : 0) {
         if (left) to += patch.row * call.columns + patch.column;
     }
@@ -65,7 +65,7 @@ struct RowStore {
 
 // Returns the tile of a block of threads; blocks follow rows of tiles. A grid has fewer than 2^32 blocks, so
 // u32 holds the numbers of tiles: a division of i64 is a call, which costs registers.
-__device__ __forceinline__ TilePosition position(const SwigluCall& call, u32 block) {
+__device__ __forceinline__ TilePosition position(const SourceCall& call, u32 block) {
     const u32 across = (u32)((call.half() + Tile::kColumns - 1) / Tile::kColumns);
     const u32 row = across ? block / across : 0;
     return {0, (i64)row * Tile::kRows, (i64)(block - row * across) * Tile::kColumns};

@@ -1,15 +1,17 @@
-// These kernels compute SwiGLU or its gradients and quantise them in blocks with f32 scales, from one read
-// (docs/numerics.md, sections 9 and 3; include/scale/block_scale.cuh); column-wise data are transposed.
-// include/swiglu/swiglu.cuh says what is computed, which programs there are, and what their defines mean: IN,
-// OUT, BACKWARD and PATH.
+// Blocks with f32 scales (docs/numerics.md, section 3; scale/block_scale.cuh); column-wise data are
+// transposed.
 //
-// Launch and bytes moved are as for swiglu_tensor.cu, and each block has 4 bytes more for its scale. Every
-// path but any streams.
+// Launch and bytes moved are as for one_scale.cuh, and each block has 4 bytes more for its scale. Every path
+// but any streams.
+#pragma once
+#include "fused/block_amaxes.cuh"
+#include "fused/drivers.cuh"
 #include "scale/block_scale.cuh"
-#include "swiglu/swiglu_blocks.cuh"
 
-struct SwigluBlockParams {
-    SwigluCall call;
+static_assert(kScaling == Scaling::f32_blocks);
+
+struct FusedBlockParams {
+    SourceCall call;
     u8 *data, *data_t;           // or null
     ScaleGrid row_scales, column_scales;             // of row-wise and column-wise blocks
     BlockRule rule;
@@ -19,21 +21,21 @@ struct SwigluBlockParams {
     u32 divides;                 // path any: elements are divided by scale_inv, not multiplied by the scale
 };
 
-__device__ __forceinline__ bool divides(const SwigluBlockParams& p) {
+__device__ __forceinline__ bool divides(const FusedBlockParams& p) {
     return kPath == Path::any ? p.divides : kPath == Path::quotients;
 }
-__device__ __forceinline__ float operand(const SwigluBlockParams& p, const BlockScale& s) {
+__device__ __forceinline__ float operand(const FusedBlockParams& p, const BlockScale& s) {
     return divides(p) ? s.scale_inv : s.factor;
 }
-__device__ __forceinline__ float scaled(const SwigluBlockParams& p, float v, float by) {
+__device__ __forceinline__ float scaled(const FusedBlockParams& p, float v, float by) {
     return divides(p) ? div_rn(v, by) : mul_rn(v, by);
 }
-__device__ __forceinline__ Chunk<OUT, 8> quantized(const SwigluBlockParams& p, const float (&y)[8],
+__device__ __forceinline__ Chunk<OUT, 8> quantized(const FusedBlockParams& p, const float (&y)[8],
                                                    float by) {
     return narrowed<OUT>(y, [&](float v, int) { return scaled(p, v, by); });
 }
 // Quantises a chunk with an operand for each column.
-__device__ __forceinline__ Chunk<OUT, 8> quantized(const SwigluBlockParams& p, const float (&y)[8],
+__device__ __forceinline__ Chunk<OUT, 8> quantized(const FusedBlockParams& p, const float (&y)[8],
                                                    const float (&by)[8]) {
     return narrowed<OUT>(y, [&](float v, int i) { return scaled(p, v, by[i]); });
 }
@@ -42,65 +44,67 @@ __device__ __forceinline__ Chunk<OUT, 8> quantized(const SwigluBlockParams& p, c
 // These are the scales along rows. A block is one, two or four subblocks of four lanes. A lane writes the
 // scale of the chunk that it owns.
 struct BlockRowScales {
-    const SwigluBlockParams& p;
     u32 at_scale;                // where it goes, from p.row_scales.to on: the op refuses 2^32 scales
     int given;                   // how many rows there are from this one on
     // Gradients with options: true if the block lies in the first part, and in the other.
     bool has, has_other;
 
     // at: the position of the tile's results.
-    __device__ __forceinline__ BlockRowScales(const SwigluBlockParams& p, const TilePosition& at, int thread)
+    __device__ __forceinline__ BlockRowScales(const FusedBlockParams& p, const TilePosition& at, int thread)
         : BlockRowScales(
               p, at.row + thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2,
               at.column + thread % Tile::kColumnPatches / (kSubblock / 8) * kSubblock) {}
     // row: that of the chunk that this lane owns; column: that of its subblock.
-    __device__ __forceinline__ BlockRowScales(const SwigluBlockParams& p, i64 row, i64 column) : p(p) {
+    __device__ __forceinline__ BlockRowScales(const FusedBlockParams& p, i64 row, i64 column) {
         const i64 subblock = column / kSubblock, block = subblock >> p.subblocks_per_block / 2;
-        if constexpr (kOptions && kBackward)
+        if constexpr (kOptions && kBackward) {
             this->has = column < end_of(p.call, 0);
             has_other = column + columns_between_parts(p.call) < end_of(p.call, 1);
+        }
         const bool has = p.data && !(subblock & (p.subblocks_per_block - 1)) && block < p.row_scales.columns;
         const i64 rows = p.call.rows - row;
         given = !has ? -kRowLimit : rows < kRowLimit ? (int)rows : kRowLimit;
         at_scale = (u32)(row * p.row_scales.row + block * p.row_scales.column);
     }
     // Moves to the chunk that is this many rows below.
-    __device__ __forceinline__ void advance(int rows) {
+    __device__ __forceinline__ void advance(const FusedBlockParams& p, int rows) {
         at_scale += (u32)(rows * p.row_scales.row);
         given -= rows;
     }
     // Returns the operand by which the elements of this lane's chunk are multiplied (or divided). columns:
     // how far to the right of this one the chunk is.
-    __device__ __forceinline__ float scale(const float (&y)[4][8], i64 columns = 0) const {
-        const BlockScale s = p.rule.quick_of(amax(y));
-        if (!(kOptions && kBackward) || (columns ? has_other : has)) store(s, columns);
+    __device__ __forceinline__ float scale(const FusedBlockParams& p, const float (&y)[4][8],
+                                           i64 columns = 0) const {
+        const BlockScale s = p.rule.quick_of(amax(p, y));
+        if (!(kOptions && kBackward) || (columns ? has_other : has)) store(p, s, columns);
         return operand(p, s);
     }
     // Returns it for u, which has not been multiplied by the rows' weights yet. Where all scales are powers
     // of two and no number is extreme, the weight is multiplied into the scale: a product with a power of two
     // is rounded only where FP8 makes it 0.
-    __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights) const {
+    __device__ __forceinline__ float scale_weighted(const FusedBlockParams& p, float (&u)[4][8],
+                                                    const float* weights) const {
         const float weight = weights[row_of(owned<4>()) * kRowStride];
-        const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
+        const u32 weighted = as_bits(mul_rn(as_float(amax(p, u)), weight)) & 0x7fffffffu;
         if (!divides(p) && __all_sync(~0u, p.rule.is_quick(weighted) && is_moderate(weight))) {
             const BlockScale s = p.rule.quick(weighted);
-            store(s, 0);
+            store(p, s, 0);
             return mul_rn(weight, s.factor);
         }
         multiply_chunks(u, weights);
-        return scale(const_cast<const float(&)[4][8]>(u));
+        return scale(p, u);
     }
 
 private:
     static constexpr int kRowLimit = 1 << 16;                        // more rows than a block of threads has
 
-    __device__ __forceinline__ u32 amax(const float (&y)[4][8]) const {
+    static __device__ __forceinline__ u32 amax(const FusedBlockParams& p, const float (&y)[4][8]) {
         u32 amax = fold_chunks<false>(y);
         // Without branches: at distance 0 a lane finds itself.
         amax = larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 1 ? 4 : 0));
         return larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 2 ? 8 : 0));
     }
-    __device__ __forceinline__ void store(const BlockScale& s, i64 columns) const {
+    __device__ __forceinline__ void store(const FusedBlockParams& p, const BlockScale& s, i64 columns) const {
         const u32 further = columns
             ? (u32)((columns / kSubblock >> p.subblocks_per_block / 2) * p.row_scales.column) : 0;
         if (given > (int)(p.call.rows - p.row_scales.rows))
@@ -109,10 +113,10 @@ private:
 };
 
 // Stores the transposed tile, quantised column by column.
-__device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, const TilePosition& at,
+__device__ __forceinline__ void quantize_columns(const FusedBlockParams& p, const TilePosition& at,
                                                  const float (&y)[4][8], const i64& end,
                                                  const ColumnAmaxes& amaxes, const Tile& tile) {
-    const SwigluCall& call = p.call;
+    const SourceCall& call = p.call;
     amaxes.write<false>(y);
     __syncthreads();
     const int thread = thread_again();
@@ -146,26 +150,28 @@ __device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, con
 }
 
 // Stores four chunks as they are. by: the operand of the chunk that this lane owns.
-__device__ __forceinline__ void store_quantized(const SwigluBlockParams& p, u8* data,
+__device__ __forceinline__ void store_quantized(const FusedBlockParams& p, u8* data,
                                                 const ChunkPosition& position, int left,
                                                 const float (&four)[4][8], float by) {
     store_chunks(p.call, data, position, left,
                  [&](int chunk) { return quantized(p, four[chunk], broadcast(by, chunk)); });
 }
 
-__device__ __forceinline__ void quantize_with_options(const SwigluBlockParams& p) {
-    extern __shared__ __align__(16) u8 shared[];
-    const SwigluCall& call = p.call;
-    StreamPosition at(call, p.tiles);
-    Stream rows(call, at.tile(), p.tiles, shared);
-    const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-    const Tile tile{shared + kStages * kStageBytes + ColumnAmaxes::kWords * 4};
-#pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < call.rows; more; more = at.advance(call, p.tiles)) {
-        float y[kThreadChunks][8];
-        const float* const weights =
-            Stream::shared_probs() + at.down % p.tiles * Tile::kRows + row_in_step(0);
-        rows.compute(at, 0, weights, y);
+// A group of rows: the values of a thread's chunks.
+struct OptionBlocks {
+    const ColumnAmaxes amaxes;
+    const Tile tile;
+    float y[kThreadChunks][8];
+
+    // behind: shared memory behind the stages.
+    __device__ __forceinline__ OptionBlocks(const FusedBlockParams&, u8* behind)
+        : amaxes{reinterpret_cast<u32*>(behind)}, tile{behind + ColumnAmaxes::kWords * 4} {}
+    __device__ __forceinline__ void take(int r, const float (&values)[kParts][8], int) { keep(y, r, values); }
+    template <class Rows>
+    __device__ __forceinline__ void store(const FusedBlockParams& p, const StreamPosition& at,
+                                          const Rows& rows) {
+        const SourceCall& call = p.call;
+        clear_absent_rows(y, rows.left + kStepRows);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const auto& four = four_chunks(y, part);
@@ -173,7 +179,7 @@ __device__ __forceinline__ void quantize_with_options(const SwigluBlockParams& p
             if (p.data) {
                 // Nothing derived from `thread` takes registers before this.
                 const int thread = thread_again();
-                const float by = BlockRowScales(p, at.results(call), thread).scale(four, columns);
+                const float by = BlockRowScales(p, at.results(call), thread).scale(p, four, columns);
                 const ChunkPosition position(call, at.results(call), thread);
                 store_quantized(p, p.data + columns, position, rows.left_in(part, rows.left + kStepRows),
                                 four, by);
@@ -182,71 +188,56 @@ __device__ __forceinline__ void quantize_with_options(const SwigluBlockParams& p
                 quantize_columns(p, moved(at.results(call), columns), four, end_of(call, part), amaxes, tile);
         }
     }
-    Stream::finish();
-}
+    static __device__ __forceinline__ u32 amax() { return 0; }
+};
 
-// Path tiles: quantises the chunks of a tile in the directions that the call wants.
-__device__ __forceinline__ void quantize_tile(const SwigluBlockParams& p, const StreamPosition& at,
-                                              float (&y)[kThreadChunks][8], const BlockRowScales& scales,
-                                              const ChunkPosition& position, int left,
-                                              const ColumnAmaxes& amaxes, const Tile& tile) {
-#pragma unroll
-    for (int part = 0; part < kParts; part++) {
-        const auto& four = four_chunks(y, part);
-        const i64 columns = part * p.call.half();
-        if (p.data) {
-            const float by = scales.scale(four, columns);
-            store_quantized(p, p.data + columns, position, left, four, by);
-        }
-        quantize_columns(p, moved(at.tile(), columns), four, p.call.columns, amaxes, tile);
-    }
-}
+struct StreamBlocks {
+    static constexpr bool kWholeTiles = kTiled;
+    const ColumnAmaxes amaxes;
+    const Tile tile;
+    BlockRowScales scales;
+    float y[kThreadChunks][8];
 
-// The paths rows and tiles take this function.
-__device__ __forceinline__ void quantize_without_options(const SwigluBlockParams& p) {
-    extern __shared__ __align__(16) u8 shared[];
-    const SwigluCall& call = p.call;
-    StreamPosition at(call, p.tiles);
-    const auto first = at.tile();
-    const int own = owned<4>();
-    Stream rows(call, first, p.tiles, shared);
-    ChunkPosition position(call, first);
-    BlockRowScales scales(p, first.row + row_in_step(row_of(own)),
-                     first.column + part_of(own) * call.half() +
-                         Tile::column_patch() / (kSubblock / 8) * kSubblock);
-    const float* weights = Stream::shared_probs() + row_in_step(0);
-    const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
-    const int steps = (rows_left + kStepRows - 1) / kStepRows;
-    const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-    const Tile tile{shared + kStages * kStageBytes + ColumnAmaxes::kWords * 4};
-#pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-        float y[kThreadChunks][8];
-        if constexpr (kTiled) {
-            rows.compute(at, 0, weights, y);
-            quantize_tile(p, at, y, scales, position, rows.left + kStepRows, amaxes, tile);
-            at.down++;
-        } else {
-            rows.compute(at, step, weights, y);
+    // first: the block's first tile.
+    __device__ __forceinline__ StreamBlocks(const FusedBlockParams& p, const TilePosition& first, u8* behind)
+        : amaxes{reinterpret_cast<u32*>(behind)}, tile{behind + ColumnAmaxes::kWords * 4},
+          scales(p, first.row + row_in_step(row_of(owned<4>())),
+                 first.column + part_of(owned<4>()) * p.call.half() +
+                     Tile::column_patch() / (kSubblock / 8) * kSubblock) {}
+    __device__ __forceinline__ void take(int r, const float (&values)[kParts][8]) { keep(y, r, values); }
+    __device__ __forceinline__ void store(const FusedBlockParams& p, const StreamPosition& at, int,
+                                          const ChunkPosition& position, int left, const float* weights) {
+        if constexpr (!kTiled) {
             auto& four = four_chunks(y, 0);
-            const float by = kBackward ? scales.scale(const_cast<const float(&)[4][8]>(four))
-                                       : scales.scale(four, weights);
-            store_quantized(p, p.data, position, rows.left + kStepRows, four, by);
+            const float by = kWeighsScales ? scales.scale_weighted(p, four, weights)
+                                           : scales.scale(p, four);
+            store_quantized(p, p.data, position, left, four, by);
+        } else {
+#pragma unroll
+            for (int part = 0; part < kParts; part++) {
+                const auto& four = four_chunks(y, part);
+                const i64 columns = part * p.call.half();
+                if (p.data) {
+                    const float by = scales.scale(p, four, columns);
+                    store_quantized(p, p.data + columns, position, left, four, by);
+                }
+                if (kPath == Path::tiles || p.data_t)
+                    quantize_columns(p, moved(at.tile(), columns), four, p.call.columns, amaxes, tile);
+            }
         }
-        position.advance(call), scales.advance(kStepRows);
-        weights += kStepRows;
     }
-    Stream::finish();
-}
+    __device__ __forceinline__ void advance(const FusedBlockParams& p) { scales.advance(p, kStepRows); }
+    static __device__ __forceinline__ u32 amax() { return 0; }
+};
 
 // ---- path any ----
 // Subblocks of a warp's rows are so many words apart, which is free of bank conflicts.
 constexpr int kSubblockStride = 16 + 4;
 
 // Quantises a tile column by column. amaxes: [16][128] words.
-__device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, const TilePosition& at,
+__device__ __forceinline__ void quantize_columns(const FusedBlockParams& p, const TilePosition& at,
                                                  const float (&y)[8][8], u32* amaxes, const Tile& tile) {
-    const SwigluCall& call = p.call;
+    const SourceCall& call = p.call;
     const int blocks = kSubblocks / (int)p.subblocks_per_block;
     const int patches = (int)p.subblocks_per_block * (kSubblock / 8);
     PatchAmaxes amax;
@@ -276,7 +267,7 @@ __device__ __forceinline__ void quantize_columns(const SwigluBlockParams& p, con
 // Finds and stores the scales of the 16 rows of a warp. of_rows has their amaxes, subblock by subblock, and
 // gets the operands in their place: one for every subblock of a block, so that readers index by subblock.
 // Only this lane reads and writes its blocks.
-__device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, const TilePosition& at,
+__device__ __forceinline__ void find_row_scales(const FusedBlockParams& p, const TilePosition& at,
                                                 float* of_rows) {
     const int lane = threadIdx.x % 32, subblocks = (int)p.subblocks_per_block;
     const int blocks = kSubblocks / subblocks;
@@ -298,45 +289,54 @@ __device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, cons
     }
 }
 
-__device__ __forceinline__ void quantize_any(const SwigluBlockParams& p) {
-    extern __shared__ __align__(16) u8 shared[];
-    __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
-    __shared__ __align__(16) float of_rows[kWarps][kSubblocks * kSubblockStride];
-    const SwigluCall& call = p.call;
-    const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
-    const PatchPosition patch(call, at);
-    EightValues rows[8] = {};
-    each_row(call, patch, [&](int, const EightValues& v) { append(rows, v); });
-    float y[8][8];
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-        for (int c = 0; c < 8; c++) y[r][c] = rows[r].of[c];
-    PatchAmaxes amax;
-    if (p.data) {
-        float* const of_warp = of_rows[threadIdx.x / 32];
-        amax.find_rows<false>(y);
-        amax.reduce_rows();
-        const int subblock = Tile::column_patch() / (kSubblock / 8), row = threadIdx.x % 32 / 16 * 8;
-        float* const owned = of_warp + subblock * kSubblockStride + row + PatchAmaxes::owned();
-        owned[0] = as_float(amax.row[0]), owned[1] = as_float(amax.row[1]);
-        __syncwarp();
-        find_row_scales(p, at, of_warp);
-        __syncwarp();
-        float by[8];
-        load_floats(of_warp + subblock * kSubblockStride + row, by);
-#pragma unroll
-        for (int r = 0; r < 8; r++) store_row(call, patch, p.data, r, quantized(p, y[r], by[r]));
+class PatchBlocks {
+public:
+    __device__ __forceinline__ explicit PatchBlocks(const FusedBlockParams&) {}
+    __device__ __forceinline__ void take(const FusedBlockParams&, const PatchPosition&, int,
+                                         const EightValues& values) {
+        append(rows, values);
     }
-    if (p.data_t) quantize_columns(p, at, y, amaxes, Tile{shared});
-}
+    __device__ __forceinline__ void store(const FusedBlockParams& p, const TilePosition& at,
+                                          const PatchPosition& patch) const {
+        extern __shared__ __align__(16) u8 shared[];
+        __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
+        __shared__ __align__(16) float of_rows[kWarps][kSubblocks * kSubblockStride];
+        float y[8][8];
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int c = 0; c < 8; c++) y[r][c] = rows[r].of[c];
+        PatchAmaxes amax;
+        if (p.data) {
+            float* const of_warp = of_rows[threadIdx.x / 32];
+            amax.find_rows<false>(y);
+            amax.reduce_rows();
+            const int subblock = Tile::column_patch() / (kSubblock / 8), row = threadIdx.x % 32 / 16 * 8;
+            float* const owned = of_warp + subblock * kSubblockStride + row + PatchAmaxes::owned();
+            owned[0] = as_float(amax.row[0]), owned[1] = as_float(amax.row[1]);
+            __syncwarp();
+            find_row_scales(p, at, of_warp);
+            __syncwarp();
+            float by[8];
+            load_floats(of_warp + subblock * kSubblockStride + row, by);
+#pragma unroll
+            for (int r = 0; r < 8; r++) store_row(p.call, patch, p.data, r, quantized(p, y[r], by[r]));
+        }
+        if (p.data_t) quantize_columns(p, at, y, amaxes, Tile{shared});
+    }
+    static __device__ __forceinline__ u32 amax() { return 0; }
 
-extern "C" __global__ void
-__launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads,
-                  kPath == Path::any ? kBlocks : kStreamBlocks)
-swiglu_block(const __grid_constant__ SwigluBlockParams p) {
+private:
+    EightValues rows[8] = {};
+};
+
+constexpr int kFusedThreads = kPath == Path::any ? kThreads : kStreamThreads;
+constexpr int kFusedBlocks = kPath == Path::any ? kBlocks : kStreamBlocks;
+
+// Computes values and quantises them.
+__device__ __forceinline__ void quantize(const FusedBlockParams& p) {
     if (is_set(p.call.noop)) return;
-    if constexpr (kOptions) quantize_with_options(p);
-    else if constexpr (kPath == Path::any) quantize_any(p);
-    else quantize_without_options(p);
+    if constexpr (kOptions) stream_with_options<OptionBlocks>(p, p.call);
+    else if constexpr (kPath == Path::any) patches<PatchBlocks>(p, p.call);
+    else stream<StreamBlocks>(p, p.call);
 }

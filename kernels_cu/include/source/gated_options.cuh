@@ -1,42 +1,26 @@
-// Calls with options need this beside swiglu_stream.cuh. Options are bias, clamp, gpt_oss, interleaved x (a0
-// b0 a1 b1 ...) and gradients whose H is no multiple of a tile's columns; rows allow wide accesses. All
-// threads take the same options, so each costs one branch for eight elements, or none: without clamp the
-// limit is Inf, without gpt_oss alpha is 1 and -0 is added to b, which changes no bit.
+// Options of gated sources are bias, clamp, gpt_oss, interleaved x (a0 b0 a1 b1 ...) and gradients whose H is
+// no multiple of a tile's columns; rows allow wide accesses. All threads take the same options, so each costs
+// one branch for eight elements, or none: without clamp the limit is Inf, without gpt_oss alpha is 1 and -0
+// is added to b, which changes no bit.
 //
 // Results of gradients lie in two parts of each row. [da | db]: the tile of da and that of db. Interleaved:
 // two neighbouring tiles of da0 db0 da1 db1 ...; of 128 columns of grad a thread has four of the first 64 and
 // the same four of the others: so its eight columns of either part are neighbours, loads and stores are
 // whole, and all that follows is the same for both orders.
 #pragma once
-#include "swiglu/swiglu.cuh"
-
-// Returns true if the parts of a result are neighbouring tiles.
-__device__ __forceinline__ bool parts_are_adjacent(const SwigluCall& call) {
-    return kBackward && call.interleaved();
-}
-// Returns the distance in columns from the first part of a result to the second.
-__device__ __forceinline__ i64 columns_between_parts(const SwigluCall& call) {
-    return parts_are_adjacent(call) ? Tile::kColumns : call.half();
-}
-// Returns the column after the last of a part.
-__device__ __forceinline__ i64 end_of(const SwigluCall& call, int part) {
-    return kBackward && part == 0 && !call.interleaved() ? call.half() : call.columns;
-}
+#include "fused/stream_shape.cuh"
+#include "source/gated.cuh"
+#include "numerics/tree_sum.cuh"
 
 template <bool, class A, class B> struct Either { using Type = A; };
 template <class A, class B> struct Either<false, A, B> { using Type = B; };
-#ifdef ENTRY_swiglu_block
-constexpr bool kTransposesBlocks = true;
-#else
-constexpr bool kTransposesBlocks = false;
-#endif
 
 // Shared memory has the biases of a block's columns that the rows of a tile have, of a and b, in an order in
 // which a thread has four after four. With experts those of the first row's expert are here, then those of
-// the last row's; rows of other experts are rare. They are stored as f32, but forward in blocks with
-// transposed data as they come: there the chips with the least shared memory (99 KB) have none left.
+// the last row's; rows of other experts are rare. They are stored as f32, but as they come where shared
+// memory is short.
 class Biases {
-    using Stored = Either<kTransposesBlocks && !kBackward, IN, f32>::Type;
+    using Stored = Either<kIsShort, IN, f32>::Type;
     static constexpr int kHalf = Tile::kColumns / 2, kBiasesPerExpert = 2 * Tile::kColumns;
     static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // adding it changes no bit
     static __device__ __forceinline__ Stored::storage* shared_biases() {
@@ -54,7 +38,7 @@ public:
         return experts;
     }
     // Loads a tile's biases. Call __syncthreads() before add(), and before another tile's are loaded.
-    static __device__ __forceinline__ void load(const SwigluCall& call, const TilePosition& tile) {
+    static __device__ __forceinline__ void load(const SourceCall& call, const TilePosition& tile) {
         const int last = threadIdx.x / kBiasesPerExpert;
         const int part = threadIdx.x / Tile::kColumns % 2;
         const int e = threadIdx.x % Tile::kColumns;
@@ -88,7 +72,7 @@ public:
     }
     // Adds the biases. part: 0 for a, 1 for b; last: those of the last row's expert. Rows that do not exist
     // are then no longer 0.
-    __device__ __forceinline__ void add(const SwigluCall& call, int part, bool last, float (&v)[8]) const {
+    __device__ __forceinline__ void add(const SourceCall& call, int part, bool last, float (&v)[8]) const {
         if (!kExperts && !call.bias) return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -130,21 +114,18 @@ private:
 #endif
 };
 
-// If |a| is below kQuickGptOss, alpha * |a| is below kQuickSigmoid.
-constexpr float kQuickGptOss = 51.0f;
-
 // Returns the number that gpt_oss adds to b; without it -0.
-__device__ __forceinline__ float one(const SwigluCall& call) {
-    return call.has(SwigluCall::kGptOss) ? 1.0f : -0.0f;
+__device__ __forceinline__ float one(const SourceCall& call) {
+    return call.has(SourceCall::kGptOss) ? 1.0f : -0.0f;
 }
 
 // Clamps a and b where an element is beyond the limit, which is rare. Returns bit i for a, bit 8 + i for b.
-__device__ __forceinline__ u32 clip(const SwigluCall& call, float (&a)[8], float (&b)[8]) {
+__device__ __forceinline__ u32 clip(const SourceCall& call, float (&a)[8], float (&b)[8]) {
     if (__builtin_expect(none_beyond(a, b, call.limit), 1)) return 0;
     u32 clipped = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        mark_above(clipped, 1u << i, a[i], call.limit),
+        mark_above(clipped, 1u << i, a[i], call.limit);
         mark_above(clipped, 0x100u << i, magnitude(b[i]), call.limit);
         a[i] = at_most(a[i], call.limit), b[i] = at_least(at_most(b[i], call.limit), call.minus_limit);
     }
@@ -153,28 +134,13 @@ __device__ __forceinline__ u32 clip(const SwigluCall& call, float (&a)[8], float
 
 // Computes da and db of eight elements, in the order of their parts. sums: the terms of dp, added over four
 // elements and four; interleaved, these are the sums of either part.
-__device__ __forceinline__ void gradients(const SwigluCall& call, float prob, const float (&a)[8],
-                                          const float (&b)[8], float (&grad)[8], const float (&sigma)[8],
-                                          u32 clipped, float (&values)[2][8], float (&sums)[2]) {
-    float silu[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) silu[i] = mul_rn(a[i], sigma[i]);
-    if (call.sums) {
-        TreeSum<4> halves[2];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            halves[i / 4].add(i % 4, mul_rn(mul_rn(grad[i], silu[i]), b[i]));
-            grad[i] = mul_rn(grad[i], prob);
-        }
-        sums[0] = halves[0].sum(), sums[1] = halves[1].sum();
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        // rest = u * (1 - sigma)
-        const float rest = mul_rn(mul_rn(call.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));
-        values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
-        values[1][i] = mul_rn(grad[i], silu[i]);
-    }
+__device__ __forceinline__ void gradients(const SourceCall& call, float weight, float (&v)[kArrays][8],
+                                          const float (&terms)[8], u32 clipped, float (&values)[kParts][8],
+                                          float (&sums)[2]) {
+    TreeSum<4> halves[2];
+    Source::gradients(v, terms, [&](float a) { return mul_rn(call.alpha, a); }, call.sums, weight,
+                      [&](int i, float term) { halves[i / 4].add(i % 4, term); }, values);
+    if (call.sums) sums[0] = halves[0].sum(), sums[1] = halves[1].sum();
     if (__builtin_expect(clipped, 0)) {
 #pragma unroll
         for (int i = 0; i < 16; i++)

@@ -1,19 +1,19 @@
-// This file says which row and part a chunk of swiglu_stream.cuh has, and stores chunks.
+// This file says which row and part a chunk of stream.cuh has, and stores chunks.
 #pragma once
-#include "swiglu/swiglu_store.cuh"
-#include "swiglu/swiglu_stream_shape.cuh"
+#include "fused/store.cuh"
+#include "fused/stream_shape.cuh"
 
 // Says where chunks go that are stored as y is, in elements of an array: so two arrays have one position.
 struct ChunkPosition {
     i64 at;                      // of the first chunk of a group
 
-    __device__ __forceinline__ ChunkPosition(const SwigluCall& call, const TilePosition& to)
+    __device__ __forceinline__ ChunkPosition(const SourceCall& call, const TilePosition& to)
         : at((to.row + row_in_step(0)) * call.columns + to.column + Tile::patch_column()) {}
     // Finds the position of one tile when the tile is stored: until then it takes no registers.
-    __device__ __forceinline__ ChunkPosition(const SwigluCall& call, const TilePosition& to, int thread)
+    __device__ __forceinline__ ChunkPosition(const SourceCall& call, const TilePosition& to, int thread)
         : at((to.row + thread / Tile::kColumnPatches * kThreadRows) * call.columns + to.column +
              thread % Tile::kColumnPatches * 8) {}
-    __device__ __forceinline__ void advance(const SwigluCall& call) { at += kStepRows * call.columns; }
+    __device__ __forceinline__ void advance(const SourceCall& call) { at += kStepRows * call.columns; }
 };
 
 // Chunk i of a group belongs to row i % kThreadRows, and to da or db.
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* w
 
 // Stores codes(chunk) of four chunks to `data`. left: how many rows exist from the group's first on.
 template <class Codes>
-__device__ __forceinline__ void store_chunks(const SwigluCall& call, u8* data, const ChunkPosition& position,
+__device__ __forceinline__ void store_chunks(const SourceCall& call, u8* data, const ChunkPosition& position,
                                              int left, Codes codes) {
     constexpr int kPartsAtOnce = 4 / kThreadRows;                    // da and db, or one of these
     const i64 half = call.half();
@@ -67,7 +67,7 @@ __device__ __forceinline__ void write_rows(const Tile& tile, int row, const Chun
     if constexpr (kRows == 4) write_half_patch(tile.byte_at(row, Tile::patch_column()), codes);
 }
 // Stores the transposed tile as store_transposed() does, by kStreamThreads. end: the column after the last.
-__device__ __forceinline__ void store_tile(const SwigluCall& call, const TilePosition& at, const i64& end,
+__device__ __forceinline__ void store_tile(const SourceCall& call, const TilePosition& at, const i64& end,
                                            const Tile& tile, u8* data, bool vector) {
     if (!vector) {
         store_ragged_rows<Tile::kRows, Tile::kColumns, kStreamThreads>(

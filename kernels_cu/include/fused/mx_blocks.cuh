@@ -1,15 +1,17 @@
-// These kernels compute SwiGLU or its gradients and quantise them in MX blocks of 32 elements with E8M0
-// scales, from one read (docs/numerics.md, sections 9 and 2; include/numerics/e8m0.cuh); column-wise data are
-// stored as y is. include/swiglu/swiglu.cuh says what is computed, which programs there are, and what their
-// defines mean: IN, OUT, BACKWARD and PATH.
+// MX blocks of 32 elements with E8M0 scales (docs/numerics.md, section 2; numerics/e8m0.cuh); column-wise
+// data are stored as values are.
 //
-// Launch and bytes moved are as for swiglu_tensor.cu, and each block has a byte more for its scale. Every
-// path but any streams.
+// Launch and bytes moved are as for one_scale.cuh, and each block has a byte more for its scale. Every path
+// but any streams.
+#pragma once
+#include "fused/block_amaxes.cuh"
+#include "fused/drivers.cuh"
 #include "numerics/e8m0.cuh"
-#include "swiglu/swiglu_blocks.cuh"
 
-struct SwigluMxParams {
-    SwigluCall call;
+static_assert(kScaling == Scaling::mx_blocks);
+
+struct FusedMxParams {
+    SourceCall call;
     u8 *data, *column_data;      // row-wise and column-wise; or null
     ScaleDestination row_scales, column_scales;
     MXScaleRule rule;
@@ -33,9 +35,9 @@ struct ScaleWord {
 };
 
 // Stores the scales' bytes of a tile; call __syncthreads() before.
-__device__ __forceinline__ void store_scales(const SwigluMxParams& p, const TilePosition& at,
+__device__ __forceinline__ void store_scales(const FusedMxParams& p, const TilePosition& at,
                                              const u8* of_rows, const u8* of_columns) {
-    const SwigluCall& call = p.call;
+    const SourceCall& call = p.call;
     const i64 row_blocks = (call.columns + kSubblock - 1) / kSubblock;
     const i64 column_blocks = (call.rows + kSubblock - 1) / kSubblock;
     const ScaleWord own;
@@ -59,7 +61,7 @@ __device__ __forceinline__ void store_scales(const SwigluMxParams& p, const Tile
 
 // Stores the bytes of row-wise scales of a tile of one part, whose columns end at `end`. last: nothing but
 // padding follows.
-__device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, const TilePosition& at, i64 end,
+__device__ __forceinline__ void store_part_of_rows(const FusedMxParams& p, const TilePosition& at, i64 end,
                                                    bool last, const ScaleWord& own, const u8* of_rows) {
     const i64 all = (p.call.columns + kSubblock - 1) / kSubblock;
     const i64 block = at.column / kSubblock, blocks = (end + kSubblock - 1) / kSubblock;
@@ -77,7 +79,7 @@ __device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, cons
 }
 
 // Stores column-wise scales in the same way.
-__device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, const TilePosition& at,
+__device__ __forceinline__ void store_part_of_columns(const FusedMxParams& p, const TilePosition& at,
                                                       i64 end, bool last, const ScaleWord& own,
                                                       const u8* of_columns) {
     const i64 column_blocks = (p.call.rows + kSubblock - 1) / kSubblock;
@@ -98,7 +100,7 @@ __device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, c
 }
 
 // Stores the scales' bytes of a tile of one part.
-__device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const TilePosition& at, i64 end,
+__device__ __forceinline__ void store_part_scales(const FusedMxParams& p, const TilePosition& at, i64 end,
                                                   const u8* of_rows, const u8* of_columns) {
     const bool last = end == p.call.columns && at.column < end && at.column + Tile::kColumns >= end;
     if (!kBackward || (at.column % Tile::kColumns == 0 && (last || at.column + Tile::kColumns <= end))) {
@@ -128,20 +130,21 @@ __device__ __forceinline__ void load_factors(const u8* of_columns, float (&by)[8
 // These are the scales along rows. A lane writes the byte of the chunk that it owns, 0 where the chunk has no
 // elements.
 struct MxRowScales {
-    const SwigluMxParams& p;
+    const FusedMxParams& p;
     bool given;                  // the chunk's subblock has columns (0 times a weight may be NaN)
 
     // Returns the factor of the elements of this lane's chunk. to: where the byte goes.
     __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
     // Returns it for u, which has not been multiplied by the rows' weights yet, as BlockRowScales in
-    // swiglu_blocks.cu does it.
-    __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
+    // f32_blocks.cuh does it.
+    __device__ __forceinline__ float scale_weighted(float (&u)[4][8], const float* weights,
+                                                    u8* to) const {
         const float weight = weights[row_of(owned<4>()) * kRowStride];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
         if (__all_sync(~0u, is_moderate(weight) && is_moderate_amax(weighted)))
             return mul_rn(weight, put(weighted, to));
         multiply_chunks(u, weights);
-        return scale(const_cast<const float(&)[4][8]>(u), to);
+        return scale(u, to);
     }
 
 private:
@@ -156,11 +159,11 @@ private:
 };
 
 // Quantises the subblocks down the columns. of_columns: a row of bytes for each of them.
-__device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const TilePosition& at,
+__device__ __forceinline__ void quantize_columns(const FusedMxParams& p, const TilePosition& at,
                                                  const i64& end, const float (&y)[4][8],
                                                  const ColumnAmaxes& amaxes, u8* of_columns, u8* data,
                                                  const ChunkPosition& position, int left) {
-    const SwigluCall& call = p.call;
+    const SourceCall& call = p.call;
     if (p.rule.nan_wins()) amaxes.write<true>(y);
     else amaxes.write<false>(y);
     __syncthreads();
@@ -177,7 +180,7 @@ __device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const 
 }
 
 // Stores four chunks as they are. by: the factor of the chunk that this lane owns.
-__device__ __forceinline__ void store_quantized(const SwigluMxParams& p, u8* data,
+__device__ __forceinline__ void store_quantized(const FusedMxParams& p, u8* data,
                                                 const ChunkPosition& position, int left,
                                                 const float (&four)[4][8], float by) {
     store_chunks(p.call, data, position, left,
@@ -186,9 +189,9 @@ __device__ __forceinline__ void store_quantized(const SwigluMxParams& p, u8* dat
 
 // With options: quantises the chunks of one part row-wise. columns: how far to the right of the results'
 // first tile the part is; end: the column after its last; bytes: where its scales go.
-__device__ __forceinline__ void quantize_rows(const SwigluMxParams& p, const StreamPosition& at, i64 columns,
+__device__ __forceinline__ void quantize_rows(const FusedMxParams& p, const StreamPosition& at, i64 columns,
                                               i64 end, const float (&four)[4][8], int left, u8* bytes) {
-    const SwigluCall& call = p.call;
+    const SourceCall& call = p.call;
     // Nothing derived from `thread` takes registers before this.
     const int thread = thread_again();
     const int subblock = thread % Tile::kColumnPatches / (kSubblock / 8);
@@ -200,21 +203,22 @@ __device__ __forceinline__ void quantize_rows(const SwigluMxParams& p, const Str
     store_quantized(p, p.data + columns, position, left, four, by);
 }
 
-__device__ __forceinline__ void quantize_with_options(const SwigluMxParams& p) {
-    extern __shared__ __align__(16) u8 shared[];
-    // Each row has a word; two tiles take turns.
-    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
-    __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];         // a row of bytes per 32 rows
-    const SwigluCall& call = p.call;
-    StreamPosition at(call, p.tiles);
-    Stream rows(call, at.tile(), p.tiles, shared);
-    const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-    const float* weights = Stream::shared_probs() + row_in_step(0);
-#pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < call.rows; more;
-         more = at.advance(call, p.tiles), weights += kStepRows) {
-        float y[kThreadChunks][8];
-        rows.compute(at, 0, weights, y);
+struct OptionMx {
+    const ColumnAmaxes amaxes;
+    float y[kThreadChunks][8];
+
+    // behind: shared memory behind the stages.
+    __device__ __forceinline__ OptionMx(const FusedMxParams&, u8* behind)
+        : amaxes{reinterpret_cast<u32*>(behind)} {}
+    __device__ __forceinline__ void take(int r, const float (&values)[kParts][8], int) { keep(y, r, values); }
+    template <class Rows>
+    __device__ __forceinline__ void store(const FusedMxParams& p, const StreamPosition& at,
+                                          const Rows& rows) {
+        // Each row has a word; two tiles take turns.
+        __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
+        __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];     // a row of bytes per 32 rows
+        const SourceCall& call = p.call;
+        clear_absent_rows(y, rows.left + kStepRows);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const auto& four = four_chunks(y, part);
@@ -234,92 +238,82 @@ __device__ __forceinline__ void quantize_with_options(const SwigluMxParams& p) {
             store_part_scales(p, part_at, end, bytes, of_columns);
         }
     }
-    Stream::finish();
-}
+    static __device__ __forceinline__ u32 amax() { return 0; }
+};
 
-// Path tiles: quantises the chunks of a tile in the directions that the call wants. bytes, of_columns: where
-// the scales of the tile's rows and columns go; to: where that of the chunk goes that this lane owns.
-__device__ __forceinline__ void quantize_tile(const SwigluMxParams& p, const StreamPosition& at,
-                                              float (&y)[kThreadChunks][8], const MxRowScales& scales,
-                                              const ChunkPosition& position, int left,
-                                              const ColumnAmaxes& amaxes, u8* bytes, u8* to,
-                                              u8* of_columns) {
-    const SwigluCall& call = p.call;
-#pragma unroll
-    for (int part = 0; part < kParts; part++) {
-        const auto& four = four_chunks(y, part);
-        const i64 columns = part * call.half();
-        const int skipped = part * (Tile::kRows * kSubblocks);
-        if (p.data) {
-            const float by = scales.scale(four, to + skipped);
-            store_quantized(p, p.data + columns, position, left, four, by);
-        }
-        const auto part_at = moved(at.tile(), columns);
-        quantize_columns(p, part_at, call.columns, four, amaxes, of_columns, p.column_data + columns,
-                         position, left);
-        store_scales(p, part_at, bytes + skipped, of_columns);
-    }
-}
+struct StreamMx {
+    static constexpr bool kWholeTiles = true;
+    const ColumnAmaxes amaxes;
+    float y[kThreadChunks][8];
 
-// Path rows: stores the scales of a whole tile's rows.
-__device__ __forceinline__ void store_row_scales(const SwigluMxParams& p, const StreamPosition& at,
-                                                 const u8* bytes) {
-    // store_scales() reads other warps' bytes
-    __syncthreads();
-    for (int part = 0; part < kParts; part++)
-        store_scales(p, moved(at.tile(), part * p.call.half()), bytes + part * (Tile::kRows * kSubblocks),
-                     nullptr);
-}
-
-// The paths rows and tiles take this function.
-__device__ __forceinline__ void quantize_without_options(const SwigluMxParams& p) {
-    extern __shared__ __align__(16) u8 shared[];
-    // Each row has a word; two tiles take turns.
-    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
-    const SwigluCall& call = p.call;
-    StreamPosition at(call, p.tiles);
-    const auto first = at.tile();
-    const int own = owned<4>(), subblock = Tile::column_patch() / (kSubblock / 8);
-    Stream rows(call, first, p.tiles, shared);
-    ChunkPosition position(call, first);
-    const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
-    const int tiles = (rows_left + Tile::kRows - 1) / Tile::kRows;
-#pragma unroll 1
-    for (int step = 0; step < tiles * kSteps; step++) {
-        u8* const bytes = of_rows[step / kSteps % 2][0];
-        float y[kThreadChunks][8];
+    __device__ __forceinline__ StreamMx(const FusedMxParams&, const TilePosition&, u8* behind)
+        : amaxes{reinterpret_cast<u32*>(behind)} {}
+    __device__ __forceinline__ void take(int r, const float (&values)[kParts][8]) { keep(y, r, values); }
+    __device__ __forceinline__ void store(const FusedMxParams& p, const StreamPosition& at, int step,
+                                          const ChunkPosition& position, int left, const float* weights) {
+        // Each row has a word; two tiles take turns.
+        __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
+        const int own = owned<4>(), subblock = Tile::column_patch() / (kSubblock / 8);
         const int row = step * kStepRows + row_in_step(0);           // from the block's first row on
-        const float* const weights = Stream::shared_probs() + row;
-        const MxRowScales scales{p, at.tile().column + subblock * kSubblock < call.half()};
+        const MxRowScales scales{p, at.tile().column + subblock * kSubblock < p.call.half()};
+        u8* const bytes = of_rows[step / kSteps % 2][0];
         const int own_row = part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kRowStride;
         u8* const to = bytes + own_row * kSubblocks + subblock;
-        rows.compute(at, step % kSteps, weights, y);
         if constexpr (kTiled) {
-            __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns]; // a row of bytes per 32 rows
-            const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-            quantize_tile(p, at, y, scales, position, rows.left + kStepRows, amaxes, bytes, to, of_columns);
-            at.down++;
+            store_tile(p, at, scales, position, left, bytes, to);
         } else {
             auto& four = four_chunks(y, 0);
-            const float by = kBackward ? scales.scale(const_cast<const float(&)[4][8]>(four), to)
-                                       : scales.scale(four, weights, to);
-            store_quantized(p, p.data, position, rows.left + kStepRows, four, by);
-            if (step % kSteps == kSteps - 1) {
-                store_row_scales(p, at, bytes);
-                at.down++;
-            }
+            const float by = kWeighsScales ? scales.scale_weighted(four, weights, to)
+                                           : scales.scale(four, to);
+            store_quantized(p, p.data, position, left, four, by);
+            if (step % kSteps == kSteps - 1) store_row_scales(p, at, bytes);
         }
-        position.advance(call);
     }
-    Stream::finish();
-}
+    __device__ __forceinline__ void advance(const FusedMxParams&) {}
+    static __device__ __forceinline__ u32 amax() { return 0; }
+
+private:
+    // Quantises a tile in the directions that the call wants. bytes: where the scales of its rows go; to:
+    // where that of the chunk goes that this lane owns.
+    __device__ __forceinline__ void store_tile(const FusedMxParams& p, const StreamPosition& at,
+                                               const MxRowScales& scales, const ChunkPosition& position,
+                                               int left, u8* bytes, u8* to) {
+        __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];     // a row of bytes per 32 rows
+        const SourceCall& call = p.call;
+#pragma unroll
+        for (int part = 0; part < kParts; part++) {
+            const auto& four = four_chunks(y, part);
+            const i64 columns = part * call.half();
+            const int skipped = part * (Tile::kRows * kSubblocks);
+            if (p.data) {
+                const float by = scales.scale(four, to + skipped);
+                store_quantized(p, p.data + columns, position, left, four, by);
+            }
+            const auto part_at = moved(at.tile(), columns);
+            if (kPath == Path::tiles || p.column_data)
+                quantize_columns(p, part_at, call.columns, four, amaxes, of_columns, p.column_data + columns,
+                                 position, left);
+            else __syncthreads();
+            store_scales(p, part_at, bytes + skipped, of_columns);
+        }
+    }
+    // Stores the scales of a whole tile's rows.
+    static __device__ __forceinline__ void store_row_scales(const FusedMxParams& p, const StreamPosition& at,
+                                                            const u8* bytes) {
+        // store_scales() reads other warps' bytes
+        __syncthreads();
+        for (int part = 0; part < kParts; part++)
+            store_scales(p, moved(at.tile(), part * p.call.half()), bytes + part * (Tile::kRows * kSubblocks),
+                         nullptr);
+    }
+};
 
 // ---- path any ----
 // Quantises the 32 rows of each subblock down the columns. of_columns: a row of bytes for each of them.
-__device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const TilePosition& at,
+__device__ __forceinline__ void quantize_columns(const FusedMxParams& p, const TilePosition& at,
                                                  const PatchPosition& patch, const float (&y)[8][8],
                                                  u32* amaxes, u8* of_columns) {
-    const SwigluCall& call = p.call;
+    const SourceCall& call = p.call;
     const i64 column_blocks = (call.rows + kSubblock - 1) / kSubblock;
     PatchAmaxes amax;
     if (p.rule.nan_wins()) amax.find_columns<true>(y);
@@ -341,52 +335,62 @@ __device__ __forceinline__ void quantize_columns(const SwigluMxParams& p, const 
     for (int r = 0; r < 8; r++) store_row(call, patch, p.column_data, r, quantized(y[r], by));
 }
 
-__device__ __forceinline__ void quantize_any(const SwigluMxParams& p) {
-    const SwigluCall& call = p.call;
-    __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
-    __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];         // a row of bytes per 32 rows
-    __shared__ __align__(16) u8 of_rows[Tile::kRows * kSubblocks];   // a word per row
-    const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
-    const PatchPosition patch(call, at);
-    EightValues rows[8] = {};
-    each_row(call, patch, [&](int, const EightValues& v) { append(rows, v); });
-    float y[8][8];
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-        for (int c = 0; c < 8; c++) y[r][c] = rows[r].of[c];
-    PatchAmaxes amax;
-    const i64 row_blocks = (call.columns + kSubblock - 1) / kSubblock;
-    if (p.data) {
-        if (p.rule.nan_wins()) amax.find_rows<true>(y);
-        else amax.find_rows<false>(y);
-        amax.reduce_rows();
-        const int subblock = Tile::column_patch() / (kSubblock / 8);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = Tile::patch_row() + PatchAmaxes::owned() + i;
-            const bool exists = at.row + row < call.rows && at.column / kSubblock + subblock < row_blocks;
-            of_rows[row * kSubblocks + subblock] = exists ? (u8)p.rule.byte(amax.row[i]) : 0;
-        }
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < 8; r++) {
-            const float by = inverse_e8m0(of_rows[(Tile::patch_row() + r) * kSubblocks + subblock]);
-            store_row(call, patch, p.data, r, quantized(y[r], by));
-        }
+class PatchMx {
+public:
+    __device__ __forceinline__ explicit PatchMx(const FusedMxParams&) {}
+    __device__ __forceinline__ void take(const FusedMxParams&, const PatchPosition&, int,
+                                         const EightValues& values) {
+        append(rows, values);
     }
-    if (p.column_data) quantize_columns(p, at, patch, y, amaxes, of_columns);
-    // store_scales() reads other warps' bytes
-    else __syncthreads();
-    store_scales(p, at, of_rows, of_columns);
-}
+    __device__ __forceinline__ void store(const FusedMxParams& p, const TilePosition& at,
+                                          const PatchPosition& patch) const {
+        __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
+        __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];     // a row of bytes per 32 rows
+        __shared__ __align__(16) u8 of_rows[Tile::kRows * kSubblocks];           // a word per row
+        const SourceCall& call = p.call;
+        float y[8][8];
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int c = 0; c < 8; c++) y[r][c] = rows[r].of[c];
+        PatchAmaxes amax;
+        const i64 row_blocks = (call.columns + kSubblock - 1) / kSubblock;
+        if (p.data) {
+            if (p.rule.nan_wins()) amax.find_rows<true>(y);
+            else amax.find_rows<false>(y);
+            amax.reduce_rows();
+            const int subblock = Tile::column_patch() / (kSubblock / 8);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int row = Tile::patch_row() + PatchAmaxes::owned() + i;
+                const bool exists = at.row + row < call.rows && at.column / kSubblock + subblock < row_blocks;
+                of_rows[row * kSubblocks + subblock] = exists ? (u8)p.rule.byte(amax.row[i]) : 0;
+            }
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < 8; r++) {
+                const float by = inverse_e8m0(of_rows[(Tile::patch_row() + r) * kSubblocks + subblock]);
+                store_row(call, patch, p.data, r, quantized(y[r], by));
+            }
+        }
+        if (p.column_data) quantize_columns(p, at, patch, y, amaxes, of_columns);
+        // store_scales() reads other warps' bytes
+        else __syncthreads();
+        store_scales(p, at, of_rows, of_columns);
+    }
+    static __device__ __forceinline__ u32 amax() { return 0; }
 
-extern "C" __global__ void
-__launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads,
-                  kPath == Path::any ? kBlocks : kStreamBlocks)
-swiglu_mx(const __grid_constant__ SwigluMxParams p) {
+private:
+    EightValues rows[8] = {};
+};
+
+constexpr int kFusedThreads = kPath == Path::any ? kThreads : kStreamThreads;
+constexpr int kFusedBlocks = kPath == Path::any ? kBlocks : kStreamBlocks;
+
+// Computes values and quantises them.
+__device__ __forceinline__ void quantize(const FusedMxParams& p) {
     if (is_set(p.call.noop)) return;
-    if constexpr (kOptions) quantize_with_options(p);
-    else if constexpr (kPath == Path::any) quantize_any(p);
-    else quantize_without_options(p);
+    if constexpr (kOptions) stream_with_options<OptionMx>(p, p.call);
+    else if constexpr (kPath == Path::any) patches<PatchMx>(p, p.call);
+    else stream<StreamMx>(p, p.call);
 }

@@ -1,7 +1,7 @@
-// swiglu_blocks.cu and swiglu_mx.cu take amaxes of blocks of y, or of its gradients, with this.
+// f32_blocks.cuh and mx_blocks.cuh take amaxes of blocks with this.
 #pragma once
-#include "swiglu/swiglu_store.cuh"
-#include "swiglu/swiglu_stream.cuh"
+#include "fused/store.cuh"
+#include "fused/stream.cuh"
 
 // A subblock is the smallest block: kSubblock elements along a row or a column. Larger blocks are two or
 // four.
@@ -22,7 +22,24 @@ __device__ __forceinline__ void load_floats(const void* from, float (&v)[8]) {
     for (int i = 0; i < 8; i++) v[i] = as_float(bits[i]);
 }
 
-// ---- chunks of swiglu_stream.cuh ----
+// ---- chunks of stream.cuh ----
+// Keeps the values of row r.
+__device__ __forceinline__ void keep(float (&y)[kThreadChunks][8], int r, const float (&values)[kParts][8]) {
+#pragma unroll
+    for (int part = 0; part < kParts; part++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) y[part * kThreadRows + r][i] = values[part][i];
+}
+// With options: clears rows that do not exist, which have only biases. left: how many exist.
+__device__ __forceinline__ void clear_absent_rows(float (&y)[kThreadChunks][8], int left) {
+    if (kBackward || left >= kThreadRows) return;
+#pragma unroll
+    for (int r = 0; r < kThreadRows; r++)
+        if (r >= left)
+#pragma unroll
+            for (float& v : y[r]) v = 0.0f;
+}
+
 // Finds the amaxes of four chunks over the lanes of a subblock; each lane gets that of chunk owned<4>().
 template <bool kNan>
 __device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
@@ -85,7 +102,7 @@ private:
     }
 };
 
-// ---- patches of swiglu_patch.cuh ----
+// ---- patches of patch.cuh ----
 // Finds the largest magnitudes of the rows and columns of a patch, as bits.
 struct PatchAmaxes {
     u32 row[8], column[8];

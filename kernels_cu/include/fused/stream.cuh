@@ -1,0 +1,153 @@
+// A thread computes rows of results in chunks of eight elements. x and grad come through shared memory
+// (cp.async): copies in flight take no registers, and fetch the next tile while this one is stored.
+//
+// A block of kStreamThreads threads owns 128 columns of each part of the result and some tiles of 128 rows,
+// one below the other. A thread reads the elements that it has copied itself, so it waits only for its own
+// copies. Rows and columns that do not exist are zeros.
+#pragma once
+#include "fused/chunks.cuh"
+
+// What a thread has in shared memory: kStages rows of kArrays arrays.
+class StagedRows {
+public:
+    // How many rows exist from this thread's next one on.
+    int left;
+
+    // Waits, after the last group, for the copies requested beyond it, before another block has the shared
+    // memory.
+    static __device__ __forceinline__ void finish() { copy_async_wait(); }
+    // Returns shared memory with the weights of the block's rows, 1 without probs.
+    static __device__ __forceinline__ float* shared_probs() {
+        __shared__ __align__(16) float probs[kMostRows];
+        return probs;
+    }
+
+protected:
+    i64 half;
+    u8* staged;                                                      // this thread's part of the stages
+    const IN::storage *x, *grad;                                     // the next row to be requested
+    int stage;                                                       // of the group's first row
+    const SourceCall& call;
+
+    __device__ __forceinline__ StagedRows(const SourceCall& call, u8* shared)
+        : half(call.half()), staged(shared + threadIdx.x * 16), stage(0), call(call) {}
+    __device__ __forceinline__ u8* stage_of(int r, int array) const {
+        const int number = kThreadRows % kStages ? (stage + r) % kStages : r % kStages;
+        return staged + number * kStageBytes + array * (kLoads * kLoadBytes);
+    }
+    __device__ __forceinline__ void read(int r, int array, Eight& to) const {
+#pragma unroll
+        for (int l = 0; l < kLoads; l++)
+            to[l] = Chunk<IN, kLoad>::load_shared(stage_of(r, array) + l * kLoadBytes);
+    }
+    // Returns true if row r of a request exists, and how many rows below it the next one is.
+    __device__ __forceinline__ bool exists(int r) const {
+        return left > r / kThreadRows * kStepRows + r % kThreadRows * kRowStride;
+    }
+    static __device__ __forceinline__ int rows_to_next(int r) {
+        return (r + 1) % kThreadRows ? kRowStride : kStepRows - (kThreadRows - 1) * kRowStride;
+    }
+};
+
+// Multiplies eight elements of y by the weight of their row. One scale, which instructions limit, saves these
+// where rows have no weights.
+__device__ __forceinline__ void multiply_by_weight(const SourceCall& call, const float* of_row,
+                                                   float (&y)[8]) {
+    if (kOneScale && !call.probs) return;
+    const float weight = *of_row;
+#pragma unroll
+    for (float& v : y) v = Source::weighted(v, weight);
+}
+
+// The rows of calls without options. `left` is 0 where the columns do not exist.
+class Stream : public StagedRows {
+public:
+    // at: the block's first tile.
+    __device__ __forceinline__ Stream(const SourceCall& call, const TilePosition& at, int tiles, u8* shared)
+        : StagedRows(call, shared) {
+        const i64 row = at.row + row_in_step(0), column = at.column + Tile::patch_column();
+        left = column < half ? left_of(call.rows - row, tiles * Tile::kRows - row_in_step(0)) : 0;
+        x = call.x + row * (Source::kHalves * half) + column;
+        if constexpr (kBackward) grad = call.grad + row * half + column;
+        request(0);
+        if (kStages > kRowsPerRequest) request(kRowsPerRequest);
+        const i64 own = at.row + threadIdx.x;
+        shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
+        __syncthreads();
+    }
+    // Computes the rows of a group: use(r, values) is called for each. at: the block's tile; step: the
+    // group's number in it; weights: those of the group's rows.
+    template <class Use>
+    __device__ __forceinline__ void each(const StreamPosition& at, int step, const float* weights, Use use) {
+        u32 sums[kThreadRows];
+#pragma unroll
+        for (int r = 0; r < kThreadRows; r++) {
+            if (r % kRowsPerRequest == 0) copy_async_wait<(kStages > kRowsPerRequest)>();
+            float v[kArrays][8], terms[8], values[kParts][8];
+            read_row(r, v, terms);
+            if (r % kRowsPerRequest == kRowsPerRequest - 1) request(r + 1 - kRowsPerRequest + kStages);
+            if constexpr (kBackward) {
+                sums[r] = as_bits(compute(call.sums, weights[r * kRowStride], v, terms, values));
+            } else {
+#pragma unroll
+                for (int i = 0; i < 8; i++) values[0][i] = Source::value(v, i, terms[i]);
+                if (!kWeighsScales) multiply_by_weight(call, weights + r * kRowStride, values[0]);
+            }
+            use(r, values);
+        }
+        stage = (stage + kThreadRows) % kStages;
+        if constexpr (kBackward) {
+            if (call.sums)
+                store_sums(call, sums, at.tile().row + step * kStepRows + row_in_step(0), kRowStride,
+                           at.across, left);
+        }
+        left -= kStepRows;
+    }
+
+private:
+    __device__ __forceinline__ void read_row(int r, float (&v)[kArrays][8], float (&terms)[8]) const {
+        Eight raw;
+        read(r, 0, raw);
+        widen_eight(raw, v[0]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) terms[i] = v[0][i];
+        Source::terms(terms, raw);
+#pragma unroll
+        for (int k = 1; k < kArrays; k++) {
+            read(r, k, raw);
+            widen_eight(raw, v[k]);
+        }
+    }
+    // Requests kRowsPerRequest rows from r on, of this group or of those that follow.
+    __device__ __forceinline__ void request(int begin) {
+        // Copies go through the L1 where those of a thread are halves of sectors.
+        constexpr bool kThroughL1 = kLoads > 1;
+        // f32 reads it anew: with one more value in registers its gradients spill on sm_120 (CUDA 12).
+        const i64 half = kLoads > 1 ? call.half() : this->half;
+#pragma unroll
+        for (int r = begin; r < begin + kRowsPerRequest; r++) {
+            const bool exist = exists(r);
+            const int rows = rows_to_next(r);
+#pragma unroll
+            for (int l = 0; l < kLoads; l++)
+#pragma unroll
+                for (int k = 0; k < Source::kHalves; k++)
+                    copy_async<kThroughL1>(stage_of(r, k) + l * kLoadBytes,
+                                           x + k * this->half + l * kLoad, exist);
+            x += rows * (Source::kHalves * half);
+            pin(x);
+            if constexpr (kBackward) {
+#pragma unroll
+                for (int l = 0; l < kLoads; l++)
+                    copy_async<kThroughL1>(stage_of(r, Source::kHalves) + l * kLoadBytes, grad + l * kLoad,
+                                           exist);
+                grad += rows * half;
+                pin(grad);
+            }
+        }
+        copy_async_commit();
+    }
+};
+
+// The rows of calls with options, which a source may declare.
+template <class Call> class OptionStream;
