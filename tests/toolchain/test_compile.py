@@ -79,7 +79,7 @@ def makes_no_bytes(v: Program) -> bool:
 
 def widths(v: Program) -> tuple[int, ...]:
     """How many bytes wide the elements are that it reads and writes."""
-    bytes_of = {"": 0, **{f.tag: dtype.itemsize for dtype, f in FORMATS.items()}}
+    bytes_of = {"": 0, "f64": 8, **{f.tag: dtype.itemsize for dtype, f in FORMATS.items()}}
     return tuple(bytes_of[of] for of in types(v))
 
 
