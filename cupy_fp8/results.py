@@ -294,7 +294,7 @@ class Quantized(_Values):
             row = self._row and self._row.T
             column = row if self._column is self._row else self._column and self._column.T
             self.__dict__["_turned"] = Quantized(column, row)
-        return self.__dict__["_turned"]  # type: ignore[no-any-return]
+        return self.__dict__["_turned"]
 
     def to_layout(self, name: ScaleLayout, *, dtype: Any = None) -> Quantized:
         """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes
