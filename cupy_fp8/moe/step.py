@@ -42,7 +42,7 @@ class Buffers(Unique):
     def __init__(self, owner: Experts, facts: dict[str, Any]) -> None:
         self._owner, self._facts = owner, facts
         self._made: dict[str, Any] = {}
-        #: By name, what `Calls.columns` was given last, and its `out`: the same objects have a key already.
+        #: By name, what `Calls.columns` was given last of these, and its `out`, which has a key already.
         self._columns: dict[str, tuple[Scaled, Any, Quantized]] = {}
         self._step = 0
         self._all = self._of_backward = Occupied([])
@@ -98,7 +98,8 @@ class Calls:
         known, dtype, out = self._columns.get(name, (None, None, None))
         if known is not rows or dtype != splits.dtype:
             out = self._columns_of(name, rows, splits)
-            self._columns[name] = rows, splits.dtype, out
+            if any(rows is own for made in self._made.values() for own in _scaled_of(made)):
+                self._columns[name] = rows, splits.dtype, out
         return function(rows, splits=splits, out=out)
 
     def _columns_of(self, name: str, rows: Scaled, splits: Array) -> Quantized:
@@ -154,6 +155,17 @@ class Saved(Unique):
         kept = [name for name in ("tokens", "rows", "hidden", "activation")
                 if getattr(self, name) is not None]
         return f"Saved(keep={self.keep!r}: {', '.join(kept)}, {self.nbytes:,} bytes)"
+
+
+def _scaled_of(made: Any) -> Iterator[Scaled]:
+    """Those that a result consists of."""
+    if isinstance(made, Scaled):
+        yield made
+    elif isinstance(made, Quantized):
+        yield from made.parts.values()
+    elif isinstance(made, tuple):
+        for part in made:
+            yield from _scaled_of(part)
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
