@@ -10,6 +10,7 @@ __device__ __forceinline__ float mul_rn(float a, float b) { return a * b; }
 __device__ __forceinline__ float add_rn(float a, float b) { return a + b; }
 __device__ __forceinline__ float div_rn(float a, float b) { return a / b; }
 __device__ __forceinline__ float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+__device__ __forceinline__ float sqrt_rn(float a) { return __builtin_sqrtf(a); }
 __device__ __forceinline__ float reciprocal(float d) { return 1.0f / d; }
 __device__ __forceinline__ float corrected_quotient(float a, float s, float r, float q) {
     return __builtin_fmaf(-__builtin_fmaf(s, q, -a), r, q);
@@ -63,6 +64,11 @@ __device__ __forceinline__ float div_rn(float a, float b) {
 __device__ __forceinline__ float fma_rn(float a, float b, float c) {
     float r;
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
+__device__ __forceinline__ float sqrt_rn(float a) {
+    float r;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
 // Returns 1 / d, correctly rounded, for 1 <= |d| < 2^126. These are the instructions of rcp.rn without its
@@ -165,6 +171,9 @@ __device__ __forceinline__ bool none_beyond(const float (&a)[8], const float (&b
            & no_magnitude_beyond_of_four(b[4], b[5], b[6], b[7], limit);
 }
 #endif
+
+// Returns a - b, rounded once.
+__device__ __forceinline__ float sub_rn(float a, float b) { return fma_rn(b, -1.0f, a); }
 
 // Returns true for a finite value above zero. No other value has these bits.
 __device__ __forceinline__ bool is_positive_number(float a) { return as_bits(a) - 1u < 0x7f7fffffu; }
