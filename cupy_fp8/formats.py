@@ -173,7 +173,8 @@ def number(value: Any, what: str) -> float:
         with np.errstate(over="ignore", under="ignore"):
             rounded = float(np.float32(value))
     except OverflowError:
-        raise ValueError(f"{what}: an integer of {int(value).bit_length()} bits, beyond every float") from None
+        raise ValueError(f"{what}: an integer of {int(value).bit_length()} bits, beyond every float"
+                         ) from None
     if not math.isfinite(rounded):
         raise ValueError(f"{what}: expected a finite float32, got {shown(value)}")
     return rounded

@@ -35,10 +35,10 @@ EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 def assert_bytes_equal(actual: Any, desired: Any) -> None:
     """Raise AssertionError unless both arrays (of either kind) have the same dtype, shape and bytes.
 
-    Takes results (`Scaled`, `Quantized`, `Grouped`, `Routing`, `Gate`) and lists and tuples of arrays and results,
-    too; their metadata have to be equal as well. The message names the field that differs, and of an array
-    the first differing index, both elements in hex and as values, and how many differ. Raises TypeError for
-    anything else.
+    Takes results (`Scaled`, `Quantized`, `Grouped`, `Routing`, `Gate`) and lists and tuples of arrays and
+    results, too; their metadata have to be equal as well. The message names the field that differs, and of an
+    array the first differing index, both elements in hex and as values, and how many differ. Raises TypeError
+    for anything else.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> a = fp8.asarray([1.0, 2.0], fp8.float8_e4m3fn, like=np)

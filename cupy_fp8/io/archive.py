@@ -75,8 +75,8 @@ def save(path: PathLike, *unnamed: NoReturn, **values: Any) -> None:
     path : where to write (exactly this name; an existing file is replaced only once the new one is complete
         and on disk).
     values : by name: NumPy or CuPy arrays of any dtype without Python objects; `Scaled`, `Quantized`,
-        `Grouped`, `Routing`, `Gate`; `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples and
-        dicts (with strings as keys) of these. CuPy arrays are copied to the host one at a time. An array
+        `Grouped`, `Routing`, `Gate`; `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples
+        and dicts (with strings as keys) of these. CuPy arrays are copied to the host one at a time. An array
         that occurs twice is stored once.
     Raises TypeError for anything else, ValueError for names that a file cannot hold or that collide, and both
     for results that `load` would refuse, such as those whose arrays were replaced; nothing is written then.

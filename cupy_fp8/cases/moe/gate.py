@@ -91,8 +91,9 @@ def _backward_inputs(case: Case) -> Arguments:
     x, shares = _logits(case), options.pop("shares", None)
     chosen = _gate_of(Case(case.op, case.dtype, case.shape, options=options), x)
     grad = values(grads, chosen.indices.shape, np.dtype(float32), 6)
-    given = {} if shares is None else {"score_grads": values(shares, chosen.counts.shape, np.dtype(float32), 7)}
-    return (grad, x, chosen), given
+    if shares is None:
+        return (grad, x, chosen), {}
+    return (grad, x, chosen), {"score_grads": values(shares, chosen.counts.shape, np.dtype(float32), 7)}
 
 
 def _balance_inputs(case: Case) -> Arguments:

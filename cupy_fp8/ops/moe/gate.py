@@ -118,24 +118,24 @@ def topk_gate_backward(grad: Array, logits: Array, gate: Gate, *, score_grads: A
 
 # ---- what follows from shapes and options ----
 class RowShape(NamedTuple):
-    """How a kernel's warps take rows of logits: `count` experts are a lane's."""
+    """How a kernel's warps take rows of logits: a lane has `of_lane` experts."""
 
     tokens: int
     experts: int
-    count: int
+    of_lane: int
 
     @property
     def warps(self) -> int:
         """Warps of a block."""
-        return min(_MOST_WARPS, _EXPERTS_OF_BLOCK // (_LANES * self.count))
+        return min(_MOST_WARPS, _EXPERTS_OF_BLOCK // (_LANES * self.of_lane))
 
     def variant(self, kernel: Kernel, logits: np.dtype[Any], score: str, shared: int = 0) -> Variant:
         return kernel.variant(block=_LANES * self.warps, shared=shared, IN=logits, SCORE=score,
-                              COUNT=self.count)
+                              COUNT=self.of_lane)
 
     def is_vector(self, itemsize: int, *addresses: int) -> int:
         """1 if rows of such elements are whole loads."""
-        load = min(self.count, _LOAD // itemsize)
+        load = min(self.of_lane, _LOAD // itemsize)
         return int(self.experts % load == 0 and not any(at % (load * itemsize) for at in addresses))
 
 
@@ -145,8 +145,8 @@ def row_shape(shape: tuple[int, ...]) -> RowShape:
     return RowShape(*shape, 1 << (cdiv(shape[1], _LANES) - 1).bit_length())
 
 
-def counts_of_lane() -> Iterator[int]:
-    """Every `count` that there is."""
+def experts_of_lane() -> Iterator[int]:
+    """Every `of_lane` that there is."""
     return (1 << i for i in range((MOST_EXPERTS // _LANES).bit_length()))
 
 
@@ -278,7 +278,7 @@ class _TopkGate(Op[_Inputs]):
 
 
 def _variant(rows: RowShape, dtype: np.dtype[Any], score: str) -> Variant:
-    return rows.variant(_GATE, dtype, score, shared=4 * rows.warps * _LANES * rows.count)
+    return rows.variant(_GATE, dtype, score, shared=4 * rows.warps * _LANES * rows.of_lane)
 
 
 _TOPK_GATE = _TopkGate()
@@ -308,7 +308,8 @@ class _TopkGateBackward(Op[_BackwardInputs]):
         grads = None
         if score_grads is not None:
             if gate.score_sums is None:
-                raise ValueError("score_grads: expected a gate that was made with sequences=, got one without")
+                raise ValueError("score_grads: expected a gate that was made with sequences=, got one "
+                                 "without")
             grads = call.read("score_grads", score_grads, (float32,), gate.counts.shape,
                               "that of the gate's score_sums")
         return _BackwardInputs(given, x, rows, gate, grads)
@@ -339,11 +340,11 @@ _TOPK_GATE_BACKWARD = _TopkGateBackward()
 
 def variants() -> Iterator[Variant]:
     """Yields every variant that topk_gate may launch."""
-    for dtype, score, count in product(INPUT_DTYPES, SCORES, counts_of_lane()):
-        yield _variant(RowShape(0, 0, count), dtype, score)
+    for dtype, score, of_lane in product(INPUT_DTYPES, SCORES, experts_of_lane()):
+        yield _variant(RowShape(0, 0, of_lane), dtype, score)
 
 
 def backward_variants() -> Iterator[Variant]:
     """Yields every variant that topk_gate_backward may launch."""
-    for dtype, score, count in product(INPUT_DTYPES, SCORES, counts_of_lane()):
-        yield RowShape(0, 0, count).variant(_BACKWARD, dtype, score)
+    for dtype, score, of_lane in product(INPUT_DTYPES, SCORES, experts_of_lane()):
+        yield RowShape(0, 0, of_lane).variant(_BACKWARD, dtype, score)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ... import reference
 from ...arrays import Array, address
 from ...calls.call import Call, Input, Op, run
@@ -18,7 +16,7 @@ from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv
 from ...reference.moe.gate import balance_factor, z_factors
 from ...typed_array import TypedArray
-from .gate import RowShape, counts_of_lane, row_shape
+from .gate import RowShape, experts_of_lane, row_shape
 
 _ITEMS = 256                            # items of a block of load_balance_loss
 _BALANCE = Kernel("moe/gate_losses", "load_balance_loss", block=_ITEMS)
@@ -167,5 +165,5 @@ def balance_variants() -> Iterator[Variant]:
 
 def z_variants() -> Iterator[Variant]:
     """Yields every variant that z_loss may launch."""
-    for dtype, count in product(INPUT_DTYPES, counts_of_lane()):
-        yield RowShape(0, 0, count).variant(_Z_LOSS, dtype, "softmax")
+    for dtype, of_lane in product(INPUT_DTYPES, experts_of_lane()):
+        yield RowShape(0, 0, of_lane).variant(_Z_LOSS, dtype, "softmax")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ...formats import float32
@@ -60,7 +58,7 @@ def topk_gate_backward(grad: np.ndarray, logits: np.ndarray, gate: Gate, *,
     elif gate.score == "sigmoid":
         found = mul(h, mul(s, sub(F32_ONE, s)))
     else:
-        half = mul(np.float32(0.5), numerics.sigmoid(values))
+        half = mul(numerics.sigmoid(values), np.float32(0.5))
         found = np.where(s == 0, np.float32(0), mul(h, div(half, s)))
     return numerics.narrow(np.where(np.isnan(values), np.float32(0), found), logits.dtype)
 
@@ -70,8 +68,8 @@ def load_balance_loss(gate: Gate, coeff: float) -> tuple[np.ndarray, np.ndarray]
     factor = balance_factor(gate, coeff)
     counts = np.asarray(gate.counts).astype(np.float32)
     terms = mul(counts, gate.score_sums).reshape(-1)
-    loss = numerics.one_nan(mul(factor, tree_sum(terms, 0)))
-    return loss.reshape(1), numerics.one_nan(mul(factor, counts))
+    loss = numerics.one_nan(mul(tree_sum(terms, 0), factor))
+    return loss.reshape(1), numerics.one_nan(mul(counts, factor))
 
 
 def balance_factor(gate: Gate, coeff: float) -> np.float32:
@@ -89,8 +87,8 @@ def z_loss(logits: np.ndarray, coeff: float) -> tuple[np.ndarray, np.ndarray]:
     z = add(largest, numerics.log(np.where(total > 0, total, F32_ONE)))
     z = np.where(np.isfinite(largest), z, np.float32(0))
     mean, slope = z_factors(len(logits), coeff)
-    loss = numerics.one_nan(mul(mean, tree_sum(mul(z, z), 0)))
-    grad = mul(mul(slope, z)[:, None], _softmax(x))
+    loss = numerics.one_nan(mul(tree_sum(mul(z, z), 0), mean))
+    grad = mul(mul(z, slope)[:, None], _softmax(x))
     return loss.reshape(1), numerics.narrow(grad, logits.dtype)
 
 
