@@ -44,7 +44,7 @@ struct GateParams {
 };
 
 constexpr int kTokens = 2, kSegment = kWarps * kTokens;  // tokens of a warp, of a block
-constexpr int kSegments = 16, kSumsAtOnce = 32;
+constexpr int kSegments = 32;                            // of a part
 constexpr u32 kKept = ~0u;                               // marks a group that is kept; no number has it
 
 struct OfWarp {
@@ -131,7 +131,8 @@ __device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 largest, i32 (
         const u32 rest = __reduce_max_sync(~0u, each);
         if (lane == first) *at = 0;
         if (lane == from) largest = rest;
-        if (lane == (int)(slot % kLanes)) chosen[slot < kLanes ? 0 : 1] = from * kCount + first;
+        if (lane == (int)slot) chosen[0] = from * kCount + first;
+        if (lane + kLanes == (int)slot) chosen[1] = from * kCount + first;
         __syncwarp();
     }
 }
@@ -153,9 +154,22 @@ __device__ __forceinline__ void replay(const GateParams& p, i64 token, i32 (&cho
 }
 
 // ---- tokens ----
-// Writes all of a token but its share of the sums. l: its logits; s: its scores.
+// What selection asks of a lane's logits: a bit each, in the place of numbers in registers.
+struct Candidates {
+    u32 none = 0, last = 0;                              // those of NaN, those of -Inf
+
+    __device__ __forceinline__ explicit Candidates(const Row& l) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            if (is_nan(l[i])) none |= 1u << i;
+            if (as_bits(l[i]) == kMinusInfinity) last |= 1u << i;
+        }
+    }
+};
+
+// Writes all of a token but its share of the sums. s: its scores.
 __device__ __forceinline__ void do_token(const GateParams& p, Shared& all, i64 token, u32* of_group,
-                                         const Row& l, const Row& s) {
+                                         const Candidates& candidates, const Row& s) {
     OfWarp& shared = all.warp[threadIdx.x / kLanes];
     const int lane = lane_index();
     __syncwarp();                                        // The token before has been read.
@@ -174,8 +188,8 @@ __device__ __forceinline__ void do_token(const GateParams& p, Shared& all, i64 t
             order[i] = as_bits(s[i]) | 0x80000000u;
             if (p.bias) order[i] = order_of(expert < (int)p.experts
                                             ? add_rn(s[i], load_read_only(p.bias + expert)) : 0.0f);
-            if (as_bits(l[i]) == kMinusInfinity) order[i] = order_of(l[i]);
-            if (is_nan(l[i])) order[i] = 0;
+            if (candidates.last >> i & 1) order[i] = order_of(as_float(kMinusInfinity));
+            if (candidates.none >> i & 1) order[i] = 0;
         }
         put_orders(shared, order);
         if (p.groups) keep_groups(p, shared, of_group, order);
@@ -208,18 +222,28 @@ __device__ __forceinline__ bool is_last(Shared& shared, u32* done, u32 blocks) {
     return shared.last;
 }
 
-// Returns the sum of `number` sums of an expert, one after the other in memory, by the tree. kMost: loads
-// in flight.
-template <int kMost>
-__device__ __forceinline__ float sum_of(const float* from, u32 experts, int number) {
-    float term[kMost];
+// Returns the sum of up to kLoads sums of an expert, one after the other in memory, by the tree.
+constexpr int kLoads = 16, kSums = 2 * kLoads;
+__device__ __forceinline__ float sum_of_loads(const float* from, u32 experts, int number) {
+    float term[kLoads];
 #pragma unroll
-    for (int i = 0; i < kMost; i++)
+    for (int i = 0; i < kLoads; i++)
         term[i] = as_float(i < number ? (u32)load_relaxed(from + (i64)i * experts) : kAbsentTerm);
-    TreeSum<kMost> sum;
+    TreeSum<kLoads> sum;
 #pragma unroll
-    for (int i = 0; i < kMost; i++) sum.add(i, term[i]);
+    for (int i = 0; i < kLoads; i++) sum.add(i, term[i]);
     return sum.sum();
+}
+
+// Returns the sum of up to kSums of them: more loads in flight would take too many registers.
+__device__ __forceinline__ float sum_of(const float* from, u32 experts, int number) {
+    float sum = as_float(kAbsentTerm);
+#pragma unroll 1
+    for (int first = 0; first < number; first += kLoads) {
+        const float next = sum_of_loads(from + (i64)first * experts, experts, number - first);
+        sum = first ? add_rn(sum, next) : next;
+    }
+    return sum;
 }
 
 // Writes the sums over a segment, and in the last block of a part those of the part. sum: of the warp's
@@ -242,37 +266,37 @@ __device__ __forceinline__ void add_up_scores(const GateParams& p, Shared& share
     if (!is_last(shared, p.done + sequences + sequence * p.parts + part, of_part)) return;
     for (u32 expert = threadIdx.x; expert < p.experts; expert += kThreads)
         parts[(i64)part * p.experts + expert] =
-            sum_of<kSegments>(segments + (i64)part * kSegments * p.experts + expert, p.experts, of_part);
+            sum_of(segments + (i64)part * kSegments * p.experts + expert, p.experts, of_part);
 }
 
-// Writes what a sequence has, once all of its blocks are done.
+// Writes what a sequence has, once all of its blocks are done. Running sums lie in the warps' shared memory.
+constexpr int kRunning = sizeof(OfWarp) * kWarps / sizeof(RunningTreeSum);
 __device__ __forceinline__ void finish(const GateParams& p, Shared& shared, u32 sequence) {
     const i64 sequences = gridDim.x / p.segments;
     const float* const parts = p.of_segments + (sequences * p.segments + (i64)sequence * p.parts) * p.experts;
     RunningTreeSum* const running = reinterpret_cast<RunningTreeSum*>(shared.warp) + threadIdx.x;
-    for (u32 expert = threadIdx.x; expert < p.experts; expert += kThreads) {
+    const u32 threads = p.parts <= kSums || kRunning > kThreads ? kThreads : kRunning;
+    if (threadIdx.x >= threads) return;
+    for (u32 expert = threadIdx.x; expert < p.experts; expert += threads) {
         const i64 at = (i64)sequence * p.experts + expert;
         p.counts[at] = (i32)atomicExch(p.counted + at, 0u);
         if (!p.score_sums) continue;
         float sum;
-        if (p.parts <= kSumsAtOnce) {
-            sum = sum_of<kSumsAtOnce>(parts + expert, p.experts, p.parts);
+        if (p.parts <= kSums) {
+            sum = sum_of(parts + expert, p.experts, p.parts);
         } else {
-            const int rounds = (p.parts + kSumsAtOnce - 1) / kSumsAtOnce;
+            const int rounds = (p.parts + kSums - 1) / kSums;
             for (int round = 0; round < rounds; round++)
-                running->add(round, sum_of<kSumsAtOnce>(
-                    parts + (i64)round * kSumsAtOnce * p.experts + expert, p.experts,
-                    left_of((i64)p.parts - round * kSumsAtOnce, kSumsAtOnce)));
+                running->add(round, sum_of(
+                    parts + (i64)round * kSums * p.experts + expert, p.experts,
+                    left_of((i64)p.parts - round * kSums, kSums)));
             sum = running->total(rounds);
         }
         p.score_sums[at] = as_float(f32::narrow(p.length ? sum : 0.0f));
     }
 }
-constexpr int kWithExpert = kThreads < kMostExperts ? kThreads : kMostExperts;
-static_assert(sizeof(OfWarp) * kWarps >= sizeof(RunningTreeSum) * kWithExpert,
-              "a running sum for each thread that has an expert");
 
-extern "C" __global__ void __launch_bounds__(kThreads, kCount <= 8 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 topk_gate(const __grid_constant__ GateParams p) {
     __shared__ Shared shared;
     extern __shared__ u32 of_groups[];                   // [kWarps, groups]
@@ -290,7 +314,7 @@ topk_gate(const __grid_constant__ GateParams p) {
             Row l;
             load_logits<IN>(p.logits + (before + token) * p.experts, p.experts, p.vector, l);
             scores_of(l, s);
-            do_token(p, shared, before + token, of_groups + warp * p.groups, l, s);
+            do_token(p, shared, before + token, of_groups + warp * p.groups, Candidates(l), s);
             if (p.score_sums) shares_of(s);
         } else {
 #pragma unroll

@@ -107,7 +107,7 @@ __device__ __forceinline__ void through_scores(const Row& l, const Row& s, Row& 
     for (int i = 0; i < kCount; i++) h[i] = is_nan(l[i]) ? 0.0f : h[i];
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kCount <= 8 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 topk_gate_backward(const __grid_constant__ GateBackwardParams p) {
     __shared__ OfWarp of_warp[kWarps];
     OfWarp& shared = of_warp[threadIdx.x / kLanes];

@@ -58,7 +58,7 @@ struct ZLossParams {
     float mean, slope;           // coeff / tokens and 2 * coeff / tokens
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kCount <= 8 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 z_loss(const __grid_constant__ ZLossParams p) {
     __shared__ GridSum<kThreads> shared;
     __shared__ float term[kWarps];

@@ -22,7 +22,7 @@ from ...typed_array import TypedArray
 
 _GATE, _BACKWARD = Kernel("moe/gate", "topk_gate"), Kernel("moe/gate_backward", "topk_gate_backward")
 _LANES = 32
-_MOST_WARPS, _EXPERTS_OF_BLOCK = 16, 4096       # A block has shared memory for so many warps times experts.
+_MOST_WARPS, _EXPERTS_OF_BLOCK = 16, 2048       # A block has shared memory for so many warps times experts.
 _LOAD = 16                                      # bytes of the widest load
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 

@@ -16,7 +16,14 @@ enum class Score { softmax, sigmoid, sqrtsoftplus };
 constexpr Score kScore = Score::SCORE;
 constexpr int kCount = COUNT, kLanes = 32, kMostExperts = kLanes * kCount;
 // 16 warps, and fewer where their shared memory would have too many experts.
-constexpr int kWarps = kCount <= 8 ? 16 : 128 / kCount, kThreads = kWarps * kLanes;
+constexpr int kWarps = kCount <= 4 ? 16 : 64 / kCount, kThreads = kWarps * kLanes;
+// 64 registers for a thread, more where it has many experts. sm_100 and sm_120 would spill with as few.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kBlocksOfEight = 2;
+#else
+constexpr int kBlocksOfEight = kScore == Score::softmax ? 4 : 3;
+#endif
+constexpr int kBlocks = kCount <= 4 ? 2 : kCount > 8 ? 1 : kBlocksOfEight;
 constexpr u32 kMinusInfinity = 0xff800000u, kInfinity = 0x7f800000u;
 constexpr float kEpsilon = 1e-20f;                       // is added to sums of scores before they divide
 
@@ -82,14 +89,11 @@ __device__ __forceinline__ void store_row(typename F::storage* row, u32 experts,
 // ---- sums and maxima ----
 // Returns the sum over all experts to every lane.
 __device__ __forceinline__ float sum_of_row(const Row& v) {
-    Row sum;
+    if constexpr (kCount == 1) return warp_tree_sum(v[0]);
+    TreeSum<kCount < 2 ? 2 : kCount> sum;
 #pragma unroll
-    for (int i = 0; i < kCount; i++) sum[i] = v[i];
-#pragma unroll
-    for (int left = kCount / 2; left; left /= 2)
-#pragma unroll
-        for (int i = 0; i < left; i++) sum[i] = add_rn(sum[2 * i], sum[2 * i + 1]);
-    return warp_tree_sum(sum[0]);
+    for (int i = 0; i < kCount; i++) sum.add(i, v[i]);
+    return warp_tree_sum(sum.sum());
 }
 
 // Numbers order like these integers. NaN is 0, which no number is.
