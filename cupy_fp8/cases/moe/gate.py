@@ -17,6 +17,7 @@ from ..base import Case, laid_out, maker, source, values
 from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_FLOAT32 = np.dtype(np.float32)
 #: Numbers of experts: each kind of lane, tails, rows without wide loads, and the most.
 _EXPERTS = (1, 2, 8, 13, 32, 33, 60, 64, 72, 128, 160, 256, 264, 384, 512, 1000, 1024)
 
@@ -32,7 +33,7 @@ def _logits(case: Case) -> np.ndarray:
     kinds = {"equal": _equal, "masked": _masked, "wide": _wide}
     if case.values not in kinds:
         return source(case)
-    made = kinds[case.values](values("normal", case.shape, np.dtype(float32)))
+    made = kinds[case.values](values("normal", case.shape, _FLOAT32))
     return laid_out(reference.astype(made, case.dtype), case.layout)
 
 
@@ -57,7 +58,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 def _bias(experts: int, kind: str = "normal") -> np.ndarray:
     """'normal': of the size of scores; 'bits': any pattern."""
-    bias = values(kind, (experts,), np.dtype(float32), 5)
+    bias = values(kind, (experts,), _FLOAT32, 5)
     return bias * np.float32(0.25) if kind == "normal" else bias
 
 
@@ -77,29 +78,35 @@ def _inputs(case: Case) -> Arguments:
     return (_logits(case), k), options
 
 
-def _gate_of(case: Case, x: np.ndarray) -> Gate:
-    options = dict(case.options)
-    k = options.pop("k")
-    if "indices" in options:
-        options["indices"] = _replayed(len(x), k, x.shape[1], options["indices"])
-    return reference.topk_gate(x, k, **options)
+def _gate_of(case: Case) -> Gate:
+    """With indices that do not depend on logits, and what its gradient does not read left empty."""
+    given = {"k": 1, "score": "softmax", "normalize": True, "factor": 1.0, "sequences": None, **case.options}
+    (tokens, experts), k = case.shape, given["k"]
+    if "indices" in given:
+        chosen = _replayed(tokens, k, experts, given["indices"]).astype(_INT32)
+    else:
+        first = np.random.default_rng(4).integers(0, experts, (tokens, 1))
+        chosen = ((first + np.arange(k) * max(1, experts // k)) % experts).astype(_INT32)
+        chosen[first[:, 0] % 11 == 5, -1] = -1
+    counts = np.zeros((given["sequences"] or 1, experts), _INT32)
+    sums = counts.astype(np.float32) if given["sequences"] else None
+    return Gate(chosen, np.zeros(chosen.shape, np.float32), counts if given["sequences"] else counts[0],
+                None, sums, given["score"], given["normalize"], given["factor"])
 
 
 def _backward_inputs(case: Case) -> Arguments:
-    options = dict(case.options)
-    grads = options.pop("grads", "normal")
-    x, shares = _logits(case), options.pop("shares", None)
-    chosen = _gate_of(Case(case.op, case.dtype, case.shape, options=options), x)
-    grad = values(grads, chosen.indices.shape, np.dtype(float32), 6)
-    if shares is None:
-        return (grad, x, chosen), {}
-    return (grad, x, chosen), {"score_grads": values(shares, chosen.counts.shape, np.dtype(float32), 7)}
+    options, given = case.options, _gate_of(case)
+    grad = values(options.get("grads", "normal"), given.indices.shape, _FLOAT32, 6)
+    if "shares" not in options:
+        return (grad, _logits(case), given), {}
+    return (grad, _logits(case), given), {"score_grads": values(options["shares"], given.counts.shape,
+                                                                _FLOAT32, 7)}
 
 
 def _balance_inputs(case: Case) -> Arguments:
     options = dict(case.options)
-    coeff = options.pop("coeff", 0.01)
-    return (_gate_of(Case(case.op, case.dtype, case.shape, options=options), _logits(case)), coeff), {}
+    coeff, k = options.pop("coeff", 0.01), options.pop("k")
+    return (reference.topk_gate(_logits(case), k, **options), coeff), {}
 
 
 def _z_inputs(case: Case) -> Arguments:
