@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, asarray
+from ...arrays import Array, asarray, asnumpy
 from ...formats import INPUT_DTYPES, bfloat16, float16, float32
 from ...gate import SCORES, Gate
 from ...ops.moe import gate, gate_losses
@@ -106,7 +106,7 @@ def _backward_inputs(case: Case) -> Arguments:
 def _balance_inputs(case: Case) -> Arguments:
     options = dict(case.options)
     coeff, k = options.pop("coeff", 0.01), options.pop("k")
-    return (reference.topk_gate(_logits(case), k, **options), coeff), {}
+    return (reference.topk_gate(asnumpy(_logits(case)), k, **options), coeff), {}
 
 
 def _z_inputs(case: Case) -> Arguments:
