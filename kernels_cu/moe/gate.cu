@@ -3,10 +3,10 @@
 //   logits IN [tokens, experts] -> indices i32 [tokens, k], weights f32 [tokens, k], counts i32 [sequences,
 //   experts], and, if they are wanted, scores f32 [tokens, experts] and score_sums f32 [sequences, experts]
 //
-// A warp takes a token. What selection compares becomes integers of the same order, which lie in shared
-// memory; a lane knows the largest of its own. In each round the warp finds the largest of all, the first
-// lane that has it, and there the first expert; the lanes then read that lane's integers, to find the largest
-// of the others. So ties go to the smaller index, and nothing depends on how many experts a lane has.
+// A warp takes a token. What selection compares becomes integers of the same order, and each lane sorts its
+// own. In each round the warp finds the largest of all, and the first lane that has it takes it from its
+// list. Which experts these were is found at the end, by a lane for each slot, from the integers in shared
+// memory. Ties go to the smaller index, since lanes and ranks have the order of experts.
 //
 // A block takes consecutive tokens of one sequence, a segment. It counts in shared memory, then adds to
 // counts of the sequence, which are zero before and after a launch; the sequence's last block hands them out.
@@ -47,9 +47,15 @@ constexpr int kTokens = 2, kSegment = kWarps * kTokens;  // tokens of a warp, of
 constexpr int kSegments = 32;                            // of a part
 constexpr u32 kKept = ~0u;                               // marks a group that is kept; no number has it
 
+// What a slot takes: a number's order, and its rank among the numbers of its lane, which begin with the lane's
+// first expert.
+struct alignas(8) Taken {
+    u32 order, rank;
+};
 struct OfWarp {
     alignas(16) u32 order[kMostExperts];                 // of what selection compares; 0: no candidate
     alignas(16) float score[kMostExperts];
+    Taken taken[kMostSlots];
 };
 struct Shared {
     u32 count[kMostExperts];
@@ -59,13 +65,6 @@ struct Shared {
 static_assert(sizeof(Shared) <= 48 << 10, "static shared memory");
 
 // ---- selection ----
-__device__ __forceinline__ u32 largest_order(const u32 (&order)[kCount]) {
-    u32 largest = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; i++) largest = larger(largest, order[i]);
-    return largest;
-}
-
 // Writes the order of each expert to shared memory.
 __device__ __forceinline__ void put_orders(OfWarp& shared, const u32 (&order)[kCount]) {
     const int first = lane_index() * kCount;
@@ -116,25 +115,68 @@ __device__ __forceinline__ void keep_groups(const GateParams& p, OfWarp& shared,
     put_orders(shared, order);
 }
 
-// Finds the k largest, one after the other. chosen: -1 past the last candidate.
-__device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 largest, i32 (&chosen)[kSlotsOfLane]) {
-    const int lane = lane_index(), within = lane % kCount;
-#pragma unroll 1
-    for (u32 slot = 0; slot < k; slot++) {
-        const u32 top = __reduce_max_sync(~0u, largest);
-        if (top == 0) return;
-        const int from = __ffs((int)__ballot_sync(~0u, largest == top)) - 1;
-        u32* const at = shared.order + from * kCount + within;
-        u32 each = *at;
-        const int first = __ffs((int)__ballot_sync(~0u, each == top)) - 1;
-        if (within == first) each = 0;
-        const u32 rest = __reduce_max_sync(~0u, each);
-        if (lane == first) *at = 0;
-        if (lane == from) largest = rest;
-        if (lane == (int)slot) chosen[0] = from * kCount + first;
-        if (lane + kLanes == (int)slot) chosen[1] = from * kCount + first;
-        __syncwarp();
+// Sorts a lane's integers, the largest first, by Batcher's network.
+template <int kFirst, int kNumber, int kStep>
+__device__ __forceinline__ void merge(u32 (&v)[kCount]) {
+    if constexpr (kStep * 2 < kNumber) {
+        merge<kFirst, kNumber, kStep * 2>(v);
+        merge<kFirst + kStep, kNumber, kStep * 2>(v);
     }
+    constexpr int kBegin = kStep * 2 < kNumber ? kFirst + kStep : kFirst;
+#pragma unroll
+    for (int i = kBegin; i + kStep < kFirst + kNumber; i += kStep * 2) {
+        const u32 a = v[i], b = v[i + kStep];
+        v[i] = larger(a, b), v[i + kStep] = smaller(a, b);
+    }
+}
+template <int kFirst, int kNumber>
+__device__ __forceinline__ void sort(u32 (&v)[kCount]) {
+    if constexpr (kNumber > 1) {
+        sort<kFirst, kNumber / 2>(v);
+        sort<kFirst + kNumber / 2, kNumber / 2>(v);
+        merge<kFirst, kNumber, 1>(v);
+    }
+}
+
+// Returns the expert that has the order `top` and, among its lane's, this rank.
+__device__ __forceinline__ i32 expert_of(const OfWarp& shared, Taken taken) {
+    const u32 first = taken.rank / kCount * kCount;
+    u32 order[kCount], before = first;                   // ranks before those that are equal
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        order[i] = shared.order[first + i];
+        before += order[i] > taken.order;
+    }
+    u32 expert = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        const bool equal = order[i] == taken.order;
+        if (equal && before == taken.rank) expert = first + i;
+        before += equal;
+    }
+    return (i32)expert;
+}
+
+// Finds the k largest, one after the other. chosen: -1 past the last candidate.
+__device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 (&order)[kCount],
+                                       i32 (&chosen)[kSlotsOfLane]) {
+    const u32 lane = lane_index(), lanes_before = (1u << lane) - 1;
+    u32 rank = lane * kCount, found = 0;
+    sort<0, kCount>(order);
+#pragma unroll 1
+    for (; found < k; found++) {
+        const u32 top = __reduce_max_sync(~0u, order[0]);
+        if (top == 0) break;
+        const u32 all = __ballot_sync(~0u, order[0] == top);
+        if (order[0] != top || (all & lanes_before)) continue;
+        shared.taken[found] = {top, rank++};
+#pragma unroll
+        for (int i = 1; i < kCount; i++) order[i - 1] = order[i];
+        order[kCount - 1] = 0;
+    }
+    __syncwarp();
+    if (lane < found) chosen[0] = expert_of(shared, shared.taken[lane]);
+    if (found > kLanes && lane + kLanes < found) chosen[1] = expert_of(shared, shared.taken[lane + kLanes]);
 }
 
 __device__ __forceinline__ void replay(const GateParams& p, i64 token, i32 (&chosen)[kSlotsOfLane]) {
@@ -154,22 +196,34 @@ __device__ __forceinline__ void replay(const GateParams& p, i64 token, i32 (&cho
 }
 
 // ---- tokens ----
-// What selection asks of a lane's logits: a bit each, in the place of numbers in registers.
-struct Candidates {
-    u32 none = 0, last = 0;                              // those of NaN, those of -Inf
-
-    __device__ __forceinline__ explicit Candidates(const Row& l) {
+// What selection compares, as integers of the same order. NaN and -Inf have a score of 0, which few others
+// have.
+__device__ __forceinline__ void orders_of(const GateParams& p, const Row& l, const Row& s,
+                                          u32 (&order)[kCount]) {
+    if (p.bias) {
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
-            if (is_nan(l[i])) none |= 1u << i;
-            if (as_bits(l[i]) == kMinusInfinity) last |= 1u << i;
+            const u32 expert = lane_index() * kCount + i;
+            order[i] = order_of(add_rn(s[i], load_read_only(p.bias + smaller(expert, p.experts - 1))));
         }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) order[i] = as_bits(s[i]) | 0x80000000u;
     }
-};
+    bool rare = false;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) rare |= as_bits(s[i]) == 0;
+    if (!rare) return;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        if (as_bits(l[i]) == kMinusInfinity) order[i] = order_of(as_float(kMinusInfinity));
+        if (is_nan(l[i])) order[i] = 0;
+    }
+}
 
-// Writes all of a token but its share of the sums. s: its scores.
+// Writes all of a token but its share of the sums. l: its logits; s: its scores.
 __device__ __forceinline__ void do_token(const GateParams& p, Shared& all, i64 token, u32* of_group,
-                                         const Candidates& candidates, const Row& s) {
+                                         const Row& l, const Row& s) {
     OfWarp& shared = all.warp[threadIdx.x / kLanes];
     const int lane = lane_index();
     __syncwarp();                                        // The token before has been read.
@@ -182,18 +236,10 @@ __device__ __forceinline__ void do_token(const GateParams& p, Shared& all, i64 t
         __syncwarp();
     } else {
         u32 order[kCount];
-#pragma unroll
-        for (int i = 0; i < kCount; i++) {
-            const int expert = lane * kCount + i;
-            order[i] = as_bits(s[i]) | 0x80000000u;
-            if (p.bias) order[i] = order_of(expert < (int)p.experts
-                                            ? add_rn(s[i], load_read_only(p.bias + expert)) : 0.0f);
-            if (candidates.last >> i & 1) order[i] = order_of(as_float(kMinusInfinity));
-            if (candidates.none >> i & 1) order[i] = 0;
-        }
+        orders_of(p, l, s, order);
         put_orders(shared, order);
         if (p.groups) keep_groups(p, shared, of_group, order);
-        select(p.k, shared, largest_order(order), chosen);
+        select(p.k, shared, order, chosen);
     }
     Slots score;
 #pragma unroll
@@ -314,7 +360,7 @@ topk_gate(const __grid_constant__ GateParams p) {
             Row l;
             load_logits<IN>(p.logits + (before + token) * p.experts, p.experts, p.vector, l);
             scores_of(l, s);
-            do_token(p, shared, before + token, of_groups + warp * p.groups, Candidates(l), s);
+            do_token(p, shared, before + token, of_groups + warp * p.groups, l, s);
             if (p.score_sums) shares_of(s);
         } else {
 #pragma unroll

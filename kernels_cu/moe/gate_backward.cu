@@ -50,11 +50,18 @@ __device__ __forceinline__ void add_slots(const GateBackwardParams& p, i64 token
 #pragma unroll
         for (int i = 0; i < kSlotsOfLane; i++) grad[i] = div_rn(sub_rn(grad[i], through_sum), divisor);
     }
-    for (u32 slot = 0; slot < p.k; slot++) {             // An expert may have several slots.
+    // An expert may have several slots, which add up in their order.
+    const u32 alike = __match_any_sync(~0u, chosen[0] < 0 ? -1 - lane : chosen[0]);
+    if (p.k <= kLanes && __all_sync(~0u, alike == 1u << lane)) {
+        if (chosen[0] >= 0) shared.grad[chosen[0]] = add_rn(0.0f, grad[0]);
+        __syncwarp();
+        return;
+    }
+    for (u32 slot = 0; slot < p.k; slot++) {
         if (lane == (int)(slot % kLanes)) {
-            const int i = slot < kLanes ? 0 : 1;
-            const i32 expert = i ? chosen[1] : chosen[0];
-            if (expert >= 0) shared.grad[expert] = add_rn(shared.grad[expert], i ? grad[1] : grad[0]);
+            const i32 expert = slot < kLanes ? chosen[0] : chosen[1];
+            if (expert >= 0)
+                shared.grad[expert] = add_rn(shared.grad[expert], slot < kLanes ? grad[0] : grad[1]);
         }
         __syncwarp();
     }
