@@ -74,7 +74,7 @@ __device__ __forceinline__ void add_shares(const Row& s, Row& a, Row& h) {
         Row share;
 #pragma unroll
         for (int i = 0; i < kCount; i++) share[i] = s[i];
-        divide_all(share, divisor);
+        divide_all(share, divisor, divides_quickly(s, divisor));
 #pragma unroll
         for (int i = 0; i < kCount; i++) share[i] = mul_rn(a[i], share[i]);
         const float through_sum = sum_of_row(share);

@@ -68,11 +68,11 @@ z_loss(const __grid_constant__ ZLossParams p) {
         Row l, x;
         load_logits<IN>(p.logits + token * p.experts, p.experts, p.vector, l);
         const float m = largest_of_row(l);
-        softmax_terms(l, m, x);
+        const bool usual = softmax_terms(l, m, x);
         const float sum = sum_of_row(x);
         const float z = is_nan(m) || is_infinite(m) ? 0.0f
                                                     : add_rn(m, log_from_one(as_bits(sum) ? sum : 1.0f));
-        softmax_of_terms(x, sum);
+        softmax_of_terms(x, sum, usual);
         const float slope = mul_rn(p.slope, z);
 #pragma unroll
         for (int i = 0; i < kCount; i++) x[i] = mul_rn(slope, x[i]);

@@ -34,8 +34,9 @@ __device__ __forceinline__ int lane_index() { return threadIdx.x % kLanes; }
 // ---- rows in memory ----
 // Elements of one load or store in format F.
 template <class F>
-constexpr int kAtOnce = kCount < 16 / (int)sizeof(typename F::storage) ? kCount
-                                                                       : 16 / (int)sizeof(typename F::storage);
+constexpr int kWidest = 16 / (int)sizeof(typename F::storage);
+template <class F>
+constexpr int kAtOnce = kCount < kWidest<F> ? kCount : kWidest<F>;
 
 // Loads a row in format F. vector: rows are whole loads at multiples of a load's bytes.
 template <class F>
@@ -135,13 +136,14 @@ struct ExpOfMinus {
         return as_bits(a) >= kZeroExp ? 0.0f : exp_of_minus(a);
     }
 };
-__device__ __forceinline__ void exps_of_minus(Row& a) {
+// Returns true if there was none of the rare ones.
+__device__ __forceinline__ bool exps_of_minus(Row& a) {
     bool rare = false;
 #pragma unroll
     for (int i = 0; i < kCount; i++) rare |= as_bits(a[i]) - kRareExp < kZeroExp - kRareExp;
     if (__builtin_expect(rare, 0)) {
         one_by_one(a, ExpOfMinus());
-        return;
+        return false;
     }
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
@@ -149,6 +151,7 @@ __device__ __forceinline__ void exps_of_minus(Row& a) {
         const float found = as_float(as_bits(e.p) + (e.shifted << 23));
         a[i] = as_bits(a[i]) >= kZeroExp ? 0.0f : found;
     }
+    return true;
 }
 
 // Replaces each v >= 0 by v / d, d > 0. Quick quotients of numbers of usual sizes have exact remainders.
@@ -156,12 +159,8 @@ struct DividedBy {
     float d;
     __device__ __forceinline__ float operator()(float v) const { return div_rn(v, d); }
 };
-__device__ __forceinline__ void divide_all(Row& v, float d) {
-    // 2^-67 <= d < 2^16, and v is 0 or 2^-87 <= v < 2^30.
-    bool quick = as_bits(d) - 0x1e000000u < 0x47800000u - 0x1e000000u;
-#pragma unroll
-    for (int i = 0; i < kCount; i++)
-        quick &= as_bits(v[i]) == 0 || as_bits(v[i]) - 0x14000000u < 0x4e800000u - 0x14000000u;
+// quick: 2^-67 <= d < 2^16, and each v is 0 or 2^-87 <= v < 2^30.
+__device__ __forceinline__ void divide_all(Row& v, float d, bool quick) {
     if (__builtin_expect(!quick, 0)) {
         one_by_one(v, DividedBy{d});
         return;
@@ -171,21 +170,30 @@ __device__ __forceinline__ void divide_all(Row& v, float d) {
     for (int i = 0; i < kCount; i++) v[i] = quick_quotient(v[i], d, r);
 }
 
+__device__ __forceinline__ bool divides_quickly(const Row& v, float d) {
+    bool quick = as_bits(d) - 0x1e000000u < 0x47800000u - 0x1e000000u;
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+        quick &= as_bits(v[i]) == 0 || as_bits(v[i]) - 0x14000000u < 0x4e800000u - 0x14000000u;
+    return quick;
+}
+
 // ---- scores ----
-// x[e] = exp(l[e] - m), m = the largest number.
-__device__ __forceinline__ void softmax_terms(const Row& l, float m, Row& x) {
+// x[e] = exp(l[e] - m), m = the largest number. Returns true if each x is 0 or at least exp(-60) > 2^-87.
+__device__ __forceinline__ bool softmax_terms(const Row& l, float m, Row& x) {
 #pragma unroll
     for (int i = 0; i < kCount; i++) x[i] = magnitude(sub_rn(m, l[i]));
-    exps_of_minus(x);
+    const bool usual = exps_of_minus(x);
     if (as_bits(m) == kInfinity) {
 #pragma unroll
         for (int i = 0; i < kCount; i++) x[i] = as_bits(l[i]) == kInfinity ? 1.0f : 0.0f;
     }
+    return usual;
 }
 
-// Replaces x by x / their sum. There is no sum where all are 0.
-__device__ __forceinline__ void softmax_of_terms(Row& x, float sum) {
-    divide_all(x, as_bits(sum) ? sum : 1.0f);
+// Replaces x by x / their sum, which is from 1 to the number of experts, unless all are 0.
+__device__ __forceinline__ void softmax_of_terms(Row& x, float sum, bool usual) {
+    divide_all(x, as_bits(sum) ? sum : 1.0f, usual);
 }
 
 struct Sigmoid {
@@ -206,8 +214,8 @@ __device__ __forceinline__ void sigmas(Row& v) {
 
 __device__ __forceinline__ void scores_of(const Row& l, Row& s) {
     if constexpr (kScore == Score::softmax) {
-        softmax_terms(l, largest_of_row(l), s);
-        softmax_of_terms(s, sum_of_row(s));
+        const bool usual = softmax_terms(l, largest_of_row(l), s);
+        softmax_of_terms(s, sum_of_row(s), usual);
         return;
     }
     if constexpr (kScore == Score::sigmoid) {
@@ -228,7 +236,9 @@ __device__ __forceinline__ void scores_of(const Row& l, Row& s) {
 
 // Replaces scores by their shares of 1, of which the auxiliary loss has the mean.
 __device__ __forceinline__ void shares_of(Row& s) {
-    if constexpr (kScore != Score::softmax) divide_all(s, add_rn(sum_of_row(s), kEpsilon));
+    if constexpr (kScore == Score::softmax) return;
+    const float sum = add_rn(sum_of_row(s), kEpsilon);
+    divide_all(s, sum, divides_quickly(s, sum));
 }
 
 // ---- slots ----
