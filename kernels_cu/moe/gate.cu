@@ -3,10 +3,7 @@
 //   logits IN [tokens, experts] -> indices i32 [tokens, k], weights f32 [tokens, k], counts i32 [sequences,
 //   experts], and, if they are wanted, scores f32 [tokens, experts] and score_sums f32 [sequences, experts]
 //
-// A warp takes a token. What selection compares becomes integers of the same order, and each lane sorts its
-// own into shared memory. In each round the warp finds the largest of all, and the first lane that has it
-// takes it from its list. Which experts these were is found at the end, by a lane for each slot. Ties go to
-// the smaller index, since lanes and ranks have the order of experts.
+// A warp takes a token; gate_select.cuh tells how it selects.
 //
 // A block takes consecutive tokens of one sequence, a segment. It counts in shared memory, then adds to
 // counts of the sequence, which are zero before and after a launch; the sequence's last block hands them out.
@@ -15,7 +12,7 @@
 //
 // The logits are read once. Indices that are given and no experts count as -1. Defines: see gate_row.cuh.
 #include "memory/errors.cuh"
-#include "moe/gate_row.cuh"
+#include "moe/gate_select.cuh"
 #include "numerics/amax.cuh"
 
 struct GateParams {
@@ -47,17 +44,6 @@ constexpr int kTokens = 2, kSegment = kWarps * kTokens;  // tokens of a warp, of
 constexpr int kSegments = 32;                            // of a part
 constexpr u32 kKept = ~0u;                               // marks a group that is kept; no number has it
 
-// What a slot takes: a number's order, and its rank among its lane's, which begin at the lane's first expert.
-struct alignas(8) Taken {
-    u32 order, rank;
-};
-struct OfWarp {
-    alignas(16) u32 order[kMostExperts];                 // of what selection compares; 0: no candidate
-    alignas(16) u32 sorted[kMostExperts];                // each lane's, the largest first
-    alignas(16) float score[kMostExperts];
-    Taken taken[kMostSlots];
-};
-constexpr int kSortedAt = 4 * kMostExperts, kTakenAt = 12 * kMostExperts;          // bytes into OfWarp
 struct Shared {
     u32 count[kMostExperts];
     OfWarp warp[kWarps];
@@ -66,13 +52,6 @@ struct Shared {
 static_assert(sizeof(Shared) <= 48 << 10, "static shared memory");
 
 // ---- selection ----
-// Writes a lane's integers to shared memory.
-__device__ __forceinline__ void put_orders(u32 (&shared)[kMostExperts], const u32 (&order)[kCount]) {
-    const int first = lane_index() * kCount;
-#pragma unroll
-    for (int i = 0; i < kCount; i++) shared[first + i] = order[i];
-}
-
 // Returns the order of the sum of a group's largest candidates, in shared memory from `order` on.
 __device__ __forceinline__ u32 order_of_group(const u32* order, u32 size, u32 terms) {
     u32 before = kKept, at = 0;                          // the last term and where it was
@@ -114,99 +93,6 @@ __device__ __forceinline__ void keep_groups(const GateParams& p, OfWarp& shared,
     }
     put_orders(shared.order, order);
     __syncwarp();
-}
-
-// Sorts a lane's integers, the largest first, by Batcher's network.
-template <int kFirst, int kNumber, int kStep>
-__device__ __forceinline__ void merge(u32 (&v)[kCount]) {
-    if constexpr (kStep * 2 < kNumber) {
-        merge<kFirst, kNumber, kStep * 2>(v);
-        merge<kFirst + kStep, kNumber, kStep * 2>(v);
-    }
-    constexpr int kBegin = kStep * 2 < kNumber ? kFirst + kStep : kFirst;
-#pragma unroll
-    for (int i = kBegin; i + kStep < kFirst + kNumber; i += kStep * 2) {
-        const u32 a = v[i], b = v[i + kStep];
-        v[i] = larger(a, b), v[i + kStep] = smaller(a, b);
-    }
-}
-template <int kFirst, int kNumber>
-__device__ __forceinline__ void sort(u32 (&v)[kCount]) {
-    if constexpr (kNumber > 1) {
-        sort<kFirst, kNumber / 2>(v);
-        sort<kFirst + kNumber / 2, kNumber / 2>(v);
-        merge<kFirst, kNumber, 1>(v);
-    }
-}
-
-// Returns the expert that has the order `top` and, among its lane's, this rank.
-__device__ __forceinline__ i32 expert_of(const OfWarp& shared, Taken taken) {
-    const u32 first = taken.rank / kCount * kCount;
-    u32 order[kCount], before = first;                   // ranks before those that are equal
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-        order[i] = shared.order[first + i];
-        before += order[i] > taken.order;
-    }
-    u32 expert = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-        const bool equal = order[i] == taken.order;
-        if (equal && before == taken.rank) expert = first + i;
-        before += equal;
-    }
-    return (i32)expert;
-}
-
-// A lane's place in shared memory, as an address that it keeps: the compiler would compute it in each round.
-struct LanesList {
-#ifdef CUPY_FP8_HOST
-    OfWarp* at;
-    __device__ explicit LanesList(OfWarp& shared) : at(&shared) {}
-    __device__ u32 sorted(u32 rank) const { return at->sorted[rank]; }
-    __device__ void take(u32 slot, u32 order, u32 rank) const { at->taken[slot] = {order, rank}; }
-#else
-    u32 at;
-    __device__ __forceinline__ explicit LanesList(OfWarp& shared) : at(shared_address(&shared)) {
-        asm volatile("" : "+r"(at));
-    }
-    __device__ __forceinline__ u32 sorted(u32 rank) const {
-        u32 order;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(order) : "r"(at + kSortedAt + rank * 4) : "memory");
-        return order;
-    }
-    __device__ __forceinline__ void take(u32 slot, u32 order, u32 rank) const {
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
-                     :: "r"(at + kTakenAt + slot * 8), "r"(order), "r"(rank) : "memory");
-    }
-#endif
-};
-
-// Finds the k largest, one after the other. chosen: -1 past the last candidate.
-__device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 (&order)[kCount],
-                                       i32 (&chosen)[kSlotsOfLane]) {
-    const u32 lane = lane_index();
-    u32 lanes_before = (1u << lane) - 1;
-#ifndef CUPY_FP8_HOST
-    asm volatile("" : "+r"(lanes_before));               // A register, as above.
-#endif
-    const LanesList list(shared);
-    sort<0, kCount>(order);
-    put_orders(shared.sorted, order);
-    u32 largest = order[0], rank = lane * kCount, found = 0;
-#pragma unroll 1
-    for (; found < k; found++) {
-        const u32 top = __reduce_max_sync(~0u, largest);
-        if (top == 0) break;
-        const u32 all = __ballot_sync(~0u, largest == top);
-        if (largest == top && !(all & lanes_before)) {
-            list.take(found, top, rank++);
-            largest = rank % kCount ? list.sorted(rank) : 0;
-        }
-    }
-    __syncwarp();
-    if (lane < found) chosen[0] = expert_of(shared, shared.taken[lane]);
-    if (found > kLanes && lane + kLanes < found) chosen[1] = expert_of(shared, shared.taken[lane + kLanes]);
 }
 
 __device__ __forceinline__ void replay(const GateParams& p, i64 token, i32 (&chosen)[kSlotsOfLane]) {

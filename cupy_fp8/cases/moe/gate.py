@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -131,6 +131,12 @@ def _cases() -> Iterator[Case]:
         for kind in ("wide", "edges", "bits"):
             yield case(dtype, (19, 96), kind, k=5, score=score, sequences=1, scores=True)
             yield case(dtype, (19, 96), kind, k=5, score=score, indices=turn((_INT32, _INT64), len(kind)))
+    yield from _selection_cases(case)
+    yield from _sum_cases(case)
+
+
+def _selection_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of many slots, and of groups."""
     for score in SCORES:
         for k in (31, 32, 33, 64):
             yield case(float32, (9, 200), k=k, score=score, sequences=1)
@@ -142,6 +148,10 @@ def _cases() -> Iterator[Case]:
                 for kind in ("normal", "equal", "masked", "bits"):
                     yield case(float32, (18, experts), kind, k=k, score=score, groups=groups, group_topk=kept,
                                bias="normal")
+
+
+def _sum_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of sums over tokens, and of what else there is once."""
     # Segments, parts of them, and sums of many parts.
     for tokens, sequences in ((1, 1), (2, 2), (31, 1), (32, 1), (33, 1), (511, 1), (513, 1), (1030, 2),
                               (700, 7), (96, 96), (16_900, 1), (17_000, 1)):
