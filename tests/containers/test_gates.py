@@ -13,8 +13,8 @@ import pytest
 
 import cupy_fp8 as fp8
 
-GATE = fp8.topk_gate(np.float32([[0, 2, 1], [3, 1, 2], [1, 0, 2], [5, 6, 7]]), 2, score="sigmoid",
-                     scores=True, sequences=2, factor=1.5)
+GATE = fp8.topk_gate(np.array([[0, 2, 1], [3, 1, 2], [1, 0, 2], [5, 6, 7]], np.float32), 2,
+                     score="sigmoid", scores=True, sequences=2, factor=1.5)
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"indices": GATE.indices.astype(np.int64)}, "indices: expected a C-contiguous int32 array"),

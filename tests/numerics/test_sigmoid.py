@@ -273,10 +273,11 @@ def test_fma_rounds_once():
 #: All floats from 1 to 2, some larger ones; some from 0 to 1, and the ends.
 ABOVE_ONE = np.concatenate([floats(np.arange(0x3F800000, 0x40000000)),
                             floats(np.arange(0x40000000, 0x7F800000, 9973))])
-UNIT = np.concatenate([floats(np.arange(0, 0x3F800000, 331)), f32(1e-45, 0.41421354, 0.41421357, 0.99999994, 1)])
+UNIT = np.concatenate([floats(np.arange(0, 0x3F800000, 331)),
+                       f32(1e-45, 0.41421354, 0.41421357, 0.99999994, 1)])
 
 
-@pytest.mark.parametrize("function, exact, a, ulps", [
+@pytest.mark.parametrize(("function", "exact", "a", "ulps"), [
     (numerics.log, np.log, ABOVE_ONE, 1.2), (numerics.log1p, np.log1p, UNIT, 1.7)], ids=["log", "log1p"])
 def test_logarithms_are_nearly_exact(function, exact, a, ulps):
     want = exact(a.astype(np.float64))

@@ -78,7 +78,8 @@ def selected(logits: np.ndarray, s: list[np.float32], k: int, bias: np.ndarray |
 
 def best(c: dict[int, float], k: int) -> list[int]:
     """Of equal ones the first, one after the other."""
-    left, found = dict(c), []
+    left = dict(c)
+    found: list[int] = []
     while left and len(found) < k:
         largest = max(left.values())
         found.append(min(e for e, value in left.items() if value == largest))

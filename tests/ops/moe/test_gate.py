@@ -64,12 +64,12 @@ def test_many_slots(run):
 def test_ties_go_to_the_smaller_index(run):
     gate = fp8.topk_gate(run.array(np.zeros((2, 40), np.float32)), 17)
     assert run.numpy(gate.indices).tolist() == [list(range(17))] * 2
-    x = np.float32([[1, 3, 2, 3, 3, 2]])
+    x = np.array([[1, 3, 2, 3, 3, 2]], np.float32)
     assert run.numpy(fp8.topk_gate(run.array(x), 5).indices).tolist() == [[1, 3, 4, 2, 5]]
 
 
 def test_nan_is_never_chosen_and_minus_infinity_last(run):
-    x = np.float32([[NAN, 1, -INF, 2], [NAN] * 4, [-INF] * 4])
+    x = np.array([[NAN, 1, -INF, 2], [NAN] * 4, [-INF] * 4], np.float32)
     gate = fp8.topk_gate(run.array(x), 4, scores=True)
     assert run.numpy(gate.indices).tolist() == [[3, 1, 2, -1], [-1] * 4, [0, 1, 2, 3]]
     assert not run.numpy(gate.weights)[1:].any()
@@ -100,7 +100,7 @@ def test_replay(dtype, run):
 
 
 def test_replayed_experts_that_do_not_exist(run):
-    x, wide = logits((4, 6)), np.int64([[0, 6], [-2, 1], [2**40, -2**40], [5, 5]])
+    x, wide = logits((4, 6)), np.array([[0, 6], [-2, 1], [2**40, -2**40], [5, 5]])
     expect(run, x, 2, indices=wide)
     noted(run, [WRONG])
     expect(run, x, 2, indices=np.clip(wide, -7, 7).astype(np.int32))
@@ -134,6 +134,8 @@ def test_against_float64(score):
     x = logits((50, 30)).astype(np.float64)
     exact = exact_scores(x, score)
     gate = fp8.topk_gate(x.astype(np.float32), 4, score=score, scores=True, sequences=1, factor=2.5)
+    assert gate.scores is not None
+    assert gate.score_sums is not None
     np.testing.assert_allclose(gate.scores, exact, rtol=1e-6)
     order = np.argsort(-exact, 1)[:, :4]
     assert np.array_equal(gate.indices, order)

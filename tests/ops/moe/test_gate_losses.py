@@ -22,7 +22,7 @@ def test_load_balance(sequences, run):
     factor = np.float32(coeff * 13 / (3 * sequences * (40 // sequences) ** 2))
     counts, sums = run.numpy(gate.counts).astype(np.float32), run.numpy(gate.score_sums)
     assert_bytes_equal(run.numpy(grad), counts * factor)
-    assert_bytes_equal(run.numpy(loss), np.float32([factor * added_up((counts * sums).reshape(-1))]))
+    assert_bytes_equal(run.numpy(loss), np.array([factor * added_up((counts * sums).reshape(-1))]))
 
 
 def test_an_even_load_costs_coeff():
@@ -34,9 +34,9 @@ def test_an_even_load_costs_coeff():
 def test_large_counts(run):
     """Beyond 2^24 a count has more bits than f32."""
     counts = np.array([[1, 2**24 + 1, 2**24 + 3, 2**31 - 1, 0]], np.int32)
-    gate = fp8.Gate(*(run.array(a) for a in (
-        np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32), counts)),
-        score_sums=run.array(np.zeros(counts.shape, np.float32)))
+    slots = run.array(np.zeros((1, 1), np.int32)), run.array(np.zeros((1, 1), np.float32))
+    sums = run.array(np.zeros(counts.shape, np.float32))
+    gate = fp8.Gate(slots[0], slots[1], run.array(counts), score_sums=sums)
     _, grad = fp8.load_balance_loss(gate, 0.2)
     assert_bytes_equal(run.numpy(grad), counts.astype(np.float32) * np.float32(0.2 * 5))
 
