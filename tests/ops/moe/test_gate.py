@@ -12,7 +12,7 @@ from moe_arrays import noted
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
-from cupy_fp8.formats import INPUT_DTYPES, float32
+from cupy_fp8.formats import INPUT_DTYPES
 from cupy_fp8.gate import SCORES
 from cupy_fp8.kernels import errors
 from cupy_fp8.testing import assert_bytes_equal
