@@ -17,7 +17,6 @@ struct OfWarp {
     alignas(16) float score[kMostExperts];
     Taken taken[kMostSlots];
 };
-constexpr int kSortedAt = 4 * kMostExperts, kTakenAt = 12 * kMostExperts;          // bytes into OfWarp
 
 // Writes a lane's integers to shared memory.
 __device__ __forceinline__ void put_orders(u32 (&shared)[kMostExperts], const u32 (&order)[kCount]) {
@@ -68,39 +67,10 @@ __device__ __forceinline__ i32 expert_of(const OfWarp& shared, Taken taken) {
     return (i32)expert;
 }
 
-// A lane's place in shared memory, as an address that it keeps: the compiler would compute it in each round.
-struct LanesList {
-#ifdef CUPY_FP8_HOST
-    OfWarp* at;
-    __device__ explicit LanesList(OfWarp& shared) : at(&shared) {}
-    __device__ u32 sorted(u32 rank) const { return at->sorted[rank]; }
-    __device__ void take(u32 slot, u32 order, u32 rank) const { at->taken[slot] = {order, rank}; }
-#else
-    u32 at;
-    __device__ __forceinline__ explicit LanesList(OfWarp& shared) : at(shared_address(&shared)) {
-        asm volatile("" : "+r"(at));
-    }
-    __device__ __forceinline__ u32 sorted(u32 rank) const {
-        u32 order;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(order) : "r"(at + kSortedAt + rank * 4) : "memory");
-        return order;
-    }
-    __device__ __forceinline__ void take(u32 slot, u32 order, u32 rank) const {
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
-                     :: "r"(at + kTakenAt + slot * 8), "r"(order), "r"(rank) : "memory");
-    }
-#endif
-};
-
 // Finds the k largest, one after the other. chosen: -1 past the last candidate.
 __device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 (&order)[kCount],
                                        i32 (&chosen)[kSlotsOfLane]) {
-    const u32 lane = lane_index();
-    u32 lanes_before = (1u << lane) - 1;
-#ifndef CUPY_FP8_HOST
-    asm volatile("" : "+r"(lanes_before));               // A register, as above.
-#endif
-    const LanesList list(shared);
+    const u32 lane = lane_index(), lanes_before = (1u << lane) - 1;
     sort<0, kCount>(order);
     put_orders(shared.sorted, order);
     u32 largest = order[0], rank = lane * kCount, found = 0;
@@ -110,8 +80,8 @@ __device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 (&order)[kCoun
         if (top == 0) break;
         const u32 all = __ballot_sync(~0u, largest == top);
         if (largest == top && !(all & lanes_before)) {
-            list.take(found, top, rank++);
-            largest = rank % kCount ? list.sorted(rank) : 0;
+            shared.taken[found] = {top, rank++};
+            largest = rank % kCount ? shared.sorted[rank] : 0;
         }
     }
     __syncwarp();
