@@ -276,9 +276,8 @@ class Quantized(_Values):
     @property
     def nbytes(self) -> int:
         """Bytes held, counting an array that both directions share once."""
-        arrays = [a for part in self.parts.values() for a in part]
-        if self.dbias is not None:
-            arrays.append(self.dbias)
+        arrays = [*(a for part in self.parts.values() for a in part),
+                  *(() if self.dbias is None else (self.dbias,))]
         return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
 
     def dequantize(self, dtype: Any = np.float32) -> TypedArray:
@@ -287,14 +286,15 @@ class Quantized(_Values):
 
     @property
     def T(self) -> Quantized:
-        """The transposed tensor (last two axes), without moving a byte: its rows are this one's columns, so
-        the parts change places, and each becomes its `Scaled.T`. The bias gradient is left out, since it sums
-        this tensor's columns."""
+        """The transposed tensor (last two axes), without moving a byte: the parts change places, and each
+        becomes its `Scaled.T`. The bias gradient is left out, since it sums this tensor's columns."""
         if len(self.shape) < 2:
             return self
-        row = self._row and self._row.T
-        column = row if self._column is self._row else self._column and self._column.T
-        return Quantized(column, row)
+        if "_turned" not in self.__dict__:                  # Weights are turned in each step of a layer.
+            row = self._row and self._row.T
+            column = row if self._column is self._row else self._column and self._column.T
+            self.__dict__["_turned"] = Quantized(column, row)
+        return self.__dict__["_turned"]
 
     def to_layout(self, name: ScaleLayout, *, dtype: Any = None) -> Quantized:
         """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes

@@ -42,6 +42,8 @@ class Buffers(Unique):
     def __init__(self, owner: Experts, facts: dict[str, Any]) -> None:
         self._owner, self._facts = owner, facts
         self._made: dict[str, Any] = {}
+        #: By name, what `Calls.columns` was given last of these, and its `out`, which has a key already.
+        self._columns: dict[str, tuple[Scaled, Any, Quantized]] = {}
         self._step = 0
         self._all = self._of_backward = Occupied([])
 
@@ -71,6 +73,7 @@ class Calls:
 
     def __init__(self, buffers: Buffers | None, *, begins: bool = False) -> None:
         self._made = None if buffers is None else buffers._made
+        self._columns = {} if buffers is None else buffers._columns
         if buffers is not None and begins:
             buffers._step += 1
 
@@ -92,6 +95,16 @@ class Calls:
             self._made[name] = (made.columnwise, made.rowwise.scale_inv,
                                 zeros(splits.shape, other, like=splits))
             return made
+        known, dtype, out = self._columns.get(name, (None, None, None))
+        if known is not rows or dtype != splits.dtype:
+            out = self._columns_of(name, rows, splits)
+            if any(rows is own for made in self._made.values() for own in _scaled_of(made)):
+                self._columns[name] = rows, splits.dtype, out
+        return function(rows, splits=splits, out=out)
+
+    def _columns_of(self, name: str, rows: Scaled, splits: Array) -> Quantized:
+        """What a transpose of these rows writes."""
+        assert self._made is not None
         column, scale_inv, sizes = self._made[name]
         if column.splits.dtype == splits.dtype:
             sizes = column.splits
@@ -99,7 +112,7 @@ class Calls:
             column = Scaled._of(column.data, column.scale_inv, column.shape, True, column.block,
                                 column.scale_layout, sizes)
         row = Scaled._of(rows.data, scale_inv, rows.shape, False, rows.block, "gemm_ready", sizes)
-        return function(rows, splits=splits, out=Quantized._of(row, column))
+        return Quantized._of(row, column)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,6 +155,17 @@ class Saved(Unique):
         kept = [name for name in ("tokens", "rows", "hidden", "activation")
                 if getattr(self, name) is not None]
         return f"Saved(keep={self.keep!r}: {', '.join(kept)}, {self.nbytes:,} bytes)"
+
+
+def _scaled_of(made: Any) -> Iterator[Scaled]:
+    """Those that a result consists of."""
+    if isinstance(made, Scaled):
+        yield made
+    elif isinstance(made, Quantized):
+        yield from made.parts.values()
+    elif isinstance(made, tuple):
+        for part in made:
+            yield from _scaled_of(part)
 
 
 def nbytes_of(values: Iterable[Any]) -> int:

@@ -302,7 +302,7 @@ def killed(source, out, seconds):
     return False
 
 
-@pytest.mark.parametrize("kills", [pytest.param(1), pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [pytest.param(1), pytest.param(6, marks=pytest.mark.full)])
 def test_kills(tmp_path, kills):
     """A conversion may be killed at any moment: a shard is whole or not there, and the same command goes on
     to the same bytes."""

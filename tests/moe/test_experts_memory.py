@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -293,3 +295,18 @@ def test_nothing_is_copied(copied):
     other = moe.Experts(experts.up, experts.down, experts.recipe)
     for got, want in zip(step(other, GIVEN), step(experts, GIVEN), strict=True):
         testing.assert_bytes_equal(got, want)
+
+
+def test_buffers_hold_nothing_of_the_caller():
+    experts = made()
+    buffers = experts.empty(rows=ROUTING.rows)
+
+    def step_of_rows() -> weakref.ref[Any]:
+        rows, grad = rows_of(experts, GIVEN.x), rows_of(experts, GIVEN.grad)
+        _, saved = experts.forward_rows(rows, SIZES, np.ones(len(rows.data), np.float32), out=buffers)
+        experts.backward_rows(grad, saved, out=buffers)
+        return weakref.ref(rows.data)
+
+    gone = [step_of_rows() for _ in range(2)]
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
