@@ -273,7 +273,8 @@ topk_gate(const __grid_constant__ GateParams p) {
     for (int i = 0; i < kTokens; i++) {
         const i64 token = in_sequence + i;
         Row s;
-        if (token < p.length) {
+        // A vote tells the compiler that the warp is together.
+        if (__any_sync(~0u, token < p.length)) {
             Row l;
             load_logits<IN>(p.logits + (before + token) * p.experts, p.experts, p.vector, l);
             scores_of(l, s);
