@@ -172,7 +172,7 @@ def balance(made: Gate, coeff: float) -> tuple[np.ndarray, np.ndarray]:
     length = tokens // sequences
     with np.errstate(all="ignore"):
         f = F(coeff * experts / (k * sequences * length**2) if length else 0)
-        counts = [F(count) for count in made.counts.ravel()]
+        counts = [F(max(count, 0)) for count in made.counts.ravel()]
         loss = f * tree([a * b for a, b in zip(counts, made.score_sums.ravel(), strict=True)])
         grad = np.array([f * count for count in counts], F).reshape(sequences, experts)
     return narrow(np.array([loss], F), float32), grad
