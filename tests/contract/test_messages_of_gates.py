@@ -22,6 +22,7 @@ X, WIDE, GRAD = ones(6, 8), ones(6, 100), ones(6, 2)
 MADE, WITH_SUMS = GATE(X, 2), GATE(X, 2, sequences=3)
 OUT, SUMS = poisoned(GATE(X, 2)), poisoned(GATE(X, 2, sequences=3))
 SCORES = poisoned(GATE(X, 2, scores=True))
+FIRST_SUM = np.asarray(SUMS.score_sums).reshape(-1)[:1]
 LOSS = poisoned(Z(X, 1.0))
 
 
@@ -69,13 +70,16 @@ GATES: list[Line] = [
                                         ("coeff", BALANCE, (WITH_SUMS, wrong), {}),
                                         ("coeff", Z, (X, wrong), {}))],
     gate(T, "indices: expected dtype int32, int64, got float32", indices=GRAD),
-    gate(V, "indices: expected shape (6, 2), k for each token, got (6, 3)", indices=ones(6, 3, dtype=np.int32)),
-    *[gate(V, f"sequences: expected a divisor of the 6 tokens, got {n}", sequences=n) for n in (0, -1, 4, 12)],
+    gate(V, "indices: expected shape (6, 2), k for each token, got (6, 3)",
+         indices=ones(6, 3, dtype=np.int32)),
+    *[gate(V, f"sequences: expected a divisor of the 6 tokens, got {n}", sequences=n)
+      for n in (0, -1, 4, 12)],
     gate(T, "sequences: expected an integer, got 1.5", sequences=1.5),
     # ---- results of other calls ----
     gate(T, "out: expected a Gate (an earlier result), got tuple", out=(X, X)),
     gate(V, "out: made with scores", out=SCORES), gate(V, "out: made without scores", scores=True, out=OUT),
-    gate(V, "out: made with sequences", out=SUMS), gate(V, "out: made without sequences", sequences=3, out=OUT),
+    gate(V, "out: made with sequences", out=SUMS),
+    gate(V, "out: made without sequences", sequences=3, out=OUT),
     gate(V, "out: made with score='softmax', got 'sigmoid'", score="sigmoid", out=OUT),
     gate(V, "out: made with normalize=True, got False", normalize=False, out=OUT),
     gate(V, "out: made with factor=1.0, got 2.5", factor=2.5, out=OUT),
@@ -89,8 +93,8 @@ GATES: list[Line] = [
     line(V, "logits: expected shape (6, 8), as the gate's were, got (6, 100)", BACK, GRAD, WIDE, MADE),
     line(V, "grad: expected shape (6, 2), that of the gate's weights, got (6, 3)", BACK, ones(6, 3), X, MADE),
     line(T, "grad: expected dtype float32, got float64", BACK, GRAD.astype(np.float64), X, MADE),
-    line(V, "score_grads: expected a gate that was made with sequences=, got one without", BACK, GRAD, X, MADE,
-         score_grads=ones(1, 8)),
+    line(V, "score_grads: expected a gate that was made with sequences=, got one without", BACK, GRAD, X,
+         MADE, score_grads=ones(1, 8)),
     line(V, "score_grads: expected shape (3, 8), that of the gate's score_sums, got (8,)", BACK, GRAD, X,
          WITH_SUMS, score_grads=ones(8)),
     line(V, "out: expected shape (6, 8), got (6, 9)", BACK, GRAD, X, MADE, out=ones(6, 9)),
@@ -101,14 +105,14 @@ GATES: list[Line] = [
     line(V, "out[0]: expected shape (1,), got (2,)", Z, X, 1.0, out=(ones(2), ones(6, 8))),
     line(T, "out: expected a tuple of two (an earlier result), got ndarray", Z, X, 1.0, out=X.copy()),
     line(V, "out[0]: overlaps gate.score_sums in memory; results need memory of their own", BALANCE,
-         SUMS, 1.0, out=(SUMS.score_sums.reshape(-1)[:1], ones(3, 8))),
+         SUMS, 1.0, out=(FIRST_SUM, ones(3, 8))),
 ]
 
 MAKE: Any = fp8.Gate
 INDICES, COUNTS = np.zeros((6, 2), np.int32), np.zeros(8, np.int32)
 
 
-def made(message: str, error: type[Exception] = V, **parts: Any) -> Line:
+def made(message: str, error: Any = V, **parts: Any) -> Line:
     given = {"indices": INDICES, "weights": GRAD, "counts": COUNTS, **parts}
     return line(error, message, MAKE, **given)
 

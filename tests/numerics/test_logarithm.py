@@ -123,7 +123,8 @@ def test_log_never_falls():
 def test_kernels_and_reference_agree(run):
     rng = np.random.default_rng(0)
     ends = [ONE, ONE + 1, SQRT_TWO - 1, SQRT_TWO, SQRT_TWO + 1, TWO - 1, TWO, TO_1024, LARGEST]
-    x = floats(np.concatenate([ends, rng.integers(ONE, LARGEST + 1, 1 << 18), rng.integers(ONE, TWO, 1 << 18)]))
+    x = floats(np.concatenate([ends, rng.integers(ONE, LARGEST + 1, 1 << 18),
+                               rng.integers(ONE, TWO, 1 << 18)]))
     assert_bytes_equal(run(LOG, x), numerics.log(x))
     ends = [0, 1, 0x7FFFFF, 0x800000, SQRT_TWO_LESS_ONE - 1, SQRT_TWO_LESS_ONE, SQRT_TWO_LESS_ONE + 1, ONE]
     y = floats(np.concatenate([ends, rng.integers(0, ONE + 1, 1 << 18), rng.integers(SMALL, ONE, 1 << 18)]))
@@ -140,5 +141,6 @@ def test_roots_and_differences(run):
                                rng.integers(0, LARGEST, 1 << 18)]))
     assert_bytes_equal(run(SQRT, x), numerics.sqrt(x))
     a = floats(np.concatenate([[ONE, ONE - 1, ONE + 1, 0, 0x80000000, 0x7F800000, 0xFF800000],
-                               rng.integers(0x3F000000, 0x40800000, 1 << 17), rng.integers(0, LARGEST, 1 << 17)]))
+                               rng.integers(0x3F000000, 0x40800000, 1 << 17),
+                               rng.integers(0, LARGEST, 1 << 17)]))
     assert_bytes_equal(run(LESS_ONE, a), numerics.sub(a, F32(1)))

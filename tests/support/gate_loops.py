@@ -25,10 +25,10 @@ def _each(function: Callable[..., Any], row: Numbers) -> list[Any]:
 # ---- scores ----
 def terms(logits: Numbers) -> tuple[Any, list[Any]]:
     """m and x of softmax; m is -Inf where no logit is a number."""
-    numbers = [l for l in logits if not np.isnan(l)]
+    numbers = [v for v in logits if not np.isnan(v)]
     m = max(numbers, default=-INF)
-    x = _each(exp, [l - m if np.isfinite(l) and np.isfinite(m) else -INF for l in logits])
-    return m, [ONE if l == m == INF else term for l, term in zip(logits, x, strict=True)]
+    x = _each(exp, [v - m if np.isfinite(v) and np.isfinite(m) else -INF for v in logits])
+    return m, [ONE if v == m == INF else term for v, term in zip(logits, x, strict=True)]
 
 
 def scores(logits: Numbers, score: str) -> list[Any]:
@@ -39,9 +39,9 @@ def scores(logits: Numbers, score: str) -> list[Any]:
     if score == "sigmoid":
         found = _each(sigmoid, logits)
     else:
-        small = _each(log1p, _each(exp, [-abs(l) for l in logits]))
-        found = [np.sqrt((l if l > 0 else ZERO) + rest) for l, rest in zip(logits, small, strict=True)]
-    return [ZERO if np.isnan(l) else s for l, s in zip(logits, found, strict=True)]
+        small = _each(log1p, _each(exp, [-abs(v) for v in logits]))
+        found = [np.sqrt((v if v > 0 else ZERO) + rest) for v, rest in zip(logits, small, strict=True)]
+    return [ZERO if np.isnan(v) else s for v, s in zip(logits, found, strict=True)]
 
 
 def shares(s: list[Any], score: str) -> list[Any]:
@@ -51,7 +51,8 @@ def shares(s: list[Any], score: str) -> list[Any]:
 # ---- selection ----
 def best(values: dict[int, Any], k: int) -> list[int]:
     """The k keys with the largest values, of equal ones the smaller first; fewer where there are fewer."""
-    left, found = dict(values), []
+    left = dict(values)
+    found: list[int] = []
     while left and len(found) < k:
         largest = max(left.values())
         found.append(min(key for key, value in left.items() if value == largest))
@@ -60,10 +61,10 @@ def best(values: dict[int, Any], k: int) -> list[int]:
 
 
 def candidates(logits: Numbers, s: list[Any], bias: np.ndarray | None) -> dict[int, Any]:
-    found = {}
-    for expert, (l, each) in enumerate(zip(logits, s, strict=True)):
-        c = -INF if l == -INF else each if bias is None else each + bias[expert]
-        if not np.isnan(l) and not np.isnan(c):
+    found: dict[int, Any] = {}
+    for expert, (v, each) in enumerate(zip(logits, s, strict=True)):
+        c = -INF if v == -INF else each if bias is None else each + bias[expert]
+        if not np.isnan(v) and not np.isnan(c):
             found[expert] = c
     return found
 
@@ -74,8 +75,9 @@ def select(c: dict[int, Any], experts: int, k: int, groups: int | None, group_to
         of_groups = {}
         for group in range(groups):
             own = sorted((v for e, v in c.items() if e // size == group), reverse=True)[:count]
-            total, *rest = [*own, *[-INF] * (count - len(own))]
-            for term in rest:
+            own += [-INF] * (count - len(own))
+            total = own[0]
+            for term in own[1:]:
                 total = total + term
             of_groups[group] = -INF if np.isnan(total) else total
         kept = best(of_groups, group_topk)
@@ -91,7 +93,8 @@ def gate(logits: Any, k: int, *, score: str = "softmax", bias: Any = None, group
     rows, (tokens, experts) = widen(logits), logits.shape
     chosen, weights = np.zeros((tokens, k), np.int32), np.zeros((tokens, k), F)
     counts = np.zeros((sequences or 1, experts), np.int32)
-    all_scores, of_sequences = np.zeros((tokens, experts), F), [[] for _ in range(sequences or 1)]
+    all_scores = np.zeros((tokens, experts), F)
+    of_sequences: list[list[Any]] = [[] for _ in range(sequences or 1)]
     length = tokens // (sequences or 1)
     with np.errstate(all="ignore"):
         for token in range(tokens):
@@ -127,8 +130,8 @@ def backward(grad: Any, logits: Any, made: Gate, score_grads: Any = None) -> np.
             if score_grads is not None:
                 a = _of_shares(list(score_grads[token // (tokens // len(score_grads))]), s, made.score)
                 h = [each + more for each, more in zip(h, a, strict=True)]
-            out[token] = [ZERO if np.isnan(l) else d
-                          for l, d in zip(row, _of_logits(row, s, h, made.score), strict=True)]
+            out[token] = [ZERO if np.isnan(v) else d
+                          for v, d in zip(row, _of_logits(row, s, h, made.score), strict=True)]
     return narrow(out, logits.dtype)
 
 

@@ -36,7 +36,8 @@ def expect_gate(run: testing.Executor, logits: np.ndarray, k: int, leads: tuple[
                 scores: bool = False, **options: Any) -> fp8.Gate:
     """What the loops say, in a new result and in given ones."""
     want = gate_loops.gate(logits, k, with_scores=scores, **options)
-    there = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in options.items()}
+    there: dict[str, Any] = {name: run.array(a) if isinstance(a, np.ndarray) else a
+                             for name, a in options.items()}
     made: fp8.Gate = expect(run, want, fp8.topk_gate, run.array(logits), k, scores=scores, **there,
                             leads=leads)
     return run.numpy(made)
@@ -263,16 +264,15 @@ def test_route_goes_on_from_here(run):
 
 def test_the_same_result_again(run):
     """With what earlier calls left: words are zero again, however many tokens and sequences there were."""
-    made: list[tuple[Any, dict[str, Any], Any]] = []
-    for tokens, experts, options in ((300, 24, {"sequences": 3}), (300, 24, {}), (2, 24, {"sequences": 1}),
-                                     (1000, 8, {"sequences": 1}), (64, 300, {"sequences": 2})):
+    made: list[tuple[Any, int | None, Any]] = []
+    for tokens, experts, sequences in ((300, 24, 3), (300, 24, None), (2, 24, 1), (1000, 8, 1), (64, 300, 2)):
         x = normal((tokens, experts))
-        made.append((x, options, fp8.topk_gate(run.array(x), 4, **options)))
+        made.append((x, sequences, fp8.topk_gate(run.array(x), 4, sequences=sequences)))
     for _ in range(3):
-        for x, options, out in made:
+        for x, sequences, out in made:
             poisoned(out)
-            assert fp8.topk_gate(run.array(x), 4, **options, out=out) is out
-            assert_equal(out, reference.topk_gate(x, 4, **options))
+            assert fp8.topk_gate(run.array(x), 4, sequences=sequences, out=out) is out
+            assert_equal(out, reference.topk_gate(x, 4, sequences=sequences))
 
 
 def test_a_refused_call_writes_nothing(run):

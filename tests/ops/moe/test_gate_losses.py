@@ -194,7 +194,7 @@ def test_counts_that_f32_rounds(run):
 def test_sums_of_nan_and_infinities(run):
     for value in (NAN, INF, -INF, -0.0, 3e38):
         made = reference.topk_gate(usual((40, 300)), 300 // 5, sequences=2)
-        sums = made.score_sums.copy()
+        sums: Any = np.array(made.score_sums)
         sums[1, 299] = value
         expect_balance(run, dataclasses.replace(made, score_sums=sums), 1.0)
 
@@ -258,7 +258,8 @@ def test_the_same_results_again(run):
     gates = [reference.topk_gate(normal((60, experts)), 2, sequences=s)
              for experts, s in ((300, 20), (8, 1), (300, 2))]
     logits = [normal(shape) for shape in ((500, 8), (3, 8), (90, 300))]
-    made = [(fp8.load_balance_loss, run.array(g), reference.load_balance_loss(g, 0.1)) for g in gates]
+    made: list[tuple[Any, Any, Any]] = [
+        (fp8.load_balance_loss, run.array(g), reference.load_balance_loss(g, 0.1)) for g in gates]
     made += [(fp8.z_loss, run.array(x), reference.z_loss(x, 0.1)) for x in logits]
     outs = [op(given, 0.1) for op, given, _ in made]
     for _ in range(3):
