@@ -58,7 +58,8 @@ def test_scores_and_sums(dtype, score, run):
     (1, 1), (2, 2), (31, 31), (32, 32), (33, 8), (64, 64), (65, 64), (200, 33), (512, 6), (600, 64),
     (1024, 1), (1024, 64)]))
 def test_many_experts_and_slots(experts, k, score, run):
-    expect_gate(run, normal((5, experts)), k, score=score, sequences=1, scores=True)
+    for x in (normal((5, experts)), usual((5, experts))):
+        expect_gate(run, x, k, score=score, sequences=1, scores=True)
 
 
 @every_score
