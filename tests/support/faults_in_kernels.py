@@ -368,7 +368,7 @@ KERNEL_FAULTS = (
           "moe/gate", case="wide", name="rare exponentials"),
     Fault("include/moe/gate_row.cuh", "!quick, 0)) {\n        one_by_one(v, DividedBy{d});",
           "false, 0)) {\n        one_by_one(v, DividedBy{d});", "topk_gate", "moe/gate",
-          "SCORE=sqrtsoftplus", case="19x96-bits", name="rare quotients"),
+          "SCORE=sqrtsoftplus", case="x64-masked", name="rare quotients"),
     Fault("include/moe/gate_row.cuh", "if (as_bits(m) == kInfinity) {", "if (false) {", "topk_gate",
           "moe/gate", case="masked", name="a largest logit of Inf"),
     Fault("include/moe/moved_rows.cuh", "                from += __reduce_add_sync(~0u, from_rows);\n", "",
