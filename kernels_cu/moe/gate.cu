@@ -129,6 +129,7 @@ __device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 largest, i32 (
         const int first = __ffs((int)__ballot_sync(~0u, each == top)) - 1;
         if (within == first) each = 0;
         const u32 rest = __reduce_max_sync(~0u, each);
+        __syncwarp();                                    // All lanes have read it.
         if (lane == first) *at = 0;
         if (lane == from) largest = rest;
         if (lane == (int)(slot % kLanes)) chosen[slot < kLanes ? 0 : 1] = from * kCount + first;
