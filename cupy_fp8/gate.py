@@ -58,8 +58,8 @@ class Gate(Result):
         self.__dict__.update(score=choice(self.score, "score", SCORES),
                              normalize=flag(self.normalize, "normalize"),
                              factor=number(self.factor, "factor"))
-        if self.indices.ndim != 2 or self.indices.shape[1] > MOST_SLOTS:
-            raise ValueError(f"indices: expected shape [T, k] with k of at most {MOST_SLOTS}, got "
+        if self.indices.ndim != 2 or not 1 <= self.indices.shape[1] <= MOST_SLOTS:
+            raise ValueError(f"indices: expected shape [T, k] with k from 1 to {MOST_SLOTS}, got "
                              f"{self.indices.shape}")
         backend.require_module(self.counts, xp, "counts")
         if self.counts.ndim not in (1, 2) or not 1 <= self.num_experts <= MOST_EXPERTS:

@@ -19,13 +19,17 @@ from cupy_fp8.routing import Routing
 
 
 def moved_one_by_one(example: Example, move: Callable[[Any], Any]) -> Iterator[tuple[str, Example]]:
-    """The call with one array elsewhere, named as in messages. All arrays of a Routing or a Gate go together.
-    """
+    """The call with one array elsewhere, named as in messages. All arrays of a Routing or a Gate go
+    together."""
     together = {id(a): part for part in (*example.args, *example.kwargs.values())
-                if isinstance(part, (Gate, Routing)) for a in leaves(part)}
+                if isinstance(part, (Routing, Gate)) for a in leaves(part)}
+    before: set[int] = set()
     for name, a in example.named().items():
         part = together.get(id(a))
         gone = {id(b) for b in leaves(part)} if part else {id(a)}
+        if id(a) in before:
+            continue
+        before |= gone
         tree = map_arrays(
             example.tree, lambda b, gone=gone: move(b) if id(b) in gone else b)  # type: ignore[misc]
         yield name.partition(".")[0] if part else name, example.with_tree(tree)
@@ -34,11 +38,8 @@ def moved_one_by_one(example: Example, move: Callable[[Any], Any]) -> Iterator[t
 def refused_one_by_one(example: Example, move: Callable[[Any], Any], message: str, reverse: str) -> None:
     """The first array says where the others have to be: where it is gone alone, the next one is in the wrong
     place."""
-    first = ""
-    for name, wrong in moved_one_by_one(example, move):
-        first = first or name
-        is_first = name == first                            # a Gate may be
-        which, wanted = (r"[\w.\[\]]+", reverse) if is_first else (rf"{re.escape(name)}(\.\w+)?", message)
+    for i, (name, wrong) in enumerate(moved_one_by_one(example, move)):
+        which, wanted = (rf"{re.escape(name)}(\.\w+)?", message) if i else (r"[\w.\[\]]+", reverse)
         refused(wrong, rf"^\w+: {which}: {wanted}")
 
 

@@ -35,7 +35,6 @@ _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as 
 #: Ops without a far call, and why.
 _OTHERS = {
     "cast_transpose": "is quantize_tensor", "multi_cast_transpose": "has the kernels of multi_quantize",
-    "load_balance_loss": "has a count for each sequence and expert: 2**21 sequences of 1024 experts",
     "matmul_nt": "has no x of one array: test_more_than_two_to_the_31_elements of tests/ops/matmul",
     "splits_to_offsets": "adds up all sizes before a window: test_offsets_of_many_groups",
 }

@@ -1,9 +1,8 @@
 // These kernels compute functions of kernels_cu/include/numerics/sigmoid.cuh over every float that a test
 // likes (tests/numerics/test_sigmoid.py). FUNCTION 0 is exp(-a), 1 is sigma(a), 2 is sigma(a) as eight
 // neighbours get it, 3 is the reciprocal, 4 is that of any number from 1 on, and 5 is the quotient of two
-// neighbours, of kernels_cu/include/scale/block_scale.cuh. 6 and 7 are log and log1p of logarithm.cuh.
+// neighbours, of kernels_cu/include/scale/block_scale.cuh.
 #include "scale/block_scale.cuh"
-#include "numerics/logarithm.cuh"
 #include "numerics/sigmoid.cuh"
 
 struct SigmoidParams {
@@ -15,8 +14,6 @@ struct SigmoidParams {
 __device__ __forceinline__ float function_of(float a) {
     if (FUNCTION == 0) return exp_of_minus(a);
     if (FUNCTION == 1) return sigmoid(a);
-    if (FUNCTION == 6) return log_from_one(a);
-    if (FUNCTION == 7) return log1p_of_unit(a);
     return FUNCTION == 3 ? reciprocal(a) : reciprocal_from_one(a);
 }
 

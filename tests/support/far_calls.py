@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import far_gates
 import numpy as np
 import product_kernels
 import pytest
@@ -246,24 +247,6 @@ def _converted(target: str, m: Any, s: Any) -> Any:
     return m.convert_scales(s, source="compact", target=target, shape=shape, block=(1, 32))
 
 
-def _gates() -> Iterator[tuple[str, Far]]:
-    for name, call in (("topk_gate", lambda m, x: _slots(m.topk_gate(x, 2))),
-                       ("topk_gate_backward", _gradient_of_a_gate),
-                       ("z_loss", lambda m, x: m.z_loss(x, float(len(x)))[1])):     # 2 * coeff / T is 2.
-        yield name, Far(call, np.dtype(bfloat16), *_SHAPES[0][1:])
-
-
-def _slots(gate: Any) -> Any:
-    return gate.indices, gate.weights
-
-
-def _gradient_of_a_gate(m: Any, x: Any) -> Any:
-    slots = fp8.zeros((len(x), 1), np.int32, like=x), fp8.zeros((len(x), 1), np.float32, like=x)
-    grad = fp8.full((len(x), 1), 1.0, np.float32, like=x)
-    gate = fp8.Gate(*slots, fp8.zeros(x.shape[1], np.int32, like=x), normalize=False)
-    return m.topk_gate_backward(grad, x, gate)
-
-
 def _others() -> Iterator[tuple[str, Far]]:
     yield "update_delayed_scaling", Far(_updated, np.dtype(np.float32), (16, (1 << 28) + END), 1)
     for kernel in product_kernels.KERNELS:          # Hopper's grid of clusters runs whole
@@ -374,7 +357,7 @@ _UNREACHED = {"group_quantize-current-of_many"} | {f"{name}-wide" for name in (
 _OTHER_ENDS = {f"quantize_mx-swizzled-both-{name}" for name in ("tall", "wide")}
 ON_DEVICE: dict[str, Far] = {
     name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _activations, _rows, _scales,
-                            _gates, _others)
+                            _others, far_gates.calls)
     for name, far in calls() if name not in _OTHER_ENDS}
 CALLS = {name: far for name, far in ON_DEVICE.items() if name not in _UNREACHED}
 
@@ -384,6 +367,5 @@ WITHOUT_CALL = {
     "cast_current": "reads no more than the multiprocessors hold",
     "group_cast_current": f"{_AT_ONCE}; a GPU launches it for group_quantize-current-of_many",
     "multi_cast_current": f"{_AT_ONCE}; a GPU would need a list of twice 2**31 elements",
-    "load_balance_loss": "has a count for each sequence and expert: 2**21 sequences of 1024 experts",
     "route_rank": "has int32 rows, of which `route` refuses 2**31",
     "splits_to_offsets": "adds up all sizes before a window: test_offsets_of_many_groups"}

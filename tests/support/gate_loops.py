@@ -1,175 +1,194 @@
-"""The gate and its gradient as loops over tokens, written down from docs/numerics.md, section 14."""
+"""The gate, its gradient and its losses, token by token in loops over f32 scalars: docs/numerics.md, section
+14. Of the package there are only the functions of one number, which tests/numerics compares with f64."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from moe_loops import tree
 
+from cupy_fp8 import Gate
 from cupy_fp8.formats import float32
-from cupy_fp8.reference import numerics
+from cupy_fp8.reference.numerics import exp, log, log1p, narrow, sigmoid, widen
 
-ZERO, EPSILON, LOWEST = np.float32(0), np.float32(1e-20), -math.inf
-INF, NAN = np.float32(np.inf), np.float32(np.nan)
-
-
-def logits(shape: tuple[int, int], dtype: Any = float32, seed: int = 0) -> np.ndarray:
-    return numerics.narrow(np.random.default_rng(seed).standard_normal(shape, np.float32) * 2, dtype)
+F = np.float32
+ZERO, ONE, EPSILON, INF = F(0), F(1), F(1e-20), F(np.inf)
+Numbers = Sequence[Any]
 
 
-def hostile(shape: tuple[int, int], dtype: Any = float32) -> np.ndarray:
-    """Ties, NaN, both infinities, very large and small logits, and rows of nothing else."""
-    drawn = np.random.default_rng(1).integers(0, 12, shape)
-    special = np.array([NAN, -INF, INF, 88, -120, 3e38, -0.0, 1e-45, 0, 1, 1, 0.5], np.float32)[drawn]
-    special[0], special[1], special[2, 1:] = NAN, -INF, NAN
-    special[3, ::2] = NAN
-    special[4:7] = np.where(special[4:7] == INF, 2, special[4:7])
-    return numerics.narrow(special, dtype)
+def _each(function: Callable[..., Any], row: Numbers) -> list[Any]:
+    return list(np.asarray(function(np.array(row, F)), F))
 
 
-def added_up(terms: Sequence[Any]) -> np.float32:
-    return np.float32(tree(list(terms))) if len(terms) else ZERO
+# ---- scores ----
+def terms(logits: Numbers) -> tuple[Any, list[Any]]:
+    """m and x of softmax; m is -Inf where no logit is a number."""
+    numbers = [v for v in logits if not np.isnan(v)]
+    m = max(numbers, default=-INF)
+    x = _each(exp, [v - m if np.isfinite(v) and np.isfinite(m) else -INF for v in logits])
+    return m, [ONE if v == m == INF else term for v, term in zip(logits, x, strict=True)]
 
 
-def one(function: Any, value: Any) -> np.float32:
-    """A function of numerics of one number."""
-    return np.float32(function(np.array([value], np.float32))[0])
-
-
-def scores(logits: np.ndarray, score: str) -> list[np.float32]:
-    """Of one token, with numbers that are f32."""
-    numbers = [each for each in logits if not math.isnan(each)]
+def scores(logits: Numbers, score: str) -> list[Any]:
     if score == "softmax":
-        largest = max(numbers, default=LOWEST)
-        x = [_exponential(each, largest) for each in logits]
-        total = added_up(x)
-        return [each if each == 0 else np.float32(each / total) for each in x]
+        _, x = terms(logits)
+        total = tree(x)
+        return [ZERO if term == 0 else term / total for term in x]
     if score == "sigmoid":
-        return [ZERO if math.isnan(each) else one(numerics.sigmoid, each) for each in logits]
-    return [ZERO if math.isnan(each) else np.sqrt(np.float32(
-        max(each, ZERO) + one(numerics.log1p, one(numerics.exp, -abs(each))))) for each in logits]
+        found = _each(sigmoid, logits)
+    else:
+        small = _each(log1p, _each(exp, [-abs(v) for v in logits]))
+        found = [np.sqrt((v if v > 0 else ZERO) + rest) for v, rest in zip(logits, small, strict=True)]
+    return [ZERO if np.isnan(v) else s for v, s in zip(logits, found, strict=True)]
 
 
-def _exponential(each: np.float32, largest: Any) -> np.float32:
-    if math.isnan(each) or each == LOWEST:
-        return ZERO
-    return np.float32(1) if each == largest else one(numerics.exp, np.float32(each - largest))
+def shares(s: list[Any], score: str) -> list[Any]:
+    return s if score == "softmax" else [each / (tree(s) + EPSILON) for each in s]
 
 
-def selected(logits: np.ndarray, s: list[np.float32], k: int, bias: np.ndarray | None, groups: int | None,
-             group_topk: int | None) -> list[int]:
-    c: dict[int, float] = {}
-    for e, each in enumerate(logits):
-        if not math.isnan(each):
-            value = s[e] if bias is None else np.float32(s[e] + bias[e])
-            c[e] = LOWEST if each == LOWEST else float(value)
-    c = {e: value for e, value in c.items() if not math.isnan(value)}
-    if groups is not None:
-        size, terms = len(logits) // groups, k // int(group_topk or 1)
-        kept = best({g: _of_group([c.get(e, LOWEST) for e in range(g * size, g * size + size)], terms)
-                     for g in range(groups)}, int(group_topk or 1))
-        c = {e: value for e, value in c.items() if e // size in kept}
-    found = best(c, k)
-    return found + [-1] * (k - len(found))
-
-
-def best(c: dict[int, float], k: int) -> list[int]:
-    """Of equal ones the first, one after the other."""
-    left = dict(c)
+# ---- selection ----
+def best(values: dict[int, Any], k: int) -> list[int]:
+    """The k keys with the largest values, of equal ones the smaller first; fewer where there are fewer."""
+    left = dict(values)
     found: list[int] = []
     while left and len(found) < k:
         largest = max(left.values())
-        found.append(min(e for e, value in left.items() if value == largest))
+        found.append(min(key for key, value in left.items() if value == largest))
         del left[found[-1]]
     return found
 
 
-def _of_group(c: list[float], terms: int) -> float:
-    total = np.float32(sorted(c, reverse=True)[0])
-    for term in sorted(c, reverse=True)[1:terms]:
-        total = np.float32(total + np.float32(term))
-    return LOWEST if math.isnan(total) else float(total)
+def candidates(logits: Numbers, s: list[Any], bias: np.ndarray | None) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for expert, (v, each) in enumerate(zip(logits, s, strict=True)):
+        c = -INF if v == -INF else each if bias is None else each + bias[expert]
+        if not np.isnan(v) and not np.isnan(c):
+            found[expert] = c
+    return found
 
 
-def weighted(r: list[np.float32], normalize: bool, factor: float) -> list[np.float32]:
-    divisor = np.float32(added_up(r) + EPSILON)
-    return [np.float32(np.float32(each / divisor if normalize else each) * np.float32(factor)) for each in r]
+def select(c: dict[int, Any], experts: int, k: int, groups: int | None, group_topk: int | None) -> list[int]:
+    if groups is not None and group_topk is not None:
+        size, count = experts // groups, k // group_topk
+        of_groups = {}
+        for group in range(groups):
+            own = sorted((v for e, v in c.items() if e // size == group), reverse=True)[:count]
+            own += [-INF] * (count - len(own))
+            total = own[0]
+            for term in own[1:]:
+                total = total + term
+            of_groups[group] = -INF if np.isnan(total) else total
+        kept = best(of_groups, group_topk)
+        c = {e: v for e, v in c.items() if e // size in kept}
+    found = best(c, k)
+    return found + [-1] * (k - len(found))
 
 
-def gated(logits: np.ndarray, k: int, *, score: str = "softmax", bias: np.ndarray | None = None,
-          groups: int | None = None, group_topk: int | None = None, normalize: bool = True,
-          factor: float = 1.0, indices: np.ndarray | None = None, sequences: int | None = None
-          ) -> dict[str, np.ndarray]:
-    """indices, weights, counts, scores, and score_sums of sequences."""
-    tokens, experts = logits.shape
-    values = logits.astype(np.float32)
+# ---- the ops ----
+def gate(logits: Any, k: int, *, score: str = "softmax", bias: Any = None, groups: int | None = None,
+         group_topk: int | None = None, normalize: bool = True, factor: float = 1.0, indices: Any = None,
+         with_scores: bool = False, sequences: int | None = None) -> Gate:
+    rows, (tokens, experts) = widen(logits), logits.shape
+    chosen, weights = np.zeros((tokens, k), np.int32), np.zeros((tokens, k), F)
+    counts = np.zeros((sequences or 1, experts), np.int32)
+    all_scores = np.zeros((tokens, experts), F)
+    of_sequences: list[list[Any]] = [[] for _ in range(sequences or 1)]
+    length = tokens // (sequences or 1)
     with np.errstate(all="ignore"):
-        s = [scores(row, score) for row in values]
-        chosen = [[e if 0 <= e < experts else -1 for e in indices[t].tolist()] if indices is not None
-                  else selected(values[t], s[t], k, bias, groups, group_topk) for t in range(tokens)]
-        r = [[s[t][e] if e >= 0 else ZERO for e in chosen[t]] for t in range(tokens)]
-        weights = [weighted(each, normalize, factor) for each in r]
-        number = sequences or 1
-        counts = np.zeros((number, experts), np.int32)
-        for t, slots in enumerate(chosen):
-            for e in slots:
-                counts[t // (tokens // number), e] += e >= 0
-        q = s if score == "softmax" else [[each / np.float32(added_up(row) + EPSILON) for each in row]
-                                          for row in s]
-        sums = [[added_up([q[t][e] for t in range(i * tokens // number, (i + 1) * tokens // number)])
-                 for e in range(experts)] for i in range(number)]
-    shaped = np.array(weights, np.float32).reshape(tokens, k)
-    return {"indices": np.array(chosen, np.int32).reshape(tokens, k), "weights": numerics.one_nan(shaped),
-            "counts": counts if sequences else counts[0],
-            "scores": np.array(s, np.float32).reshape(tokens, experts),
-            "score_sums": numerics.one_nan(np.array(sums, np.float32))}
+        for token in range(tokens):
+            row = list(rows[token])
+            s = scores(row, score)
+            if indices is None:
+                own = select(candidates(row, s, bias), experts, k, groups, group_topk)
+            else:
+                own = [int(e) if 0 <= e < experts else -1 for e in indices[token]]
+            r = [s[e] if e >= 0 else ZERO for e in own]
+            divisor = tree(r) + EPSILON if normalize else ONE
+            chosen[token], weights[token] = own, [each / divisor * F(factor) for each in r]
+            for e in own:
+                if e >= 0:
+                    counts[token // length, e] += 1
+            all_scores[token] = s
+            of_sequences[token // length].append(shares(s, score))
+        sums = [[tree(list(column)) for column in zip(*q, strict=True)] if q else [ZERO] * experts
+                for q in of_sequences]
+    return Gate(chosen, narrow(weights, float32), counts if sequences else counts[0],
+                all_scores if with_scores else None,
+                narrow(np.array(sums, F), float32) if sequences else None, score, normalize, factor)
 
 
-def gradient(grad: np.ndarray, logits: np.ndarray, gate: Any, a: np.ndarray | None = None) -> np.ndarray:
-    """a: gradients of score_sums."""
-    values, found = logits.astype(np.float32), np.zeros(logits.shape, np.float32)
+def backward(grad: Any, logits: Any, made: Gate, score_grads: Any = None) -> np.ndarray:
+    rows, (tokens, experts) = widen(logits), logits.shape
+    out, factor = np.zeros((tokens, experts), F), F(made.factor)
     with np.errstate(all="ignore"):
-        for t, row in enumerate(values):
-            of_sums = None if a is None else a[t // (len(values) // len(a))]
-            s = scores(row, gate.score)
-            h = _of_scores(grad[t], gate.indices[t].tolist(), s, gate, of_sums)
-            total = added_up([np.float32(x * y) for x, y in zip(h, s, strict=True)])
-            found[t] = [_of_logit(*each, total, gate.score) for each in zip(row, s, h, strict=True)]
-    return numerics.narrow(found, logits.dtype)
+        for token in range(tokens):
+            row, own = list(rows[token]), made.indices[token]
+            s = scores(row, made.score)
+            h = _of_slots(list(grad[token]), own, s, factor, made.normalize)
+            if score_grads is not None:
+                a = _of_shares(list(score_grads[token // (tokens // len(score_grads))]), s, made.score)
+                h = [each + more for each, more in zip(h, a, strict=True)]
+            out[token] = [ZERO if np.isnan(v) else d
+                          for v, d in zip(row, _of_logits(row, s, h, made.score), strict=True)]
+    return narrow(out, logits.dtype)
 
 
-def _of_scores(grad: np.ndarray, slots: list[int], s: list[np.float32], gate: Any, a: np.ndarray | None
-               ) -> list[np.float32]:
-    d = [np.float32(g * np.float32(gate.factor)) if e >= 0 else ZERO
-         for g, e in zip(grad, slots, strict=True)]
-    if gate.normalize:
-        d = through_sum(d, [s[e] if e >= 0 else ZERO for e in slots])
+def _of_slots(grad: list[Any], own: np.ndarray, s: list[Any], factor: Any, normalize: bool) -> list[Any]:
+    u = [g * factor if e >= 0 else ZERO for g, e in zip(grad, own, strict=True)]
+    r = [s[e] if e >= 0 else ZERO for e in own]
+    d = u
+    if normalize:
+        total = tree(r) + EPSILON
+        through = tree([a * (b / total) for a, b in zip(u, r, strict=True)])
+        d = [(each - through) / total for each in u]
     h = [ZERO] * len(s)
-    for e, each in zip(slots, d, strict=True):
+    for each, e in zip(d, own, strict=True):
         if e >= 0:
-            h[e] = np.float32(h[e] + each)
-    if a is None:
-        return h
-    shares = list(a) if gate.score == "softmax" else through_sum(list(a), s)
-    return [np.float32(x + y) for x, y in zip(h, shares, strict=True)]
+            h[e] = h[e] + each
+    return h
 
 
-def through_sum(grads: list[np.float32], values: list[np.float32]) -> list[np.float32]:
-    """Gradients of values from those of values / (their sum + 1e-20)."""
-    divisor = np.float32(added_up(values) + EPSILON)
-    total = added_up([np.float32(g * np.float32(v / divisor)) for g, v in zip(grads, values, strict=True)])
-    return [np.float32(np.float32(g - total) / divisor) for g in grads]
-
-
-def _of_logit(logit: np.float32, s: np.float32, h: np.float32, total: np.float32, score: str) -> np.float32:
-    if math.isnan(logit):
-        return ZERO
+def _of_shares(a: list[Any], s: list[Any], score: str) -> list[Any]:
     if score == "softmax":
-        return np.float32(s * np.float32(h - total))
+        return a
+    total = tree(s) + EPSILON
+    through = tree([each * (own / total) for each, own in zip(a, s, strict=True)])
+    return [(each - through) / total for each in a]
+
+
+def _of_logits(row: list[Any], s: list[Any], h: list[Any], score: str) -> list[Any]:
+    if score == "softmax":
+        through = tree([a * b for a, b in zip(h, s, strict=True)])
+        return [own * (each - through) for own, each in zip(s, h, strict=True)]
     if score == "sigmoid":
-        return np.float32(h * np.float32(s * np.float32(np.float32(1) - s)))
-    half = np.float32(np.float32(0.5) * one(numerics.sigmoid, logit))
-    return ZERO if s == 0 else np.float32(h * np.float32(half / s))
+        return [each * (own * (ONE - own)) for own, each in zip(s, h, strict=True)]
+    slopes = _each(sigmoid, row)
+    return [ZERO if own == 0 else each * (F(0.5) * slope / own)
+            for own, each, slope in zip(s, h, slopes, strict=True)]
+
+
+def balance(made: Gate, coeff: float) -> tuple[np.ndarray, np.ndarray]:
+    assert made.score_sums is not None
+    (tokens, k), (sequences, experts) = made.indices.shape, made.counts.shape
+    length = tokens // sequences
+    with np.errstate(all="ignore"):
+        f = F(coeff * experts / (k * sequences * length**2) if length else 0)
+        counts = [F(max(count, 0)) for count in made.counts.ravel()]
+        loss = f * tree([a * b for a, b in zip(counts, made.score_sums.ravel(), strict=True)])
+        grad = np.array([f * count for count in counts], F).reshape(sequences, experts)
+    return narrow(np.array([loss], F), float32), grad
+
+
+def z_loss(logits: Any, coeff: float) -> tuple[np.ndarray, np.ndarray]:
+    rows, grad, squares = widen(logits), np.zeros(logits.shape, F), []
+    tokens = max(1, len(rows))
+    with np.errstate(all="ignore"):
+        for token, row in enumerate(rows):
+            m, x = terms(list(row))
+            z = m + log(np.array([tree(x)], F))[0] if np.isfinite(m) else ZERO
+            squares.append(z * z)
+            grad[token] = [F(2 * coeff / tokens) * z * p for p in scores(list(row), "softmax")]
+        loss = F(coeff / tokens) * tree(squares) if squares else ZERO
+    return narrow(np.array([loss], F), float32), narrow(grad, logits.dtype)

@@ -70,9 +70,9 @@ def other_values(value: Any) -> Iterator[Any]:
 
 
 def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
-    """One that nobody has validated; but of a Routing or a Gate, which calls do not validate again, only what
-    can be built."""
-    if isinstance(like, (Gate, Routing)):
+    """One that nobody has validated; but of a Routing or a Gate, which calls do not validate again, only
+    what can be built."""
+    if isinstance(like, (Routing, Gate)):
         with suppress(TypeError, ValueError, AttributeError):
             yield type(like)(**fields)
         return

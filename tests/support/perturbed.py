@@ -110,9 +110,9 @@ def bytes_of(a: Any) -> np.ndarray:
 
 # ---- the arguments of a call ----
 def given(example: Example) -> dict[str, Any]:
-    """The arrays that a call reads or updates, by name. Those of a Routing or a Gate were validated when
-    it was built."""
-    built = {id(a) for part in _results(example.tree) if isinstance(part, (Gate, Routing))
+    """The arrays that a call reads or updates, by name. Those of a Routing or a Gate were validated when it
+    was built."""
+    built = {id(a) for part in _results(example.tree) if isinstance(part, (Routing, Gate))
              for a in leaves(part)}
     results = {id(a) for a in example.result}
     return {name: a for name, a in example.named().items() if id(a) not in built | results}
@@ -210,8 +210,8 @@ def shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 # ---- calls that come again ----
 def change_contents(example: Example, place: Place) -> None:
     """Put the elements of every array that is only read into another order, in place. Sizes of groups keep
-    their sum, and at times all rows are in one group; a Routing or a Gate stays as it is, since its
-    parts belong together."""
+    their sum, and at times all rows are in one group; a Routing stays as it is, since its parts belong
+    together."""
     arrays = given(example)
     for name, a in arrays.items():
         if name not in example.written and name != "noop":

@@ -266,7 +266,7 @@ class _TopkGate(Op[_Inputs]):
         if inputs.sequences:
             sums = address(call.scratch("sums of scores", sequences * (segments + parts) * rows.experts))
         yield _variant(rows, x.dtype, inputs.score).bind(
-            x.array, grid_size(sequences * segments, x.shape), shared=4 * rows.warps * groups.number,
+            x.array, grid_size(sequences * segments, x.shape), shared=4 * rows.warps * max(1, groups.number),
             logits=x.at, bias=inputs.bias.at if inputs.bias else 0, given=given.at if given else 0, **places,
             of_segments=sums, counted=call.workspace("counts of a gate", sequences * rows.experts),
             done=call.workspace("blocks of a gate", sequences * (1 + parts)), errors=call.error_word(),

@@ -66,7 +66,7 @@ def topk_gate_backward(grad: np.ndarray, logits: np.ndarray, gate: Gate, *,
 def load_balance_loss(gate: Gate, coeff: float) -> tuple[np.ndarray, np.ndarray]:
     assert gate.score_sums is not None
     factor = balance_factor(gate, coeff)
-    counts = np.asarray(gate.counts).astype(np.float32)
+    counts = np.maximum(np.asarray(gate.counts), 0).astype(np.float32)
     terms = mul(counts, gate.score_sums).reshape(-1)
     loss = numerics.one_nan(mul(tree_sum(terms, 0), factor))
     return loss.reshape(1), numerics.one_nan(mul(counts, factor))
@@ -93,9 +93,9 @@ def z_loss(logits: np.ndarray, coeff: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def z_factors(tokens: int, coeff: float) -> tuple[np.float32, np.float32]:
-    """coeff / T and 2 * coeff / T."""
+    """coeff / T and 2 * coeff / T; 0 without tokens."""
     with np.errstate(over="ignore", under="ignore"):
-        return np.float32(coeff / max(1, tokens)), np.float32(2 * coeff / max(1, tokens))
+        return np.float32(coeff / tokens if tokens else 0), np.float32(2 * coeff / tokens if tokens else 0)
 
 
 # ---- scores ----
