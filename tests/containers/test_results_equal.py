@@ -53,8 +53,6 @@ RESULTS: dict[str, tuple[Any, list[str]]] = {
     "blocks": (lambda: fp8.quantize_block(X, columnwise=True),
                ["rowwise.data", "rowwise.scale_inv", "columnwise.data", "columnwise.scale_inv"]),
     "Grouped": (grouped, ["rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "splits", "offsets"]),
-    "Gate": (lambda: fp8.topk_gate(X.reshape(-1, 8), 2, scores=True, sequences=1),
-             ["indices", "weights", "counts", "scores", "score_sums"]),
     "Routing": (lambda: routed(20, 2, 3, form="mask"),
                 ["row_map", "splits", "sources", "offsets", "experts"]),
     "Gate": (lambda: gated(), ["indices", "weights", "counts", "scores", "score_sums"]),

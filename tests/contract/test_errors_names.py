@@ -44,7 +44,6 @@ ARRAYS = [INDICES, WORDS, MATRIX, ZERO_D]
 COUNTS = [12, 1 << 17]
 SIZES = [0, *COUNTS]
 NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32, F16_INF, F16_LARGE]
-NUMBERS_OF_F32 = [*SIZES, -1, 2**63, 1.5, F32, F16_LARGE]
 
 FINITE = [*SIZES, -1, 2**63, 1.5, F32, F16_LARGE]
 
@@ -64,7 +63,6 @@ VALID: dict[str, list[Any]] = {
     "margin": [*SIZES, -1, 2**63, HUGE, VAST],
     "eps": [*SIZES, 2**63, 1.5, F32, F16_LARGE],
     "clamp": [*COUNTS, 2**63, 1.5, F32, F16_INF, F16_LARGE], "block": [*COUNTS, [64, 64]],
-    "coeff": NUMBERS_OF_F32, "factor": NUMBERS_OF_F32, "topk_gate.k": [12],
     "history_len": [*COUNTS, 2**63, HUGE], "rows": [1 << 17], "num_experts": [12],
     "k": [12], "factor": FINITE, "coeff": FINITE,
     "route of a mask.topk": [0], "route of a mask.rows": SIZES,
