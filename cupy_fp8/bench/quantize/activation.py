@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from ... import reference
-from ...arrays import asnumpy
 from ...results import Quantized
 from ..data import part
 from .tiles import EDGE, assert_tile, corners, of_a_tile
@@ -18,8 +17,6 @@ def _compare(quantised: Callable[..., Quantized], args: tuple[Any, ...], options
     """quantised: the reference."""
     *arrays, recipe = args
     recipe, given = of_a_tile(recipe, options, out)
-    if "scale" in given:
-        given["scale"] = asnumpy(given["scale"])
     for r, c in corners(out.shape):
         tiles = [part(a, slice(r, r + EDGE), slice(c, c + EDGE)) for a in arrays]
         assert_tile(out, quantised(*tiles, recipe, **given), r, c)

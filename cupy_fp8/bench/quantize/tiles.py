@@ -23,11 +23,11 @@ def corners(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def of_a_tile(recipe: Recipe, options: dict[str, Any], out: Quantized) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe and options by which the reference makes a tile of a result: the scale of current scaling
-    depends on the whole array."""
+    """The recipe and options by which the reference makes a tile of a result, with the scale on the host:
+    that of current scaling depends on the whole array."""
     if isinstance(recipe, CurrentScaling):
-        return DelayedScaling(recipe.dtype), options | {"scale": asnumpy(1 / out._any.scale_inv)}
-    return recipe, dict(options)
+        recipe, options = DelayedScaling(recipe.dtype), options | {"scale": 1 / out._any.scale_inv}
+    return recipe, options | ({"scale": asnumpy(options["scale"])} if "scale" in options else {})
 
 
 def assert_tile(out: Quantized, want: Quantized, r: int, c: int) -> None:
