@@ -15,6 +15,7 @@ from .backend import DeviceError
 from .cache import WeightCache
 from .dlpack import from_dlpack, to_dlpack
 from .formats import bfloat16, finfo, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
+from .gate import Gate
 from .grouped import Grouped
 from .io import load, save
 from .kernels import device_errors
@@ -24,6 +25,8 @@ from .ops.convert.rebase import rebase_scales
 from .ops.convert.scaling_aware import scaling_aware_transpose
 from .ops.matmul.dense import matmul_nt
 from .ops.matmul.grouped import grouped_matmul_nt
+from .ops.moe.gate import topk_gate, topk_gate_backward
+from .ops.moe.gate_losses import load_balance_loss, z_loss
 from .ops.moe.group_sums import group_sums
 from .ops.moe.offsets import splits_to_offsets
 from .ops.moe.pad import pad_groups, sort_chunks, unpad_groups
@@ -48,8 +51,8 @@ from .state import DelayedScalingState
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Grouped",
-    "MXScaling", "Quantized", "Routing", "Scaled", "WeightCache",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Gate",
+    "Grouped", "MXScaling", "Quantized", "Routing", "Scaled", "WeightCache",
     "asarray", "asnumpy", "bytes_equal", "concatenate", "device_errors", "empty", "empty_like",
     "from_dlpack", "full", "load", "quantize", "save", "to_dlpack", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
@@ -59,11 +62,11 @@ __all__ = [
 __all__ += [
     "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
     "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
-    "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
-    "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose",
-    "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales",
-    "transpose", "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales",
-    "update_delayed_scaling",
+    "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute",
+    "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route",
+    "scaling_aware_transpose", "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize",
+    "swiglu_quantize", "swizzle_scales", "topk_gate", "topk_gate_backward", "transpose", "unpad_groups",
+    "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling", "z_loss",
 ]
 
 

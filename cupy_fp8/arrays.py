@@ -200,8 +200,9 @@ def bytes_equal(a: Any, b: Any) -> bool:
     """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits,
     -0 is not 0).
 
-    Results (`Scaled`, `Quantized`, `Grouped`, `Routing`) are equal if all their arrays and metadata are,
-    lists and tuples of arrays and results if all members are. `testing.assert_bytes_equal` says what differs.
+    Results (`Scaled`, `Quantized`, `Grouped`, `Routing`, `Gate`) are equal if all their arrays and metadata
+    are, lists and tuples of arrays and results if all members are. `testing.assert_bytes_equal` says what
+    differs.
     Raises TypeError for anything else, and for NumPy arrays beside CuPy arrays.
     """
     check_comparable(a, "a")

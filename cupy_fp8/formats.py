@@ -5,6 +5,7 @@ Sources: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling F
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -162,6 +163,21 @@ def integer(value: Any, what: str) -> int:
         except TypeError:
             pass
     raise TypeError(f"{what}: expected an integer, got {shown(value)}")
+
+
+def number(value: Any, what: str) -> float:
+    """A number rounded to f32. TypeError or ValueError unless it is one, and finite there."""
+    if not isinstance(value, (int, float, np.floating, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{what}: expected a number, got {shown(value)}")
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = float(np.float32(value))
+    except OverflowError:
+        raise ValueError(f"{what}: an integer of {int(value).bit_length()} bits, beyond every float"
+                         ) from None
+    if not math.isfinite(rounded):
+        raise ValueError(f"{what}: expected a finite float32, got {shown(value)}")
+    return rounded
 
 
 def integers(values: Iterable[Any]) -> tuple[int, ...]:

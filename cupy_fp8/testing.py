@@ -15,6 +15,7 @@ from . import backend, kernels
 from .advice import public_only
 from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, once, pairs, raw_bytes
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, DType, as_dtype, choice, float8_e8m0fnu
+from .gate import Gate
 from .grouped import Grouped
 from .layouts import scale_shape, swap_last
 from .results import Quantized, Scaled
@@ -34,10 +35,10 @@ EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 def assert_bytes_equal(actual: Any, desired: Any) -> None:
     """Raise AssertionError unless both arrays (of either kind) have the same dtype, shape and bytes.
 
-    Takes results (`Scaled`, `Quantized`, `Grouped`, `Routing`) and lists and tuples of arrays and results,
-    too; their metadata have to be equal as well. The message names the field that differs, and of an array
-    the first differing index, both elements in hex and as values, and how many differ. Raises TypeError for
-    anything else.
+    Takes results (`Scaled`, `Quantized`, `Grouped`, `Routing`, `Gate`) and lists and tuples of arrays and
+    results, too; their metadata have to be equal as well. The message names the field that differs, and of an
+    array the first differing index, both elements in hex and as values, and how many differ. Raises TypeError
+    for anything else.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> a = fp8.asarray([1.0, 2.0], fp8.float8_e4m3fn, like=np)
@@ -155,7 +156,7 @@ def _map_arrays(a: Any, move: Any) -> Any:
         move_once = once(move, {})
         fields = {f.name: getattr(a, f.name) for f in dataclasses.fields(a)}
         return Grouped._of_fields(**{name: move_once(v) if is_array(v) else v for name, v in fields.items()})
-    if isinstance(a, Routing):
+    if isinstance(a, (Gate, Routing)):
         return dataclasses.replace(a, **{name: move(v) for name, v in a._arrays().items()})
     return move(a) if hasattr(a, "dtype") and hasattr(a, "ndim") and not np.isscalar(a) else a
 

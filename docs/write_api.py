@@ -34,18 +34,18 @@ PAGES = {
         Maxima, the scales that follow from them, and the layouts in which the scales of blocks are stored
         (docs/layouts.md)."""),
     "moe": ("Tokens of expert layers", ("ops.moe",), """
-        Routing, permutation, padding and offsets. Group sizes may be on the device alone: nothing waits for
-        them."""),
+        The gate and its losses, routing, permutation, padding and offsets. Group sizes may be on the device
+        alone: nothing waits for them."""),
     "experts": ("The expert layer", ("moe",), """
         ``fp8.moe``: the experts of a mixture of experts in FP8, forward and backward (docs/experts.md).
-        [Routing, permutation and padding](moe.md) are functions of their own."""),
+        [The gate, routing, permutation and padding](moe.md) are functions of their own."""),
     "matmul": ("Matrix products", ("ops.matmul",), """
         Products of FP8 matrices with their scales, dense and for groups of rows. They are the only functions
         that have an error bound instead of exact bytes (docs/numerics.md, section 10)."""),
     "recipes": ("Recipes, state and weight cache", ("recipes", "state", "cache"), """
         A recipe is a frozen description of how to quantise. It fits wherever a function takes `recipe`, and
         can be called by itself: ``fp8.MXScaling().quantize(x)``."""),
-    "results": ("Results", ("results", "grouped", "routing"), """
+    "results": ("Results", ("results", "grouped", "routing", "gate"), """
         What the functions return: frozen containers of arrays. `scale_inv` always belongs to the data beside
         it, so that value = data * scale_inv."""),
     "arrays": ("Arrays and number formats", ("arrays", "formats", "dlpack"), """

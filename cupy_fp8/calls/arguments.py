@@ -10,6 +10,7 @@ import numpy as np
 from .. import backend
 from ..arrays import Array, address, empty_beside
 from ..formats import FP8_DTYPES
+from ..gate import Gate
 from ..kernels import error_word, workspace
 from ..results import Scaled
 from ..routing import Routing
@@ -122,14 +123,26 @@ class Call:
         """A Routing. parts: the names of the arrays that the op reads; none means all of them."""
         if not isinstance(r, Routing):
             raise TypeError(f"{name}: expected a Routing (cupy_fp8.route makes one), got {type(r).__name__}")
+        self._read_parts(name, r._arrays(), parts)
+        return r
+
+    def gate(self, name: str, g: Any, *parts: str) -> Gate:
+        """A Gate. parts: the names of the arrays that the op reads."""
+        if not isinstance(g, Gate):
+            raise TypeError(f"{name}: expected a Gate (cupy_fp8.topk_gate makes one), got {type(g).__name__}")
+        self._read_parts(name, g._arrays(), parts)
+        return g
+
+    def _read_parts(self, name: str, arrays: dict[str, Array], parts: tuple[str, ...]) -> None:
+        """Arrays of a result, which all lie on one device. parts: none means all of them."""
+        first = next(iter(arrays.values()))
         if not self._first:
-            backend.require_module(r.row_map, self.xp, name)
-        self._set_or_check_device(name, r.row_map, backend.module_of(r.row_map, name))
-        for part, a in r._arrays().items():
+            backend.require_module(first, self.xp, name)
+        self._set_or_check_device(name, first, backend.module_of(first, name))
+        for part, a in arrays.items():
             if not parts or part in parts:
                 at = address(a)
                 self.memory_ranges.append(Range(at, at + a.nbytes, False, f"{name}.{part}"))
-        return r
 
     def splits(self, name: str, given: Any, check: Any = False, *, beside: Any = None) -> group_sizes.Groups:
         """The sizes of groups: an array that the launches read, or a list, which is copied to where they find

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..gate import Gate
 from ..grouped import Grouped
 from ..kernels import executor_of
 from ..results import Quantized, Scaled
@@ -279,5 +280,7 @@ _KINDS: dict[type, _Describe] = {
     Grouped: _of_result(attrgetter(
         "splits", "offsets", "rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "shape", "block",
         "scale_layout", "transposed")),
+    Gate: _of_result(attrgetter("indices", "weights", "counts", "scores", "score_sums", "score", "normalize",
+                                "factor")),
     Routing: _of_result(lambda r: (*r._arrays().values(), r.rows, r.align)),
 }

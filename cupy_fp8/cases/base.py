@@ -15,6 +15,7 @@ import numpy as np
 from .. import reference
 from ..arrays import bits, contiguous, is_array
 from ..formats import FORMATS, float8_e8m0fnu
+from ..gate import Gate
 from ..grouped import Grouped
 from ..layouts import swap_last
 from ..results import Quantized, Scaled
@@ -196,7 +197,7 @@ def _arrays(result: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets", "splits"):
             if (a := getattr(result, name)) is not None:
                 yield name, a
-    elif isinstance(result, Routing):
+    elif isinstance(result, (Gate, Routing)):
         yield from result._arrays().items()
     elif isinstance(result, tuple):
         for i, part in enumerate(result):

@@ -35,6 +35,7 @@ from .. import backend
 from ..advice import type_name, without_rest
 from ..arrays import Array, asarray, asnumpy, bits, contiguous, is_array, is_contiguous
 from ..formats import FORMATS, FP8_DTYPES
+from ..gate import Gate
 from ..grouped import Grouped
 from ..options import check_path
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
@@ -53,7 +54,8 @@ EXTENSION_DTYPES = {dtype.name: dtype for dtype in FORMATS if dtype.type.__modul
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     **{kind: tuple(f.name for f in dataclasses.fields(kind)) for kind in (
-        Scaled, Quantized, Grouped, Routing, BlockScaling, CurrentScaling, DelayedScaling, MXScaling)},
+        Scaled, Quantized, Grouped, Routing, Gate, BlockScaling, CurrentScaling, DelayedScaling,
+        MXScaling)},
     DelayedScalingState: ("recipe", "scale", "amax_history")}
 _KINDS = {kind.__name__: kind for kind in _FIELDS}
 _LONGEST_NAME = 65_535 - len(".npy")            # bytes of a member's name that a .zip has room for
@@ -73,8 +75,8 @@ def save(path: PathLike, *unnamed: NoReturn, **values: Any) -> None:
     path : where to write (exactly this name; an existing file is replaced only once the new one is complete
         and on disk).
     values : by name: NumPy or CuPy arrays of any dtype without Python objects; `Scaled`, `Quantized`,
-        `Grouped`, `Routing`; `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples and
-        dicts (with strings as keys) of these. CuPy arrays are copied to the host one at a time. An array
+        `Grouped`, `Routing`, `Gate`; `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples
+        and dicts (with strings as keys) of these. CuPy arrays are copied to the host one at a time. An array
         that occurs twice is stored once.
     Raises TypeError for anything else, ValueError for names that a file cannot hold or that collide, and both
     for results that `load` would refuse, such as those whose arrays were replaced; nothing is written then.

@@ -27,6 +27,7 @@ class Fact(enum.IntFlag):
     ROUTE_BOUND = 1 << 6
     SPLIT_START = 1 << 7
     SPLIT_OTHER = 1 << 8
+    GATE_EXPERT = 1 << 9
 
 
 MESSAGES = {
@@ -45,6 +46,7 @@ MESSAGES = {
                       "scales do, or of the promised align; its product is 0",
     Fact.SPLIT_OTHER: "splits: other sizes than an operand is laid out by (a result of group_quantize, or of "
                       "scaling_aware_transpose with splits); its groups are not those that were multiplied",
+    Fact.GATE_EXPERT: "indices: an expert that does not exist; it counted as -1, none",
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU

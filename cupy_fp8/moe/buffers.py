@@ -44,6 +44,8 @@ def make(experts: Experts, sizes: dict[str, Any], align: Any, x_dtype: Any, grad
         sizes["rows"] = routing.rows
     made = Buffers(experts, {**sizes, "align": align, "keep": keep, **flags,
                              **{name: str(dtype) for name, dtype in dtypes.items()}})
+    if routing:
+        made._made["routing"] = routing             # A gate is routed into it.
     history = None if experts.state is None else experts.state.amax_history.copy()
     _step(experts, made, routing, *dtypes.values())
     if experts.state is not None:

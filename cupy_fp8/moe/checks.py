@@ -16,7 +16,6 @@ from ..options import block_pow2
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, check_recipe
 from ..reference.scales.convert import rows_of_scales
 from ..results import Quantized, Scaled
-from ..routing import Routing
 from .dataflow import DATAFLOWS, GROUP
 from .step import Buffers, Saved, ranges_of
 from .weights import kind
@@ -65,15 +64,6 @@ def tokens(experts: Experts, x: Any, name: str, shape: tuple[int | None, int], *
     if len(given) != 2 or given[1] != shape[1] or shape[0] not in (None, given[0]):
         wanted = f"({'rows' if shape[0] is None else shape[0]}, {shape[1]})"
         raise ValueError(f"{name}: expected shape {wanted}, got {given}")
-
-
-def routing(experts: Experts, given: Any) -> None:
-    if not isinstance(given, Routing):
-        raise TypeError(f"routing: expected a Routing, as route gives it, got {type_name(given)}")
-    if given.num_experts != experts.num_experts:
-        raise ValueError(f"routing: expected {experts.num_experts} experts, got {given.num_experts}")
-    backend.require_module(given.row_map, experts._xp, "routing")
-    alignment(experts, given.align, "routing")
 
 
 def alignment(experts: Experts, align: int, name: str) -> None:

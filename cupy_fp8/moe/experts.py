@@ -9,6 +9,7 @@ from ..arrays import Array
 from ..calls.group_sizes import check_align
 from ..calls.memory import Occupied
 from ..formats import INPUT_DTYPES, DType, bfloat16, choice, flag, lookup
+from ..gate import Gate
 from ..ops.convert.dequantize import dequantize
 from ..ops.matmul.grouped import grouped_matmul_nt
 from ..ops.moe.permute import permute_backward, unpermute
@@ -21,6 +22,7 @@ from ..typed_array import TypedArray
 from . import buffers, checks, weights
 from .biases import Biases
 from .dataflow import DATAFLOWS, FLOWS, GROUP, KEEPS, Dataflow, Keep
+from .routed import Routed
 from .step import Buffers, Calls, Saved, Unique, ranges_of
 
 #: h that is kept in FP8: scales are powers of two, so widening it is exact.
@@ -196,12 +198,12 @@ class Experts(Unique):
 
     # ---- forward ----
     @overload
-    def forward(self, x: Array | Scaled | Quantized, routing: Routing, probs: Array | None = None, *,
+    def forward(self, x: Array | Scaled | Quantized, routing: Routing | Gate, probs: Array | None = None, *,
                 keep: Keep = "bf16", out: Buffers | None = None) -> tuple[TypedArray, Saved]: ...
     @overload
-    def forward(self, x: Array | Scaled | Quantized, routing: Routing, probs: Array | None = None, *,
+    def forward(self, x: Array | Scaled | Quantized, routing: Routing | Gate, probs: Array | None = None, *,
                 keep: Keep | None, out: Buffers | None = None) -> tuple[TypedArray, Saved | None]: ...
-    def forward(self, x: Array | Scaled | Quantized, routing: Routing, probs: Array | None = None, *,
+    def forward(self, x: Array | Scaled | Quantized, routing: Routing | Gate, probs: Array | None = None, *,
                 keep: Keep | None = "bf16", out: Buffers | None = None
                 ) -> tuple[TypedArray, Saved | None]:
         """The outputs of all tokens, and what `backward` needs.
@@ -211,7 +213,8 @@ class Experts(Unique):
         x : array [T, H]; or (not with 'both_directions') a Scaled [T, H] that the recipe has quantised
             before, from another GPU perhaps. 'casting_free' needs scales that are powers of two (but for
             keep=None): others are refused on the host, and noted on a device (`device_errors`)
-        routing : of T tokens to these experts, as `route` gives it; best with align=128
+        routing : of T tokens to these experts: what `route` gives, best with align=128; or a Gate, whose
+            indices are routed with align=128, and whose weights are the probs
         probs : f32 array [T, topk], the weights of a token's experts (of a mask also [T, E]). None: 1
         keep : what is saved. 'bf16': the rows, h and the activation. 'fp8': the tokens and h in blocks of
             1×128, from which the activation is computed in the forward pass too, with one rounding more.
@@ -225,26 +228,23 @@ class Experts(Unique):
         (y [T, H] of dtype_out, Saved or None). Raises TypeError, ValueError, DeviceError, before anything is
         written.
         """
-        checks.routing(self, routing)
-        checks.tokens(self, x, "x", (routing.tokens, self.hidden))
+        routed = Routed.of(self, routing, probs)
+        checks.tokens(self, x, "x", (routed.given.tokens, self.hidden))
         if keep is not None:
             choice(keep, "keep", KEEPS)
-        by_expert = [] if routing.experts is None else [(routing.tokens, routing.num_experts)]
-        checks.probs(self, probs, "probs", routing.row_map.shape, *by_expert)
-        if keep is not None:
             checks.powers_of_two(self, x, "x")
-        checks.buffers(self, out, x, tokens=routing.tokens, topk=routing.topk, rows=routing.rows,
-                       align=routing.align, probs=probs is not None, keep=keep)
-        checks.separate(out, x=x, probs=probs)
+        checks.buffers(self, out, x, **routed.facts, keep=keep)
+        checks.separate(out, x=x, **routed.read)
         call = Calls(out, begins=True)
+        routes, probs = routed.routing(call), routed.probs
         tokens = self._flow.tokens(call, "x", x)
-        rows, row_probs = self._flow.dispatch(call, "x", tokens, routing, probs)
-        result, saved = self._forward_rows(call, rows, routing.aligned_splits, row_probs, keep, routing.align,
+        rows, row_probs = self._flow.dispatch(call, "x", tokens, routes, probs)
+        result, saved = self._forward_rows(call, rows, routes.aligned_splits, row_probs, keep, routes.align,
                                            out)
-        y: TypedArray = call("y", unpermute, result, routing)
+        y: TypedArray = call("y", unpermute, result, routes)
         if saved is None:
             return y, None
-        fields = vars(saved) | {"routing": routing, "routed": routing._written, "probs": probs}
+        fields = vars(saved) | {"routing": routes, "routed": routes._written, "probs": probs}
         if keep != "bf16":
             fields |= {"tokens": tokens, "rows": None, "row_probs": None}
         return y, Saved(**fields)

@@ -186,6 +186,8 @@ def arrays_of(value: Any) -> Iterator[Array]:
             yield from arrays_of(part)
     elif isinstance(value, Quantized):
         yield from arrays_of(tuple(value.parts.values()))
+    elif isinstance(value, Routing):
+        yield from value._arrays().values()
     elif isinstance(value, Scaled):
         yield from value
         if value.splits is not None:

@@ -9,6 +9,7 @@ from .convert.rebase import rebase_scales
 from .convert.scaling_aware import scaling_aware_transpose
 from .matmul.dense import matmul_nt
 from .matmul.grouped import grouped_matmul_nt
+from .moe.gate import load_balance_loss, topk_gate, topk_gate_backward, z_loss
 from .moe.group_sums import group_sums
 from .moe.offsets import splits_to_offsets
 from .moe.pad import pad_groups, sort_chunks, unpad_groups
@@ -30,9 +31,9 @@ from .scales.swizzle import swizzle_scales, unswizzle_scales
 __all__ = [
     "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
     "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
-    "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
-    "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose",
-    "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales",
-    "transpose", "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales",
-    "update_delayed_scaling",
+    "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute",
+    "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route",
+    "scaling_aware_transpose", "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize",
+    "swiglu_quantize", "swizzle_scales", "topk_gate", "topk_gate_backward", "transpose", "unpad_groups",
+    "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling", "z_loss",
 ]

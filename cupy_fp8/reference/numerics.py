@@ -146,6 +146,39 @@ def sigmoid(a: np.ndarray) -> np.ndarray:
     return div(F32_ONE, add(F32_ONE, exp(-a)))
 
 
+#: log needs the bits of √½, ln 2, and the coefficients of q (that of t^7 first); log1p the bound √2 - 1.
+_SQRT_HALF_BITS = 0x3F3504F3
+_LOG_COEFFICIENTS = np.array([0x3DB2E9EC, 0xBE1286FD, 0x3E18C38F, 0xBE29AE10, 0x3E4C693E, 0xBE80024F,
+                              0x3EAAAB7A, 0xBEFFFFFD], np.uint32).view(np.float32)
+_SQRT2_LESS_ONE = np.uint32(0x3ED413CD).view(np.float32)
+
+
+def log(x: np.ndarray) -> np.ndarray:
+    """ln x of normal numbers from 1 on, by a fixed sequence of operations (section 14)."""
+    exponent = (x.view(np.int32) - np.int32(_SQRT_HALF_BITS)) >> 23
+    reduced = (x.view(np.int32) - (exponent << 23)).view(np.float32)
+    return fma(exponent.astype(np.float32), _LN2, _log_near_one(sub(reduced, F32_ONE)))
+
+
+def log1p(y: np.ndarray) -> np.ndarray:
+    """ln(1 + y) for 0 <= y <= 1, by a fixed sequence of operations (section 14)."""
+    upper = add(_LN2, _log_near_one(mul(sub(y, F32_ONE), np.float32(0.5))))
+    return np.where(y < _SQRT2_LESS_ONE, _log_near_one(y), upper)
+
+
+def _log_near_one(t: np.ndarray) -> np.ndarray:
+    """ln(1 + t) for √½ - 1 <= t <= √2 - 1."""
+    q = _LOG_COEFFICIENTS[0]
+    for coefficient in _LOG_COEFFICIENTS[1:]:
+        q = fma(q, t, coefficient)
+    return fma(mul(t, t), q, t)
+
+
+def sqrt(a: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return np.sqrt(a, dtype=np.float32)
+
+
 def tree_sum(terms: np.ndarray, axis: int) -> np.ndarray:
     """The sum along an axis by the fixed tree (rule 11), which adds adjacent pairs, level by level. An
     unpaired last term passes unchanged."""

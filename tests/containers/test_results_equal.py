@@ -17,7 +17,7 @@ import pytest
 from block_data import result
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Grouped, Quantized, Scaled, cases, testing
+from cupy_fp8 import Gate, Grouped, Quantized, Scaled, cases, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases.moe.route import routing as routed
 from cupy_fp8.formats import bfloat16, float8_e5m2
@@ -29,6 +29,10 @@ X = cases.values("normal", (40, 256), bfloat16)
 def grouped(seed: int = 0) -> Grouped:
     return fp8.group_quantize(cases.values("normal", (40, 256), bfloat16, seed), [8, 32], fp8.BlockScaling(),
                               columnwise=True)
+
+
+def gated(**options: Any) -> Gate:
+    return fp8.topk_gate(X, 4, scores=True, sequences=2, **options)
 
 
 def edited(q: Any, path: str) -> Any:
@@ -51,6 +55,7 @@ RESULTS: dict[str, tuple[Any, list[str]]] = {
     "Grouped": (grouped, ["rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "splits", "offsets"]),
     "Routing": (lambda: routed(20, 2, 3, form="mask"),
                 ["row_map", "splits", "sources", "offsets", "experts"]),
+    "Gate": (lambda: gated(), ["indices", "weights", "counts", "scores", "score_sums"]),
 }
 
 
@@ -110,6 +115,11 @@ Q = fp8.quantize_mx(X, columnwise=True)
     ([[Q, Q]], [[Q]], "[0].length: actual 2, desired 1"),
     ([None], [Q.data], "[0]: actual None, desired of type ndarray"),
     (routed(20, 2, 3), routed(20, 2, 3, align=4), "rows: actual 40, desired 48"),
+    (gated(), fp8.topk_gate(X, 4, sequences=2), "scores: actual of type ndarray, desired None"),
+    (gated(factor=0.0), gated(factor=-0.0), "weights: "),
+    (dataclasses.replace(gated(), score="sigmoid"), gated(), "score: actual 'sigmoid', desired 'softmax'"),
+    (dataclasses.replace(gated(), normalize=False), gated(), "normalize: actual False, desired True"),
+    (dataclasses.replace(gated(), factor=2), gated(), "factor: actual 2.0, desired 1.0"),
     (Grouped.wrap(X, [8, 32]), Grouped.wrap(X, [9, 31]),
      "splits: 2 of 2 elements of int64[2] differ; first at (0,)"),
 ])  # fmt: skip

@@ -45,6 +45,8 @@ COUNTS = [12, 1 << 17]
 SIZES = [0, *COUNTS]
 NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32, F16_INF, F16_LARGE]
 
+FINITE = [*SIZES, -1, 2**63, 1.5, F32, F16_LARGE]
+
 #: What is valid all the same, by the parameter, or by the call and the parameter. None is valid where it is
 #: the default, and 0 for a flag.
 VALID: dict[str, list[Any]] = {
@@ -62,6 +64,7 @@ VALID: dict[str, list[Any]] = {
     "eps": [*SIZES, 2**63, 1.5, F32, F16_LARGE],
     "clamp": [*COUNTS, 2**63, 1.5, F32, F16_INF, F16_LARGE], "block": [*COUNTS, [64, 64]],
     "history_len": [*COUNTS, 2**63, HUGE], "rows": [1 << 17], "num_experts": [12],
+    "k": [12], "factor": FINITE, "coeff": FINITE,
     "route of a mask.topk": [0], "route of a mask.rows": SIZES,
     "splits": [INDICES, [1], (1, 48)], "order": [INDICES],
     "splits_to_offsets.splits": [INDICES, [1], [64, 64], (1, 48)],

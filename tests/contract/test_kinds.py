@@ -14,16 +14,22 @@ from places import Place
 from trees import leaves, map_arrays
 
 import cupy_fp8 as fp8
+from cupy_fp8.gate import Gate
 from cupy_fp8.routing import Routing
 
 
 def moved_one_by_one(example: Example, move: Callable[[Any], Any]) -> Iterator[tuple[str, Example]]:
-    """The call with one array elsewhere, named as in messages. All arrays of a Routing go together."""
-    together = {id(a): part for part in (*example.args, *example.kwargs.values()) if isinstance(part, Routing)
-                for a in leaves(part)}
+    """The call with one array elsewhere, named as in messages. All arrays of a Routing or a Gate go
+    together."""
+    together = {id(a): part for part in (*example.args, *example.kwargs.values())
+                if isinstance(part, (Routing, Gate)) for a in leaves(part)}
+    before: set[int] = set()
     for name, a in example.named().items():
         part = together.get(id(a))
         gone = {id(b) for b in leaves(part)} if part else {id(a)}
+        if id(a) in before:
+            continue
+        before |= gone
         tree = map_arrays(
             example.tree, lambda b, gone=gone: move(b) if id(b) in gone else b)  # type: ignore[misc]
         yield name.partition(".")[0] if part else name, example.with_tree(tree)

@@ -309,4 +309,4 @@ def test_buffers_hold_nothing_of_the_caller():
 
     gone = [step_of_rows() for _ in range(2)]
     gc.collect()
-    assert all(each() is None for each in gone)
+    assert [each() for each in gone] == [None, None]

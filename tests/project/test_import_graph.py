@@ -24,6 +24,7 @@ LAYERS = (
     {"dlpack", "kernels", "options", "scaled_parts"},
     {"results"},
     {"directions", "grouped", "routing"},
+    {"gate"},
     {"calls", "recipes"},
     {"reference"},
     {"ops"},

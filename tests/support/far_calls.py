@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import far_gates
 import numpy as np
 import product_kernels
 import pytest
@@ -356,7 +357,7 @@ _UNREACHED = {"group_quantize-current-of_many"} | {f"{name}-wide" for name in (
 _OTHER_ENDS = {f"quantize_mx-swizzled-both-{name}" for name in ("tall", "wide")}
 ON_DEVICE: dict[str, Far] = {
     name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _activations, _rows, _scales,
-                            _others)
+                            _others, far_gates.calls)
     for name, far in calls() if name not in _OTHER_ENDS}
 CALLS = {name: far for name, far in ON_DEVICE.items() if name not in _UNREACHED}
 

@@ -11,6 +11,7 @@ import numpy as np
 import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled
 from cupy_fp8.arrays import Result
+from cupy_fp8.gate import Gate
 from cupy_fp8.routing import Routing
 
 
@@ -69,11 +70,11 @@ def other_values(value: Any) -> Iterator[Any]:
 
 
 def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
-    """One that nobody has validated; but of a Routing, which calls do not validate again, only what can be
-    built."""
-    if isinstance(like, Routing):
+    """One that nobody has validated; but of a Routing or a Gate, which calls do not validate again, only
+    what can be built."""
+    if isinstance(like, (Routing, Gate)):
         with suppress(TypeError, ValueError, AttributeError):
-            yield Routing(**fields)
+            yield type(like)(**fields)
         return
     made = object.__new__(type(like))
     made.__dict__.update(fields)

@@ -17,6 +17,7 @@ from cupy_fp8 import cases
 from cupy_fp8.arrays import bits
 from cupy_fp8.cli.selftest import assert_agrees
 from cupy_fp8.formats import FORMATS, INPUT_DTYPES
+from cupy_fp8.gate import Gate
 from cupy_fp8.routing import Routing
 
 #: Calls do not know arrays of all these dtypes.
@@ -109,9 +110,10 @@ def bytes_of(a: Any) -> np.ndarray:
 
 # ---- the arguments of a call ----
 def given(example: Example) -> dict[str, Any]:
-    """The arrays that a call reads or updates, by name. Those of a Routing were validated when it was
-    built."""
-    built = {id(a) for part in _results(example.tree) if isinstance(part, Routing) for a in leaves(part)}
+    """The arrays that a call reads or updates, by name. Those of a Routing or a Gate were validated when it
+    was built."""
+    built = {id(a) for part in _results(example.tree) if isinstance(part, (Routing, Gate))
+             for a in leaves(part)}
     results = {id(a) for a in example.result}
     return {name: a for name, a in example.named().items() if id(a) not in built | results}
 

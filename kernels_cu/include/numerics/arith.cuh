@@ -10,10 +10,14 @@ __device__ __forceinline__ float mul_rn(float a, float b) { return a * b; }
 __device__ __forceinline__ float add_rn(float a, float b) { return a + b; }
 __device__ __forceinline__ float div_rn(float a, float b) { return a / b; }
 __device__ __forceinline__ float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+__device__ __forceinline__ float sqrt_rn(float a) { return __builtin_sqrtf(a); }
 __device__ __forceinline__ float reciprocal(float d) { return 1.0f / d; }
 __device__ __forceinline__ float corrected_quotient(float a, float s, float r, float q) {
     return __builtin_fmaf(-__builtin_fmaf(s, q, -a), r, q);
 }
+__device__ __forceinline__ float absolute(float a) { return __builtin_fabsf(a); }
+__device__ __forceinline__ u32 with_sign_turned(u32 bits) { return bits ^ 0x80000000u; }
+__device__ __forceinline__ bool has_bits(float a, u32 bits) { return as_bits(a) == bits; }
 __device__ __forceinline__ bool is_nan(float a) { return a != a; }
 __device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
 // Returns the operand that is not NaN, like PTX max.f32. Both operands are magnitudes, so the order of zeros
@@ -65,6 +69,11 @@ __device__ __forceinline__ float fma_rn(float a, float b, float c) {
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
 }
+__device__ __forceinline__ float sqrt_rn(float a) {
+    float r;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
 // Returns 1 / d, correctly rounded, for 1 <= |d| < 2^126. These are the instructions of rcp.rn without its
 // test of the range. One correction turns every start within an ulp into the nearest float
 // (tests/numerics/test_sigmoid.py tries all). The one exception is 0.5 as the reciprocal of 2^k * (2 -
@@ -83,6 +92,24 @@ __device__ __forceinline__ float corrected_quotient(float a, float s, float r, f
         "neg.f32 n, n;\n\tfma.rn.f32 %0, n, %3, %0;\n\t}"
         : "+f"(q) : "f"(a), "f"(s), "f"(r));
     return q;
+}
+// Returns |a| for use as a float. NVRTC would make abs.ftz.f32 of an integer mask.
+__device__ __forceinline__ float absolute(float a) {
+    float r;
+    asm("abs.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+// So would it make neg.ftz.f32 of this, and setp.eq.ftz.f32 of the next, where the bits are those of a float.
+__device__ __forceinline__ u32 with_sign_turned(u32 bits) {
+    u32 r;
+    asm("xor.b32 %0, %1, 0x80000000;" : "=r"(r) : "r"(bits));
+    return r;
+}
+__device__ __forceinline__ bool has_bits(float a, u32 bits) {
+    u32 equal;
+    asm("{\n\t.reg .pred q;\n\tsetp.eq.u32 q, %1, %2;\n\tselp.u32 %0, 1, 0, q;\n\t}"
+        : "=r"(equal) : "r"(as_bits(a)), "r"(bits));
+    return equal;
 }
 // These compare bits, because a comparison of floats would be compiled with .ftz.
 __device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
@@ -165,6 +192,9 @@ __device__ __forceinline__ bool none_beyond(const float (&a)[8], const float (&b
            & no_magnitude_beyond_of_four(b[4], b[5], b[6], b[7], limit);
 }
 #endif
+
+// Returns a - b, rounded once.
+__device__ __forceinline__ float sub_rn(float a, float b) { return fma_rn(b, -1.0f, a); }
 
 // Returns true for a finite value above zero. No other value has these bits.
 __device__ __forceinline__ bool is_positive_number(float a) { return as_bits(a) - 1u < 0x7f7fffffu; }
