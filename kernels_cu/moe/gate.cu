@@ -218,6 +218,7 @@ __device__ __forceinline__ float sum_of(const float* from, u32 experts, int numb
 __device__ __forceinline__ void add_up_scores(const GateParams& p, Shared& shared, u32 sequence, u32 segment,
                                               const Row& sum) {
     const i64 sequences = gridDim.x / p.blocks;
+    __syncwarp();                                        // The last token's scores have been read.
     put_row(shared.warp[threadIdx.x / kLanes].score, sum);
     __syncthreads();
     float* const segments = p.of_segments + (i64)sequence * p.segments * p.experts;

@@ -23,7 +23,7 @@ def topk_gate(logits: np.ndarray, k: int, *, score: str = "softmax", bias: np.nd
     if indices is None:
         chosen = _largest(_selected_by(values, s, bias, groups, group_topk, k), k)
     else:
-        chosen = np.where((indices >= 0) & (indices < experts), indices, -1).astype(np.int32)
+        chosen = np.where((indices >= 0) & (indices < experts), indices, -1).astype(np.int32, order="C")
     counts = np.zeros((sequences or 1, experts), np.int32)
     token, slot = np.nonzero(chosen >= 0)
     length = max(1, tokens // (sequences or 1))

@@ -38,15 +38,15 @@ def expect_gradient(run: testing.Executor, grad: Any, logits: Any, made: fp8.Gat
 
 def expect_z(run: testing.Executor, logits: np.ndarray, coeff: float) -> tuple[np.ndarray, np.ndarray]:
     found = expect(run, gate_loops.z_loss(logits, coeff), fp8.z_loss, run.array(logits), coeff, leads=(0, 4))
-    loss, grad = run.numpy(found)
-    return loss, grad
+    loss, grad = found
+    return run.numpy(loss), run.numpy(grad)
 
 
 def expect_balance(run: testing.Executor, made: fp8.Gate, coeff: float) -> tuple[np.ndarray, np.ndarray]:
     found = expect(run, gate_loops.balance(made, coeff), fp8.load_balance_loss, run.array(made), coeff,
                    leads=(0, 4))
-    loss, grad = run.numpy(found)
-    return loss, grad
+    loss, grad = found
+    return run.numpy(loss), run.numpy(grad)
 
 
 # ---- the gradient of logits ----
