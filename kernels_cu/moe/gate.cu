@@ -36,11 +36,13 @@ struct GateParams {
     u32 experts, k;
     u32 groups, group_topk;      // groups: 0: none
     u32 group_terms;             // how many of a group's experts make its score
+    u32 group_lanes;             // lanes that have a group: a power of two, or 0: groups are no whole lanes
     float factor;
     u32 normalize;               // 1: weights add up to `factor`
     u32 wide;                    // 1: given indices are i64
     u32 vector;                  // 1: rows of logits are whole loads
     u32 vector_scores;           // 1: rows of scores are whole stores
+    u32 vector_bias;             // 1: the bias is whole loads
 };
 
 constexpr int kTokens = 2, kSegment = kWarps * kTokens;  // tokens of a segment for each warp, for all
@@ -56,6 +58,13 @@ struct Shared {
 static_assert(sizeof(Shared) <= 48 << 10, "static shared memory");
 
 // ---- selection ----
+__device__ __forceinline__ float candidate_of(u32 order) {
+    return order ? from_order(order) : as_float(kMinusInfinity);
+}
+__device__ __forceinline__ u32 order_of_sum(float sum) {
+    return order_of(is_nan(sum) ? as_float(kMinusInfinity) : sum);
+}
+
 // Returns the order of the sum of a group's largest candidates, in shared memory from `order` on.
 __device__ __forceinline__ u32 order_of_group(const u32* order, u32 size, u32 terms) {
     u32 before = kKept, at = 0;                          // the last term and where it was
@@ -67,10 +76,29 @@ __device__ __forceinline__ u32 order_of_group(const u32* order, u32 size, u32 te
             const bool follows = each < before || (each == before && i > at);
             if (follows && each > best) best = each, best_at = i;
         }
-        sum = add_rn(sum, best ? from_order(best) : as_float(kMinusInfinity));
+        sum = add_rn(sum, candidate_of(best));
         before = best, at = best_at;
     }
-    return is_nan(sum) ? order_of(as_float(kMinusInfinity)) : order_of(sum);
+    return order_of_sum(sum);
+}
+
+// Returns the same for the group that this lane and its neighbours have in registers.
+__device__ __forceinline__ u32 order_of_group(const u32 (&order)[kCount], u32 lanes, u32 terms) {
+    const u32 lane = lane_index(), first = lane / lanes * lanes;
+    const u32 lanes_before = (1u << lane) - (1u << first);           // of the group
+    u32 left[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; i++) left[i] = order[i];
+    float sum = as_float(kAbsentTerm);
+#pragma unroll 1
+    for (u32 term = 0; term < terms; term++) {
+        const u32 largest = largest_of_lane(left);
+        u32 top = largest;
+        for (u32 step = 1; step < lanes; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
+        if (!(__ballot_sync(~0u, largest == top) & lanes_before) && largest == top) take(left, top);
+        sum = add_rn(sum, candidate_of(top));
+    }
+    return order_of_sum(sum);
 }
 
 // Takes the experts of groups that are not kept out of the candidates. of_group: shared memory for the warp's
@@ -80,8 +108,15 @@ __device__ __forceinline__ void keep_groups(const GateParams& p, OfWarp& shared,
     const u32 lane = lane_index(), size = p.experts / p.groups;
     const u32 per_lane = (p.groups + kLanes - 1) / kLanes;
     const u32 first = smaller(lane * per_lane, p.groups), end = smaller(first + per_lane, p.groups);
-    for (u32 group = first; group < end; group++)
-        of_group[group] = order_of_group(shared.order + group * size, size, p.group_terms);
+    const u32 group_of_lane = p.group_lanes ? smaller(lane / p.group_lanes, p.groups - 1) : 0;
+    if (p.group_lanes) {
+        const u32 found = order_of_group(order, p.group_lanes, p.group_terms);
+        if (lane == group_of_lane * p.group_lanes) of_group[group_of_lane] = found;
+        __syncwarp();
+    } else {
+        for (u32 group = first; group < end; group++)
+            of_group[group] = order_of_group(shared.order + group * size, size, p.group_terms);
+    }
     for (u32 kept = 0; kept < p.group_topk; kept++) {
         u32 best = 0, at = 0;
         for (u32 group = first; group < end; group++)
@@ -93,7 +128,8 @@ __device__ __forceinline__ void keep_groups(const GateParams& p, OfWarp& shared,
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
         const u32 expert = lane * kCount + i;
-        if (expert >= p.experts || of_group[expert / size] != kKept) order[i] = 0;
+        const u32 group = p.group_lanes ? group_of_lane : smaller(expert, p.experts - 1) / size;
+        if (of_group[group] != kKept) order[i] = 0;
     }
     put_orders(shared.order, order);
     __syncwarp();
@@ -121,11 +157,10 @@ __device__ __forceinline__ void replay(const GateParams& p, i64 token, i32 (&cho
 __device__ __forceinline__ void orders_of(const GateParams& p, const Row& l, const Row& s,
                                           u32 (&order)[kCount]) {
     if (p.bias) {
+        Row bias;
+        load_row<f32>(reinterpret_cast<const u32*>(p.bias), p.experts, p.vector_bias, bias);
 #pragma unroll
-        for (int i = 0; i < kCount; i++) {
-            const u32 expert = lane_index() * kCount + i;
-            order[i] = order_of(add_rn(s[i], load_read_only(p.bias + smaller(expert, p.experts - 1))));
-        }
+        for (int i = 0; i < kCount; i++) order[i] = order_of(add_rn(s[i], bias[i]));
     } else {
 #pragma unroll
         for (int i = 0; i < kCount; i++) order[i] = with_sign_turned(as_bits(s[i]));
@@ -289,7 +324,7 @@ __device__ __forceinline__ void do_segment(const GateParams& p, Shared& shared, 
         // A vote tells the compiler that the warp is together.
         if (!__any_sync(~0u, token < p.length)) break;
         Row l, s;
-        load_logits<IN>(p.logits + (before + token) * p.experts, p.experts, p.vector, l);
+        load_row<IN>(p.logits + (before + token) * p.experts, p.experts, p.vector, l);
         scores_of(l, s);
         do_token(p, shared, before + token, of_groups + warp * p.groups, l, s);
         if (!p.score_sums) continue;

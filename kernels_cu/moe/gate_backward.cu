@@ -121,7 +121,7 @@ topk_gate_backward(const __grid_constant__ GateBackwardParams p) {
     const i64 token = (i64)blockIdx.x * kWarps + threadIdx.x / kLanes;
     if (token >= p.tokens) return;
     Row l, s, h;
-    load_logits<IN>(p.logits + token * p.experts, p.experts, p.vector, l);
+    load_row<IN>(p.logits + token * p.experts, p.experts, p.vector, l);
     scores_of(l, s);
     put_row(shared.score, s);
 #pragma unroll

@@ -66,7 +66,7 @@ z_loss(const __grid_constant__ ZLossParams p) {
     float square = as_float(kAbsentTerm);
     if (token < p.tokens) {
         Row l, x;
-        load_logits<IN>(p.logits + token * p.experts, p.experts, p.vector, l);
+        load_row<IN>(p.logits + token * p.experts, p.experts, p.vector, l);
         const float m = largest_of_row(l);
         const bool usual = softmax_terms(l, m, x);
         const float sum = sum_of_row(x);

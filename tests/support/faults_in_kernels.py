@@ -260,7 +260,7 @@ KERNEL_FAULTS = (
           "topk_gate", "moe/gate", "COUNT=4", name="the bound"),
     Fault("include/moe/gate_select.cuh", "found += __popc(all);", "found = __popc(all);", "topk_gate",
           "moe/gate", "COUNT=8", name="keys of the lanes before"),
-    Fault("include/moe/gate_select.cuh", "if (taken || order[i] != top) continue;",
+    Fault("include/moe/gate_select.cuh", "if (taken >= 0 || order[i] != top) continue;",
           "if (order[i] != top) continue;", "topk_gate", "moe/gate", "COUNT=32", case="equal",
           name="one after the other"),
     Fault("moe/gate.cu", "count[i] = i < p.copies ?", "count[i] = i + 1 < p.copies ?", "topk_gate",

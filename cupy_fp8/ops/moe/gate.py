@@ -275,10 +275,18 @@ class _TopkGate(Op[_Inputs]):
             done=call.workspace("blocks of a gate", sequences * (1 + parts)), errors=call.error_word(),
             length=length, segments=segments, parts=parts, blocks=blocks, rounds=rounds,
             copies=copies, experts=rows.experts, k=inputs.k, groups=groups.number, group_topk=groups.topk,
-            group_terms=groups.terms, factor=inputs.factor, normalize=int(inputs.normalize),
+            group_terms=groups.terms, group_lanes=_group_lanes(rows, groups.number), factor=inputs.factor,
+            normalize=int(inputs.normalize),
             wide=int(given is not None and given.dtype == _INT64),
             vector=rows.is_vector(x.dtype.itemsize, x.at),
-            vector_scores=rows.is_vector(float32.itemsize, places.get("scores", 0)))
+            vector_scores=rows.is_vector(float32.itemsize, places.get("scores", 0)),
+            vector_bias=rows.is_vector(float32.itemsize, inputs.bias.at if inputs.bias else 0))
+
+
+def _group_lanes(rows: RowShape, groups: int) -> int:
+    """How many lanes have a group, 0 unless they are a power of two and have no other."""
+    lanes, rest = divmod(rows.experts, groups * rows.of_lane) if groups else (0, 0)
+    return 0 if rest or lanes & (lanes - 1) else lanes
 
 
 def _blocks_at_once(logits: Array, rows: RowShape) -> int:

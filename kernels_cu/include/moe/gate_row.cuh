@@ -17,9 +17,11 @@ constexpr Score kScore = Score::SCORE;
 constexpr int kCount = COUNT, kLanes = 32, kMostExperts = kLanes * kCount;
 // 16 warps, and fewer where their shared memory would have too many experts.
 constexpr int kWarps = kCount <= 4 ? 16 : 64 / kCount, kThreads = kWarps * kLanes;
-// 64 registers for a thread, more where it has many experts. sm_100 and sm_120 would spill with as few.
+// 64 registers for a thread, more where it has many experts. These spill with as few.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kBlocksOfEight = 2;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
+constexpr int kBlocksOfEight = 3;
 #else
 constexpr int kBlocksOfEight = 4;
 #endif
@@ -40,7 +42,7 @@ constexpr int kAtOnce = kCount < kWidest<F> ? kCount : kWidest<F>;
 
 // Loads a row in format F. vector: rows are whole loads at multiples of a load's bytes.
 template <class F>
-__device__ __forceinline__ void load_logits(const typename F::storage* row, u32 experts, bool vector,
+__device__ __forceinline__ void load_row(const typename F::storage* row, u32 experts, bool vector,
                                             Row& l) {
     const u32 first = lane_index() * kCount;
     constexpr int kLoad = kAtOnce<F>;

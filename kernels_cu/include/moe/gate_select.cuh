@@ -29,6 +29,17 @@ __device__ __forceinline__ u32 largest_of_lane(const u32 (&order)[kCount]) {
     return largest;
 }
 
+// Takes the first of a lane's integers that is `top` from the candidates. Returns which one it was.
+__device__ __forceinline__ int take(u32 (&order)[kCount], u32 top) {
+    int taken = -1;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        if (taken >= 0 || order[i] != top) continue;
+        order[i] = 0, taken = i;
+    }
+    return taken;
+}
+
 // Returns the k-th largest of the lanes' maxima, of which equal ones count as one, and at least 1.
 __device__ __forceinline__ u32 bound_of(u32 k, u32 largest) {
     u32 top = 0;
@@ -83,14 +94,8 @@ __device__ __forceinline__ u32 rank_by_rounds(u32 k, OfWarp& shared, u32 (&order
     for (; round < k; round++) {
         const u32 largest = largest_of_lane(order), top = __reduce_max_sync(~0u, largest);
         if (top == 0) break;
-        if ((int)lane != __ffs((int)__ballot_sync(~0u, largest == top)) - 1) continue;
-        bool taken = false;
-#pragma unroll
-        for (int i = 0; i < kCount; i++) {
-            if (taken || order[i] != top) continue;
-            order[i] = 0, taken = true;
-            shared.slot[round] = (i32)lane * kCount + i;
-        }
+        if ((int)lane == __ffs((int)__ballot_sync(~0u, largest == top)) - 1)
+            shared.slot[round] = (i32)lane * kCount + take(order, top);
     }
     return round;
 }
