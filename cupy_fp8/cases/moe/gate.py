@@ -158,6 +158,7 @@ def _selection_cases(case: Callable[..., Case]) -> Iterator[Case]:
                 for kind in ("normal", "equal", "masked", "bits"):
                     yield case(float32, (18, experts), kind, k=k, score=score, groups=groups, group_topk=kept,
                                bias="normal")
+                yield case(float32, (18, experts), "equal", k=k, score=score, groups=groups, group_topk=kept)
 
 
 def _sum_cases(case: Callable[..., Case]) -> Iterator[Case]:
