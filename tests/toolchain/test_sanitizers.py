@@ -32,7 +32,9 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.cases import DIRECTIONS, OPS, Case
 from cupy_fp8.cli.selftest import assert_agrees, check
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from cupy_fp8.gate import SCORES
 from cupy_fp8.kernels import sources
+from cupy_fp8.ops.moe.gate import row_shape
 from cupy_fp8.ops.quantize import tensor
 from cupy_fp8.results import Quantized, Scaled
 
@@ -48,8 +50,9 @@ SCHEDULES = {"asan": (("desc", 0),), "tsan": (("random", 0), ("random", 1), ("de
 
 
 # ---- what a child runs ----
-#: These types stand for all in jobs of `widths`: what a kernel accesses depends on how wide types are.
-TYPES = (bfloat16, float32, float8_e4m3fn)
+#: Jobs of `widths` leave these types out: what a kernel accesses depends on how wide types are, and bfloat16
+#: and float8_e4m3fn are as wide.
+ALIKE = (float16, float8_e5m2)
 
 
 def case_checks(ops: tuple[str, ...], *, widths: bool = False) -> Iterator[Check]:
@@ -57,8 +60,17 @@ def case_checks(ops: tuple[str, ...], *, widths: bool = False) -> Iterator[Check
     sanitizers for every type.)"""
     for name in ops:
         for case in OPS[name].cases():
-            if not widths or (case.dtype in TYPES
-                              and np.dtype(case.options.get("dtype", float8_e4m3fn)) in TYPES):
+            if not widths or not {case.dtype, np.dtype(case.options.get("dtype", float32))} & set(ALIKE):
+                yield partial(check, OPS[case.op], case)
+
+
+def gate_checks() -> Iterator[Check]:
+    """Of each kind of score and number of a lane's experts one type of logits."""
+    for name in GATES:
+        for case in OPS[name].cases():
+            kind = SCORES.index(case.options.get("score", "softmax"))
+            turn = kind + row_shape(case.shape).of_lane.bit_length()
+            if case.dtype == INPUT_DTYPES[turn % len(INPUT_DTYPES)]:
                 yield partial(check, OPS[case.op], case)
 
 
@@ -175,9 +187,10 @@ def few_block_entry_checks() -> Iterator[Check]:
 
 SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
 PRODUCTS = ("matmul_nt", "grouped_matmul_nt")
+GATES = ("topk_gate", "topk_gate_backward", "z_loss")
 #: These ops have many kernels or cases, and jobs of their own.
 BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize",
-       "multi_quantize", *SWIGLU, *PRODUCTS)
+       "multi_quantize", *SWIGLU, *PRODUCTS, *GATES)
 
 #: The jobs of the quick tier have one case or more of every entry point. To choose them takes seconds, under
 #: ASan many, so a child is told their names.
@@ -187,7 +200,8 @@ QUICK_JOBS = ("asan-entries", "tsan-entries")
 JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # The longest jobs come first.
     "asan-entries": ("asan", entry_checks),
     "tsan-entries": ("tsan", few_block_entry_checks),
-    "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in BIG))),
+    "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in BIG), widths=True)),
+    "asan-gates": ("asan", gate_checks),
     "asan-products": ("asan", lambda: case_checks(PRODUCTS)),
     "asan-swiglu": ("asan", lambda: case_checks(SWIGLU, widths=True)),
     "tsan-blocks": ("tsan", few_block_checks),
@@ -302,8 +316,9 @@ def test_every_case_is_in_a_job():
     ran = {(one.args[1].op, str(one.args[1])) for checks in jobs for one in checks
            if isinstance(one, partial)}
     left_out = {(case.op, str(case)) for case in cases.all_cases()} - ran
-    assert {op for op, _ in left_out} == set(BIG) - {"astype", *PRODUCTS}
-    assert all("float16-" in name.replace("bfloat16", "") or "float8_e5m2" in name for _, name in left_out)
+    assert not {op for op, _ in left_out} & {"astype", *PRODUCTS}
+    assert all("float16-" in name.replace("bfloat16", "") or "float8_e5m2" in name
+               for op, name in left_out if op not in GATES)
     assert len(ran) > 2000
     assert {case.op for case in few_blocks()} == set(OPS)
     assert {case.op for case in chosen_blocks()} == set(EDGE_OPS)
