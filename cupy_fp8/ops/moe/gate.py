@@ -75,7 +75,7 @@ def topk_gate(logits: Array, k: int, *, score: Score = "softmax", bias: Array | 
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> gate = fp8.topk_gate(np.float32([[0, 2, 1, 2], [3, -1, float("nan"), 0]]), 2)
-    >>> gate.indices.tolist(), gate.weights.round(3).tolist(), gate.counts.tolist()
+    >>> gate.indices.tolist(), gate.weights.astype(float).round(3).tolist(), gate.counts.tolist()
     ([[1, 3], [0, 3]], [[0.5, 0.5], [0.953, 0.047]], [1, 1, 0, 2])
     >>> gate
     Gate(2 tokens x 2 of 4 experts, softmax, numpy)

@@ -49,7 +49,7 @@ def load_balance_loss(gate: Gate, coeff: float, *, out: tuple[Array, Array] | No
     >>> import numpy as np, cupy_fp8 as fp8
     >>> gate = fp8.topk_gate(np.float32([[1, 0], [2, 0], [0, 0], [1, 0]]), 1, sequences=1)
     >>> loss, grad = fp8.load_balance_loss(gate, 0.01)
-    >>> loss.round(5).tolist(), gate.counts.tolist(), grad.tolist()
+    >>> loss.astype(float).round(5).tolist(), gate.counts.tolist(), grad.tolist()
     ([0.01421], [[4, 0]], [[0.004999999888241291, 0.0]])
     """
     result: tuple[TypedArray, TypedArray] = run(_LOAD_BALANCE_LOSS, (gate, coeff), out)
@@ -80,7 +80,7 @@ def z_loss(logits: Array, coeff: float, *, out: tuple[Array, Array] | None = Non
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> loss, grad = fp8.z_loss(np.float32([[0, 0], [0, 0]]), 1.0)
-    >>> loss.round(4).tolist(), grad.round(4).tolist()
+    >>> loss.astype(float).round(4).tolist(), grad.astype(float).round(4).tolist()
     ([0.4805], [[0.3466, 0.3466], [0.3466, 0.3466]])
     """
     result: tuple[TypedArray, TypedArray] = run(_ZLOSS, (logits, coeff), out)
