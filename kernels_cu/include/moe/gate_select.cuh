@@ -100,7 +100,7 @@ __device__ __forceinline__ u32 rank_by_rounds(u32 k, OfWarp& shared, u32 (&order
     return round;
 }
 
-// Finds the k largest. shared.order: the same integers. chosen: -1 past the last candidate.
+// Finds the k largest. shared.order: the same integers. chosen: what it is past the last candidate stays.
 __device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 (&order)[kCount],
                                        i32 (&chosen)[kSlotsOfLane]) {
     const u32 lane = lane_index(), largest = largest_of_lane(order);
