@@ -18,6 +18,7 @@ from ..moe.step import Calls
 from .measure import DELAY, Call
 
 _BURSTS, _STEPS, _PAUSE = 8, 3, 0.15
+_BURST_US = 10_000.0            # how long a burst of short steps is, about
 _REPEATS, _SHORT_PAUSE = 5, 0.1
 _DELAY_US = 20_000.0            # what the host takes to enqueue a step with events, at most
 
@@ -71,22 +72,28 @@ class StepTime(NamedTuple):
 
 
 def step_time(step: Call, clock: Clock) -> StepTime:
-    """The time of a step in bursts."""
+    """The time of a step in bursts, which have the more steps the shorter these are."""
     for _ in range(_STEPS):
         step()
     clock.wait()
+    start = clock.mark()
+    for _ in range(_STEPS):
+        step()
+    stop = clock.mark()
+    clock.wait()
+    steps = max(_STEPS, int(_BURST_US / max(1.0, clock.us(start, stop) / _STEPS)))
     device, host = [], []
     for _ in range(_BURSTS):
         clock.pause(_PAUSE)
         start = clock.mark()
         began = clock.host_us()
-        for _ in range(_STEPS):
+        for _ in range(steps):
             step()
         ended = clock.host_us()
         stop = clock.mark()
         clock.wait()
-        device.append(clock.us(start, stop) / _STEPS)
-        host.append((ended - began) / _STEPS)
+        device.append(clock.us(start, stop) / steps)
+        host.append((ended - began) / steps)
     median = statistics.median(device)
     return StepTime(median, (max(device) - min(device)) / median * 100, statistics.median(host))
 

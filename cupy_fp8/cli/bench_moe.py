@@ -9,7 +9,8 @@ from .. import backend, kernels
 
 _HEADING = (f"{'':28}{'out=':>9}{'allocating':>12}{'graph':>9}{'TFLOP/s':>9}{'spread':>8}"
             f"{'host: out=':>12}{'allocating':>12}{'graph':>9}{'bf16 ÷':>8}{'requant. ÷':>12}")
-_FORWARD = f"{'':36}{'ms':>8}{'TFLOP/s':>9}{'spread':>8}{'host µs':>9}{'÷ ours':>8}"
+_FORWARD = (f"{'':36}{'ms':>8}{'graph':>8}{'TFLOP/s':>9}{'spread':>8}{'host µs':>9}{'÷ ours':>8}"
+            f"{'÷ graph':>9}")
 _FORWARD_LABEL = "forward: "
 
 
@@ -29,7 +30,7 @@ def moe_rows() -> Iterator[dict[str, Any]]:
         yield from shown("A step (route, forward, backward) in ms, and the host's time for it in µs",
                          _HEADING, layer_rows.step_rows(clock, stream, cp))
         yield from shown("The forward pass alone (route, forward), keeping nothing", _FORWARD,
-                         layer_rows.forward_rows(clock, cp))
+                         layer_rows.forward_rows(clock, stream, cp))
 
 
 def shown(title: str, heading: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -81,8 +82,10 @@ def _step_line(row: dict[str, Any]) -> str:
 
 
 def _forward_line(row: dict[str, Any]) -> str:
-    return (f"{row['variant'].removeprefix(_FORWARD_LABEL):36}{row['us'] / 1e3:8.3f}{row['tflops']:9.0f}"
-            f"{row['spread_percent']:7.1f}%{row['host_us']:9.0f}{_cell(row.get('to_ours'), 8, 2)}").rstrip()
+    graph = None if "graph_us" not in row else row["graph_us"] / 1e3
+    return (f"{row['variant'].removeprefix(_FORWARD_LABEL):36}{row['us'] / 1e3:8.3f}{_cell(graph, 8, 3)}"
+            f"{row['tflops']:9.0f}{row['spread_percent']:7.1f}%{row['host_us']:9.0f}"
+            f"{_cell(row.get('to_ours'), 8, 2)}{_cell(row.get('to_graph'), 9, 2)}").rstrip()
 
 
 def _cell(value: float | None, width: int, digits: int) -> str:

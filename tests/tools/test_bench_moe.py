@@ -57,6 +57,7 @@ class Ticks:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_BURSTS", "_STEPS", "_REPEATS"):
         monkeypatch.setattr(steps, name, 1)
+    monkeypatch.setattr(steps, "_BURST_US", 1.0)
 
 
 # ---- the command ----
@@ -101,14 +102,16 @@ def test_a_problem_is_the_exit_status_and_all_rows_are_written(problem, tmp_path
 
 
 # ---- times ----
-def test_the_time_of_a_step_is_the_median_of_bursts():
-    """A burst has three steps: two marks enclose it. Bursts take 3, 6, … 24."""
-    durations = iter([t for burst in range(8) for t in (100, 3.0 * (burst + 1))])
+@pytest.mark.parametrize(("first", "of_burst"), [(9e6, 3), (6000, 5)])
+def test_the_time_of_a_step_is_the_median_of_bursts(first, of_burst):
+    """A burst has three steps, or more of short ones: two marks enclose it. Bursts take 3, 6, … 24. first:
+    what the three before them take."""
+    durations = iter([100, first, *(t for burst in range(8) for t in (100, of_burst * (burst + 1)))])
     clock, called = Ticks(durations), []
     found = steps.step_time(lambda: called.append(1), clock)
-    assert tuple(found) == pytest.approx((4.5, (8 - 1) / 4.5 * 100, 10 / 3))
-    assert len(called) == 3 + 8 * 3
-    assert clock.log == [("wait", 0), *[("pause", 0.15), ("wait", 0)] * 8]
+    assert tuple(found) == pytest.approx((4.5, (8 - 1) / 4.5 * 100, 10 / of_burst))
+    assert len(called) == 3 + 3 + 8 * of_burst
+    assert clock.log == [("wait", 0), ("wait", 0), *[("pause", 0.15), ("wait", 0)] * 8]
 
 
 def test_times_of_calls_are_medians_of_sums_by_name():
@@ -166,7 +169,7 @@ def test_rows_of_a_tiny_layer(few, monkeypatch, capsys):
     monkeypatch.setattr(layer_rows, "torch_problem", lambda: "no PyTorch")
     monkeypatch.setattr(layer_rows, "RECIPES", {"1×128": layer.RECIPES["1×128"]})
     rows = list(bench_moe.shown("title", "heading", layer_rows.step_rows(Ticks(), None, np, [TINY])))
-    rows += bench_moe.shown("forward", "heading", layer_rows.forward_rows(Ticks(), np, [TINY]))
+    rows += bench_moe.shown("forward", "heading", layer_rows.forward_rows(Ticks(), None, np, [TINY]))
     requantising, *ours, forward, fused = rows
     assert [row["variant"] for row in ours] == [f"1×128 {flow}" for flow in DATAFLOWS]
     for row in ours:
@@ -265,8 +268,9 @@ def test_with_arrays_of_a_gpu(few, monkeypatch):
     monkeypatch.setattr(layer_rows, "DATAFLOWS", ["both_directions"])
     with stand_in.Stream(non_blocking=True) as stream:
         rows = list(layer_rows.step_rows(Ticks(), stream, cp, [TINY]))
-        rows += layer_rows.forward_rows(Ticks(), cp, [TINY])
+        rows += layer_rows.forward_rows(Ticks(), stream, cp, [TINY])
         assert not [row for row in rows if "problem" in row]
+        assert rows[-2]["graph_us"] == 1
         assert rows[1]["checks"] == {"again": True, "out=": True, "graph": True}
         assert rows[1]["graph_us"] == 1
         monkeypatch.setattr(layer.Layer, "in_place", layer.Layer.allocating)

@@ -49,6 +49,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(8, 16384, 2), Shape(64, 4096, 8))
+#: Of so few tokens the forward pass alone is timed.
+FEW_TOKENS = tuple(Shape(64, tokens, 8) for tokens in (128, 16, 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
@@ -25,6 +25,7 @@ from ..measure import Call
 from ..steps import Clock, Events, call_times, step_time
 from . import layer_fused
 from .layer import (
+    FEW_TOKENS,
     FIRST,
     RECIPES,
     SHAPES,
@@ -131,25 +132,30 @@ def _ours(given: Problem, recipe: str, dataflow: Dataflow, clock: Clock, stream:
     layer = Layer(given, recipe, dataflow)
     kept = layer.kept()
     in_place = layer.in_place()
-    launch, why = _graph(layer, stream)
+    launch, why = _graph(layer.in_place, stream)
     row: Row = {"checks": _checks(layer, in_place, launch)} | _errors(in_place, wanted)
     row |= _timed(layer.in_place, given.shape.flops * 3, clock)
     allocating = step_time(layer.allocating, clock)
     row |= {"allocating_us": round(allocating.us, 1), "allocating_host_us": round(allocating.host_us, 1),
             "bytes_per_token": {keep: round(nbytes, 1) for keep, nbytes in kept.items()}}
-    if launch is not None:
-        graph = step_time(launch, clock)
-        row |= {"graph_us": round(graph.us, 1), "graph_host_us": round(graph.host_us, 1)}
+    row |= _graph_timed(launch, clock)
     row |= {f"{name}_ratio": round(us / row["us"], 3) for name, us in others.items()}
     return row | _problem(row, why)
 
 
-def _graph(layer: Layer, stream: Any) -> tuple[Call | None, str | None]:
+def _graph_timed(launch: Call | None, clock: Clock) -> Row:
+    if launch is None:
+        return {}
+    graph = step_time(launch, clock)
+    return {"graph_us": round(graph.us, 1), "graph_host_us": round(graph.host_us, 1)}
+
+
+def _graph(step: Call, stream: Any) -> tuple[Call | None, str | None]:
     """(a launch of the step's graph, why there is none)"""
     if stream is None:
         return None, None
     try:
-        return captured(layer.in_place, stream), None
+        return captured(step, stream), None
     except Exception as error:          # The step itself is timed all the same.
         return None, f"no graph: {type(error).__name__}: {str(error)[:200]}"
 
@@ -184,16 +190,17 @@ def _problem(row: Row, why: str | None = None) -> Row:
     return {"problem": "; ".join(wrong)} if wrong else {}
 
 
-def forward_rows(clock: Clock, xp: Any, shapes: Iterable[Shape] = SHAPES) -> Iterator[Row]:
-    """The forward pass alone: routing, quantisation of the tokens, experts. DeepGEMM comes last, since an
-    error of its kernel may end everything on the GPU."""
+def forward_rows(clock: Clock, stream: Any, xp: Any, shapes: Sequence[Shape] = (*SHAPES, *FEW_TOKENS)
+                 ) -> Iterator[Row]:
+    """The forward pass alone: routing, quantisation of the tokens, experts; eager and from a graph. DeepGEMM
+    comes last, since an error of its kernel may end everything on the GPU."""
     usable = torch_problem() is None and xp is not np
     module = layer_fused.library() if usable else "it needs PyTorch and a GPU"
-    ours: dict[Shape, float] = {}
+    ours: dict[Shape, Row] = {}
     for shape in shapes:
         given = problem(shape, xp)
         label = f"forward: {' '.join(FIRST)}"
-        yield attempt(shape, label, partial(_ours_forward, given, clock, ours))
+        yield attempt(shape, label, partial(_ours_forward, given, clock, stream, ours))
         release()
         if torch_problem() is None:
             yield attempt(shape, "forward: bf16", partial(_bf16_forward, given, clock, ours))
@@ -207,22 +214,26 @@ def forward_rows(clock: Clock, xp: Any, shapes: Iterable[Shape] = SHAPES) -> Ite
         release()
 
 
-def _ours_forward(given: Problem, clock: Clock, ours: dict[Shape, float]) -> Row:
-    row = _timed(Layer(given, *FIRST).forward, given.shape.flops, clock)
-    ours[given.shape] = row["us"]
-    return row
+def _ours_forward(given: Problem, clock: Clock, stream: Any, ours: dict[Shape, Row]) -> Row:
+    layer = Layer(given, *FIRST)
+    row = _timed(layer.forward, given.shape.flops, clock)
+    launch, why = _graph(layer.forward, stream)
+    row |= _graph_timed(launch, clock)
+    ours[given.shape] = row
+    return row if why is None else row | {"problem": why}
 
 
-def _bf16_forward(given: Problem, clock: Clock, ours: dict[Shape, float]) -> Row:
+def _bf16_forward(given: Problem, clock: Clock, ours: dict[Shape, Row]) -> Row:
     return _beside(Bf16(given).forward, given, clock, ours)
 
 
-def _beside(step: Call, given: Problem, clock: Clock, ours: dict[Shape, float]) -> Row:
-    row = _timed(step, given.shape.flops, clock)
-    return row | ({"to_ours": round(row["us"] / ours[given.shape], 3)} if given.shape in ours else {})
+def _beside(step: Call, given: Problem, clock: Clock, ours: dict[Shape, Row]) -> Row:
+    row, own = _timed(step, given.shape.flops, clock), ours.get(given.shape, {})
+    return row | {name: round(row["us"] / own[key], 3)
+                  for name, key in (("to_ours", "us"), ("to_graph", "graph_us")) if key in own}
 
 
-def _fused(module: Any, shape: Shape, xp: Any, clock: Clock, ours: dict[Shape, float]) -> Row:
+def _fused(module: Any, shape: Shape, xp: Any, clock: Clock, ours: dict[Shape, Row]) -> Row:
     given = problem(shape, xp)
     layer = Layer(given, *FIRST)
     y = layer.forward()
