@@ -49,6 +49,9 @@
 //   ALIGNED       1: rows of the data allow 16-byte asynchronous copies; 0: they go through registers
 //   ONE_TILE      1: nothing is split, all columns begin at multiples of 16 bytes, and BLOCKS is 4. A block
 //                 has one tile, which needs no search for experts and no shifts: a third of the program.
+//   GATHER        1: data and scales are those of tokens, of which a routing makes the experts' rows. These,
+//                 their scales (gemm_ready, [ceil(columns / BLOCK), rows rounded up to 4]) and their probs
+//                 are written too, as `permute` writes them
 // It moves 2 bytes per element, and 8 / BLOCK for f32 scales.
 #include "convert/scaling_aware_transform.cuh"
 
@@ -148,6 +151,13 @@ struct BlockTiles {
     }
 };
 
+// Writes zeros to the scales of rows that round their number up.
+__device__ __forceinline__ void clear_padding(const ScalingAwareParams& p) {
+    const i64 pitch = (p.rows + 3) / 4 * 4;
+    for (i64 block = threadIdx.x; block < p.scale_columns; block += kThreads)
+        for (i64 row = p.rows; row < pitch; row++) p.row_scales[block * pitch + row] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
     extern __shared__ __align__(16) u8 dynamic[];
@@ -165,6 +175,7 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
             check_sizes(p.splits, p.rows);
             copy_sizes(p.splits, p.sizes_out);
         }
+        if (GATHER && blockIdx.x == 0) clear_padding(p);
         segment_word = load_segment_word(p, first_row);
     }
     // Group -1 says that no expert has these rows or any that follow.

@@ -12,6 +12,11 @@ __device__ __forceinline__ int raw_unit(int row, int unit) {
     return row * TILE_COLUMNS + (unit ^ (row / 16 * 2 & 6)) * 16 + row / 64 * 16;
 }
 
+// Returns the token that row `row` of an expert's tile is a copy of, or -1.
+__device__ __forceinline__ i64 token_of(const ScalingAwareParams& p, const ExpertTile& tile, int row) {
+    return row < tile.rows ? p.gathered.routes.token_of(tile.start() + row) : -1;
+}
+
 // Starts the copies of this thread's units. Units and rows that do not exist become zeros. kStacked: strips
 // may be below one another.
 template <bool kStacked>
@@ -26,28 +31,59 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
     // even.
     const i64 down = kStep * p.columns, next = stack == 2 ? TILE_COLUMNS : down;
     const i64 after = stack == 0 ? down : stack == 1 ? TILE_COLUMNS - down : TILE_COLUMNS;
-    const u8* from = tile.from + (first * p.columns + unit * 16);
+    const u8* from = tile.from + ((GATHER ? 0 : first * p.columns) + unit * 16);
+    i64 token[kUnitsPerThread];
+    if constexpr (GATHER)
+#pragma unroll
+        for (int n = 0; n < kUnitsPerThread; n++)
+            token[n] = token_of(p, tile, first + (kStacked ? tile.row_in_strip(n * kStep) : n * kStep));
     const int even = raw_unit(first, unit), odd = even ^ 4 * 16;
 #pragma unroll
-    for (int n = 0; n < kUnitsPerThread; from += n % 2 ? after : next, n++) {
+    for (int n = 0; n < kUnitsPerThread; n++) {
         const int columns = kStacked ? left - tile.strip_of(n * kStep) * TILE_COLUMNS : left;
         const int row = kStacked ? tile.row_in_strip(n * kStep) : n * kStep;
-        const bool exists = row < rows && (!kStacked || columns > 0);
+        const bool exists = (GATHER ? left > 0 && token[n] >= 0 : row < rows) && (!kStacked || columns > 0);
         u8* const to = raw + ((n % 2 ? odd : even) + n * kStep * TILE_COLUMNS + n / 2 * 16);
-        if constexpr (ALIGNED) copy_async(to, from, exists);
+        const u8* at = from;
+        if constexpr (GATHER) at += token[n] * p.columns + (kStacked ? tile.strip_of(n * kStep) : 0) * TILE_COLUMNS;
+        else from += n % 2 ? after : next;
+        if constexpr (ALIGNED) copy_async(to, at, exists);
         else {
             const int exist = exists ? left_of(columns, 16) : 0;
             Chunk<IN, 16> whole{};
-            if (!p.vector) whole = Chunk<IN, 16>::load_partial(from, exist);
+            if (!p.vector) whole = Chunk<IN, 16>::load_partial(at, exist);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (!p.vector || exist <= half * 8) continue;
-                const Chunk<IN, 8> eight = Chunk<IN, 8>::load(from + half * 8);
+                const Chunk<IN, 8> eight = Chunk<IN, 8>::load(at + half * 8);
                 whole.word[2 * half] = eight.word[0], whole.word[2 * half + 1] = eight.word[1];
             }
             store_shared_whole(to, whole.word[0], whole.word[1], whole.word[2], whole.word[3]);
         }
     }
+}
+
+// GATHER: writes the tile's rows, whose bytes are in shared memory: each thread those that it has copied.
+__device__ __forceinline__ void store_rows(const ScalingAwareParams& p, const ExpertTile& tile, const u8* raw) {
+    constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits;
+    const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
+    u8* const to = p.gathered.to + (tile.start() * p.columns + tile.column() + unit * 16);
+#pragma unroll
+    for (int n = 0; n < kTileRows / kStep; n++) {
+        const int row = first + tile.row_in_strip(n * kStep), strip = tile.strip_of(n * kStep);
+        const int columns = row < tile.rows ? left_of(tile.columns - strip * TILE_COLUMNS - unit * 16, 16) : 0;
+        const Chunk<IN, 16> codes = Chunk<IN, 16>::load_shared(raw + raw_unit(first + n * kStep, unit));
+        u8* const at = to + row * p.columns + strip * TILE_COLUMNS;
+        if (!ALIGNED) codes.store_partial(at, columns);
+        else if (columns > 0) codes.store_whole(at);
+    }
+    if (!p.gathered.rows_probs || tile.strip != 0 || threadIdx.x >= kTileRows >> tile.stack) return;
+    if ((int)threadIdx.x >= tile.rows) return;
+    const Routes& routes = p.gathered.routes;
+    const i64 row = tile.start() + threadIdx.x, token = routes.token_of(row);
+    const i64 at = token < 0 ? -1
+                             : routes.prob_at(token, (u32)load_read_only(routes.sources + row) - (u32)token * routes.topk);
+    p.gathered.rows_probs[row] = at < 0 ? 0 : load_read_only(p.gathered.probs + at);
 }
 
 // Starts the copy of a tile into shared memory.

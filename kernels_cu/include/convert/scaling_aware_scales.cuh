@@ -60,10 +60,17 @@ struct TileScales {
             const int first = tile.row_in_strip(row(n));
             const int block = column_block(n) + tile.strip_of(row(n)) * kColumnBlocks;
             if (!has(n) || tile.past_groups || block >= tile.scale_blocks) continue;
-            const i64 at = first * p.scale_row + block * p.scale_block;
+            const i64 at = (GATHER ? 0 : first * p.scale_row) + block * p.scale_block;
 #pragma unroll
             for (int r = 0; r < kLaneRows; r++) {
                 if (first + r >= tile.rows) continue;
+                if constexpr (GATHER) {
+                    const i64 token = token_of(p, tile, first + r);
+                    if (token < 0) continue;
+                    bits[n][r] = load_read_only(reinterpret_cast<const u32*>(tile.scales) + at
+                                                + token * p.scale_row);
+                    continue;
+                }
                 if constexpr (kMx) bits[n][r] = load_read_only(tile.scales + at);
                 else
                     bits[n][r] = load_read_only(reinterpret_cast<const u32*>(tile.scales) + at
@@ -94,7 +101,7 @@ struct TileScales {
                     make_uint2(factor[0] | factor[1] << 16, factor[2] | factor[3] << 16);
                 *reinterpret_cast<uint2*>(exponents) =
                     make_uint2((u32)e[0] & 0xffffu | (u32)e[1] << 16, (u32)e[2] & 0xffffu | (u32)e[3] << 16);
-                if (tile.row_scales && exist > 0) store_row_scales(tile, n, block, first);
+                if (tile.row_scales && exist > 0) store_row_scales(tile, n, block, first, exist);
             }
         }
     }
@@ -146,15 +153,17 @@ private:
     }
 
     // Stores this lane's scales of a block to the row-wise result. Its rows are rounded up to four, and the
-    // scales of absent rows are 0. first: the lane's first row in its strip.
-    __device__ __forceinline__ void store_row_scales(const ExpertTile& tile, int n, int block,
-                                                     int first) const {
+    // scales of absent rows are 0. GATHER: rows of the next expert follow. first: the lane's first row in its
+    // strip; exist: how many rows exist from there on.
+    __device__ __forceinline__ void store_row_scales(const ExpertTile& tile, int n, int block, int first,
+                                                     int exist) const {
         u32* const to = tile.row_scales + (block * tile.row_scale_pitch + first);
-        if (reinterpret_cast<u64>(tile.row_scales) % 16 == 0)
+        if (reinterpret_cast<u64>(tile.row_scales) % 16 == 0 && (!GATHER || exist >= 4))
             Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
         else
 #pragma unroll
-            for (int r = 0; r < 4; r++) to[r] = bits[n][r];
+            for (int r = 0; r < 4; r++)
+                if (!GATHER || r < exist) to[r] = bits[n][r];
     }
 
     // Writes the facts of a unit and finds its factors, for any scales and any number of rows.
