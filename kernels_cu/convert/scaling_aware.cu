@@ -49,9 +49,8 @@
 //   ALIGNED       1: rows of the data allow 16-byte asynchronous copies; 0: they go through registers
 //   ONE_TILE      1: nothing is split, all columns begin at multiples of 16 bytes, and BLOCKS is 4. A block
 //                 has one tile, which needs no search for experts and no shifts: a third of the program.
-//   GATHER        1: data and scales are those of tokens, of which a routing makes the experts' rows. These,
-//                 their scales (gemm_ready, [ceil(columns / BLOCK), rows rounded up to 4]) and their probs
-//                 are written too, as `permute` writes them
+//   GATHER        1: the data are those of tokens, of which a routing makes the experts' rows. These are
+//                 written too. (Their scales are permuted before, by permute.cu.)
 // It moves 2 bytes per element, and 8 / BLOCK for f32 scales.
 #include "convert/scaling_aware_transform.cuh"
 
@@ -78,7 +77,7 @@ __device__ __forceinline__ void transpose_one_tile(const ScalingAwareParams& p, 
     if (strip & (1u << tile.stack) - 1) return;                      // Another block has this strip.
     TileScales scales;
     scales.load(p, tile);
-    prefetch(p, tile, dynamic);
+    prefetch(p, tile, dynamic, Sources());
     copy_async_commit();
     // For MX with column targets the instructions cost more than they gain.
     if (!kMx || TARGET == 1) fetch_ahead(p);
@@ -97,13 +96,13 @@ struct BlockTiles {
     const i64 first_row;         // its row of tiles
     const int tiles;             // how many the block has
 
-    __device__ __forceinline__ ExpertTile& at(int n) const { return shared.tile[n % (kTilesAhead + 2)]; }
+    __device__ __forceinline__ ExpertTile& at(int n) const { return shared.tile[n % kTilePlaces]; }
     __device__ __forceinline__ u8* bytes_of(int n) const {
         return dynamic + n % (kTilesAhead + 1) * kRawBytes;
     }
 
-    __device__ __forceinline__ void fetch(int n) const {
-        if (at(n).exists) prefetch(p, at(n), bytes_of(n));
+    __device__ __forceinline__ void fetch(int n, const Sources& sources) const {
+        if (at(n).exists) prefetch(p, at(n), bytes_of(n), sources);
         copy_async_commit();
     }
     __device__ __forceinline__ u32 load_segment_after(int n) const {
@@ -113,16 +112,16 @@ struct BlockTiles {
         find_next(p, at(n), segment_word, tiles, &at(n + 1));
     }
 
-    // Finds the first kTilesAhead + 1 tiles. One whole warp calls it. segment_word: of the first tile's
+    // Finds the first kTilesKnown + 1 tiles. One whole warp calls it. segment_word: of the first tile's
     // segment. past_groups: no expert has the first tile or any that follow.
     __device__ __forceinline__ void find_first_tiles(u32 segment_word, bool past_groups) const {
         if (past_groups) {
             if (threadIdx.x % 32 == 0) at(0).exists = false, at(0).past_groups = true;
         } else {
             const ExpertTile expert = expert_of(p, first_row, segment_word);
-            find_first(p, expert, first, tiles, &at(0), &at(kTilesAhead + 1));
+            find_first(p, expert, first, tiles, &at(0), &at(kTilePlaces - 1));
         }
-        for (int n = 1; n <= kTilesAhead; n++) {
+        for (int n = 1; n <= kTilesKnown; n++) {
             __syncwarp();
             find_after(n - 1, load_segment_after(n - 1));
         }
@@ -133,30 +132,29 @@ struct BlockTiles {
     __device__ __forceinline__ int transpose(bool finds, u32& segment_word) const {
         TileScales scales;
         if (at(0).exists) scales.load(p, at(0));
-        for (int n = 0; n < kTilesAhead; n++) fetch(n);
+        Sources sources;
+        for (int n = 0; n < kTilesAhead; n++) {
+            sources.load(p, at(n));
+            fetch(n, sources);
+        }
+        sources.load(p, at(kTilesAhead));
         int n = 0;
 #pragma unroll 1
         for (; at(n).exists && !at(n).past_groups; n++) {
             const int buffer = n % 2;
-            if (finds && n > 0) find_after(n + kTilesAhead - 1, segment_word);
+            if (finds && n > 0) find_after(n + kTilesKnown - 1, segment_word);
             scales.write(p, at(n), buffer, shared);
             copy_async_wait<kTilesAhead - 1>();
             __syncthreads();
             if (at(n + 1).exists) scales.load(p, at(n + 1));
-            fetch(n + kTilesAhead);
-            if (finds) segment_word = load_segment_after(n + kTilesAhead);
+            fetch(n + kTilesAhead, sources);
+            sources.load(p, at(n + kTilesAhead + 1));
+            if (finds) segment_word = load_segment_after(n + kTilesKnown);
             transform_tile(p, at(n), shared, buffer, bytes_of(n), dynamic + (kTilesAhead + 1) * kRawBytes);
         }
         return n;
     }
 };
-
-// Writes zeros to the scales of rows that round their number up.
-__device__ __forceinline__ void clear_padding(const ScalingAwareParams& p) {
-    const i64 pitch = (p.rows + 3) / 4 * 4;
-    for (i64 block = threadIdx.x; block < p.scale_columns; block += kThreads)
-        for (i64 row = p.rows; row < pitch; row++) p.row_scales[block * pitch + row] = 0;
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
@@ -175,7 +173,6 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
             check_sizes(p.splits, p.rows);
             copy_sizes(p.splits, p.sizes_out);
         }
-        if (GATHER && blockIdx.x == 0) clear_padding(p);
         segment_word = load_segment_word(p, first_row);
     }
     // Group -1 says that no expert has these rows or any that follow.

@@ -89,6 +89,12 @@ def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
             **split.members(), "blocks": split.blocks}
 
 
+def rows_without_data(tokens: int) -> dict[str, int]:
+    """Returns the struct Rows for blocks that move probs alone."""
+    lanes_log2, split = _permute_split(tokens, 0, 1)
+    return {"step": 1, "lanes_log2": lanes_log2, **split.members(), "blocks": split.blocks}
+
+
 def spread(data_blocks: int, scale_blocks: int) -> dict[str, int]:
     """Returns the members that say which blocks move scales."""
     every = data_blocks // scale_blocks + 1 if scale_blocks else 1

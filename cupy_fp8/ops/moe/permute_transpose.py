@@ -9,23 +9,22 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, asnumpy
+from ...arrays import Array, address, asnumpy
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Pair, Written, one_array
 from ...calls.group_sizes import Groups
 from ...calls.row_segments import find_segments
 from ...formats import FP8_DTYPES, float32
 from ...kernels import Launch
-from ...layouts import LAYOUTS_WITH_STRIDES, cdiv, round_up, scale_shape, target_rows
+from ...layouts import LAYOUTS_WITH_STRIDES, PADDED_TO, cdiv, round_up, scale_shape, target_rows
 from ...results import Quantized, Scaled
 from ...routing import Routing
 from ...scaled_parts import check_one_piece
 from ...typed_array import TypedArray
 from ..convert.scaling_aware import check_powers_of_two
 from ..convert.scaling_aware_tiles import TILE_ROWS, Gathered, gathering_variants, launch, tiles_of
-from ..scales.convert import row_scale_strides
+from . import permute_launches as launching
 from .permute import Probs, check_length, read_probs, read_routing
-from .permute_launches import routes
 from .rows import rowwise
 
 __all__ = ["gathering_variants", "permute_transpose"]
@@ -70,7 +69,7 @@ def permute_transpose(x: Scaled | Quantized, routing: Routing, *, probs: Array |
     TypeError, ValueError, DeviceError, before anything is written. Wrong scales on the device raise nothing,
     but `device_errors` reports them, as those of `scaling_aware_transpose`.
 
-    Two launches, the first of which is small. Bytes moved: the tokens, and the rows twice. Source:
+    Three launches, the first two of which are small. Bytes moved: the tokens, and the rows twice. Source:
     docs/numerics.md sections 4 and 8.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -95,7 +94,7 @@ class _Result(Description):
             Written("out.rowwise.scale_inv", scale_shape(shape, _BLOCK, "gemm_ready"), float32),
             Written("out.columnwise.data", (rows * columns,), dtype),
             Written("out.columnwise.scale_inv",
-                    (target_rows(rows, experts, _BLOCK[1]), round_up(columns, 4)), float32),
+                    (target_rows(rows, experts, _BLOCK[1]), round_up(columns, PADDED_TO)), float32),
             Written("out.columnwise.splits", (experts,), np.dtype(np.int32)))
 
     def build(self, arrays: Sequence[Array]) -> Quantized:
@@ -172,15 +171,35 @@ class _PermuteTranspose(Op[_Inputs]):
         splits = groups.members(call.error_word())
         of_rows = {"splits": splits, "rows": rows, "columns": 1, "result_rows": rows, "across": 1, "align": 1}
         segments = find_segments(call, TILE_ROWS, tiles.down, of_rows, (0, 2))
+        yield self._move_scales(inputs, row_scales_at, probs_at[0] if probs_at else 0)
         yield segments.launch
-        scale_row, scale_block = row_scale_strides(inputs.scales.array, str(inputs.s.scale_layout))
-        members = {"routes": routes(routing, inputs.probs.columns), "to": rows_at, "probs": inputs.probs.at,
-                   "rows_probs": probs_at[0] if probs_at else 0}
+        multiplier, shift = division(routing.topk)
+        members = {"sources": address(routing.sources), "to": rows_at, "tokens": routing.tokens,
+                   "multiplier": multiplier, "shift": shift}
+        scale_block = round_up(rows, PADDED_TO)
         yield launch(inputs.data, _BLOCK[1], "column", groups.number, tiles,
-                     gathered=Gathered(rows, rows_at, members), scales=inputs.scales.at, scale_row=scale_row,
-                     scale_block=scale_block, out=out, target_scales=target_scales, row_scales=row_scales_at,
+                     gathered=Gathered(rows, rows_at, members), scales=row_scales_at, scale_row=1,
+                     scale_block=scale_block, out=out, target_scales=target_scales, row_scales=0,
                      segments=segments.at, splits=splits, sizes_out=sizes_out,
-                     target_pitch=round_up(columns, 4))
+                     target_pitch=round_up(columns, PADDED_TO))
+
+    def _move_scales(self, inputs: _Inputs, to: int, probs_at: int) -> Launch:
+        """The launch that permutes scales and probs."""
+        routing, probs = inputs.routing, inputs.probs
+        gemm_ready, scale_blocks = launching.gemm_ready(inputs.scales, str(inputs.s.scale_layout), to,
+                                                        routing.rows)
+        rows = launching.rows_without_data(routing.tokens)
+        grid, clearing = launching.grid(routing, rows["blocks"] + scale_blocks, inputs.s.shape)
+        return launching.PERMUTE.variant().bind(
+            inputs.data.array, grid, data=rows, scales=launching.NO_ROWS, gemm_ready=gemm_ready,
+            **launching.spread(rows["blocks"], scale_blocks), probs=probs.at, rows_probs=probs_at,
+            routes=launching.routes(routing, probs.columns, clearing))
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift): n * multiplier >> shift is n // divisor for n below 2**31. 0 counts as 1."""
+    bits = (max(1, divisor) - 1).bit_length()
+    return cdiv(1 << (31 + bits), max(1, divisor)), 31 + bits
 
 
 _PERMUTE_TRANSPOSE = _PermuteTranspose()

@@ -2,14 +2,13 @@
 // of a block of threads. scaling_aware.cu explains the defines.
 #pragma once
 #include "groups/row_groups.cuh"
-#include "moe/route_map.cuh"
 
-// GATHER: data and scales are those of tokens, and each row is a copy of one, or zeros.
+// GATHER: each row is a copy of a token, or zeros, and is written too.
 struct GatheredRows {
-    Routes routes;
-    u8* to;                      // the rows themselves, as `permute` writes them
-    const u32* probs;            // f32: see Routes::prob_at
-    u32* rows_probs;             // [rows] f32, or null
+    const i32* sources;          // [all rows]: token * topk + slot, or -1
+    u8* to;                      // the rows
+    u32 tokens;
+    u32 multiplier, shift;       // slot * multiplier >> shift is its token, for slots below 2^31
 };
 
 struct ScalingAwareParams {
@@ -54,7 +53,7 @@ struct ExpertTile {
     int offset;                      // which of the block's tiles, counted as if none were stacked
     bool exists;                     // the block has such a tile
     // settle() computes the rest from these:
-    const u8* from;                  // GATHER: of token 0, as are scales
+    const u8* from;                  // GATHER: of token 0
     const u8* scales;                // the scale of the tile's first row and block
     u8* to;                          // where its first column goes; the next one is group_rows bytes on
     u8* targets;                     // the target scale of its first block and column
@@ -99,17 +98,16 @@ struct ExpertTile {
         rows = left_of(group_rows - index * kTileRows, kTileRows);
         columns = left_of(p.columns - first_column, TILE_COLUMNS << stack);
         scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks << stack);
-        const i64 first_row = GATHER ? 0 : start();
-        from = p.data + first_row * p.columns + first_column;
+        from = p.data + (GATHER ? 0 : start() * p.columns) + first_column;
         scales = static_cast<const u8*>(p.scales);
-        scales += (first_row * p.scale_row + first_column / BLOCK * p.scale_block) * kScaleBytes;
+        scales += (start() * p.scale_row + first_column / BLOCK * p.scale_block) * kScaleBytes;
         to = p.out + group_start * p.columns + first_column * group_rows + index * kTileRows;
         targets = static_cast<u8*>(p.target_scales);
         targets += ((group_block + index * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
-        row_scale_pitch = ((GATHER ? p.rows : group_rows) + 3) / 4 * 4, row_scales = nullptr;
+        row_scale_pitch = (group_rows + 3) / 4 * 4, row_scales = nullptr;
         if (p.row_scales && !past_groups)
-            row_scales = reinterpret_cast<u32*>(p.row_scales) + first_column / BLOCK * row_scale_pitch
-                         + (GATHER ? start() : group_scales * p.scale_columns + index * kTileRows);
+            row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns
+                         + first_column / BLOCK * row_scale_pitch + index * kTileRows;
         aligned = ((u64)group_rows | reinterpret_cast<u64>(to)) % 16 == 0;
         whole_targets = columns == TILE_COLUMNS << stack && p.target_pitch % 4 == 0
                         && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
@@ -119,8 +117,8 @@ struct ExpertTile {
     // Moves to the tile below.
     __device__ __forceinline__ void step_down(const ScalingAwareParams& p, int tiles) {
         index++, offset++, rows = left_of(group_rows - index * kTileRows, kTileRows);
-        if (!GATHER) from += kTileRows * p.columns, scales += kTileRows * p.scale_row * kScaleBytes;
-        to += kTileRows;
+        if (!GATHER) from += kTileRows * p.columns;
+        scales += kTileRows * p.scale_row * kScaleBytes, to += kTileRows;
         targets += kRowBlocks * p.target_pitch * kScaleBytes;
         if (row_scales) row_scales += kTileRows;
         above++, continues = offset + 1 < tiles && !is_last_down();
@@ -233,17 +231,11 @@ __device__ __forceinline__ void clear_rest(const ScalingAwareParams& p, const Ex
         if (left > 0) clear(to + from, left < most ? left : most);
     };
     clear_part(p.out + tile.group_start * p.columns, (p.rows - tile.group_start) * p.columns);
+    if (GATHER)
+        clear_part(p.gathered.to + tile.group_start * p.columns, (p.rows - tile.group_start) * p.columns);
     clear_part(static_cast<u8*>(p.target_scales) + tile.group_block * p.target_pitch * kScaleBytes,
                (p.target_rows - tile.group_block) * p.target_pitch * kScaleBytes);
-    if constexpr (GATHER) {
-        const i64 rows = p.rows - tile.group_start, pitch = (p.rows + 3) / 4 * 4;
-        clear_part(p.gathered.to + tile.group_start * p.columns, rows * p.columns);
-        for (i64 i = first; i < end; i++)
-            for (i64 block = i; block < p.scale_columns; block += rest)
-                clear(reinterpret_cast<u8*>(p.row_scales + block * pitch + tile.group_start), rows * 4);
-        if (p.gathered.rows_probs)
-            clear_part(reinterpret_cast<u8*>(p.gathered.rows_probs + tile.group_start), rows * 4);
-    } else if (p.row_scales)
+    if (p.row_scales)
         clear_part(reinterpret_cast<u8*>(p.row_scales + tile.group_scales * p.scale_columns),
                    (p.row_scale_rows - tile.group_scales) * p.scale_columns * 4);
 }

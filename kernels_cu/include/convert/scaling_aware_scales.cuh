@@ -7,6 +7,9 @@
 
 using Pack = Pairs<IN>;
 constexpr int kTilesAhead = 1;                           // tiles that are in flight beside the current one
+// Beside these there are the tile before, which some warps still have, and GATHER: one whose sources are
+// loaded.
+constexpr int kTilesKnown = kTilesAhead + GATHER, kTilePlaces = kTilesKnown + 2;
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
 
 constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;      // 448 * 2^7 has f16's largest exponent
@@ -35,7 +38,7 @@ struct Shared {
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
     // A word has 2^(e - e_ref) of two rows as f16, or NaN for a wrong scale.
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];
-    ExpertTile tile[kTilesAhead + 2];
+    ExpertTile tile[kTilePlaces];
     __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // halves of sectors, see store_aligned()
 };
 
@@ -60,17 +63,10 @@ struct TileScales {
             const int first = tile.row_in_strip(row(n));
             const int block = column_block(n) + tile.strip_of(row(n)) * kColumnBlocks;
             if (!has(n) || tile.past_groups || block >= tile.scale_blocks) continue;
-            const i64 at = (GATHER ? 0 : first * p.scale_row) + block * p.scale_block;
+            const i64 at = first * p.scale_row + block * p.scale_block;
 #pragma unroll
             for (int r = 0; r < kLaneRows; r++) {
                 if (first + r >= tile.rows) continue;
-                if constexpr (GATHER) {
-                    const i64 token = token_of(p, tile, first + r);
-                    if (token < 0) continue;
-                    bits[n][r] = load_read_only(reinterpret_cast<const u32*>(tile.scales) + at
-                                                + token * p.scale_row);
-                    continue;
-                }
                 if constexpr (kMx) bits[n][r] = load_read_only(tile.scales + at);
                 else
                     bits[n][r] = load_read_only(reinterpret_cast<const u32*>(tile.scales) + at
@@ -101,7 +97,7 @@ struct TileScales {
                     make_uint2(factor[0] | factor[1] << 16, factor[2] | factor[3] << 16);
                 *reinterpret_cast<uint2*>(exponents) =
                     make_uint2((u32)e[0] & 0xffffu | (u32)e[1] << 16, (u32)e[2] & 0xffffu | (u32)e[3] << 16);
-                if (tile.row_scales && exist > 0) store_row_scales(tile, n, block, first, exist);
+                if (tile.row_scales && exist > 0) store_row_scales(tile, n, block, first);
             }
         }
     }
@@ -153,17 +149,15 @@ private:
     }
 
     // Stores this lane's scales of a block to the row-wise result. Its rows are rounded up to four, and the
-    // scales of absent rows are 0. GATHER: rows of the next expert follow. first: the lane's first row in its
-    // strip; exist: how many rows exist from there on.
-    __device__ __forceinline__ void store_row_scales(const ExpertTile& tile, int n, int block, int first,
-                                                     int exist) const {
+    // scales of absent rows are 0. first: the lane's first row in its strip.
+    __device__ __forceinline__ void store_row_scales(const ExpertTile& tile, int n, int block,
+                                                     int first) const {
         u32* const to = tile.row_scales + (block * tile.row_scale_pitch + first);
-        if (reinterpret_cast<u64>(tile.row_scales) % 16 == 0 && (!GATHER || exist >= 4))
+        if (reinterpret_cast<u64>(tile.row_scales) % 16 == 0)
             Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
         else
 #pragma unroll
-            for (int r = 0; r < 4; r++)
-                if (!GATHER || r < exist) to[r] = bits[n][r];
+            for (int r = 0; r < 4; r++) to[r] = bits[n][r];
     }
 
     // Writes the facts of a unit and finds its factors, for any scales and any number of rows.

@@ -43,7 +43,8 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 // Starts a copy of kBytes (4, 8 or 16), aligned to as many, from global to shared memory, which ends at
 // copy_async_wait() in the same thread. It copies the first `existing` bytes and writes zeros for the others.
 // kThroughL1: for parts of sectors, whose other parts are copied soon.
-template <int kBytes, bool kThroughL1 = kBytes != 16>
+// kKept: the L2 keeps them longer than others.
+template <int kBytes, bool kThroughL1 = kBytes != 16, bool kKept = false>
 __device__ __forceinline__ void copy_async_part(void* shared, const void* from, u32 existing) {
 #ifdef CUPY_FP8_HOST
     host_cp_async(shared, from, kBytes, existing);
@@ -52,14 +53,19 @@ __device__ __forceinline__ void copy_async_part(void* shared, const void* from, 
     if constexpr (kThroughL1)
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(to), "l"(from), "n"(kBytes),
                      "r"(existing) : "memory");
+    else if constexpr (kKept)
+        asm volatile("{\n\t.reg .b64 policy;\n\t"
+                     "createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n\t"
+                     "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, policy;\n\t}"
+                     :: "r"(to), "l"(from), "r"(existing) : "memory");
     else
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(existing)
                      : "memory");
 #endif
 }
-template <bool kThroughL1 = false>
+template <bool kThroughL1 = false, bool kKept = false>
 __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
-    copy_async_part<16, kThroughL1>(shared, from, exists ? 16 : 0);
+    copy_async_part<16, kThroughL1, kKept>(shared, from, exists ? 16 : 0);
 }
 // copy_async_commit() ends a group of copies. copy_async_wait() waits for all groups but the last kPending.
 __device__ __forceinline__ void copy_async_commit() {
