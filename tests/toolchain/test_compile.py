@@ -39,8 +39,8 @@ BITCODE = (("CUPY_FP8_BITCODE", "1"),)
 #: A block can have so many bytes of shared memory on the chips that have least, sm_89 and sm_120, and on
 #: those that have kernels of their own.
 LEAST_SHARED, SHARED = 99 << 10, {"sm_90a": 227 << 10}
-#: Every choice of options is compiled for two of these, each pair of them in turn, and with each width of
-#: input for sm_90 with CUDA 13.
+#: Every choice of options is compiled for two of these, each pair of them in turn. All options and input
+#: types are compiled for sm_90 with CUDA 13.
 OTHERS = (("sm_120", 13), ("sm_80", 13), ("sm_90", 12), ("sm_100", 13))
 #: (In this order programs for any alignment are not for sm_80, where two of them take 20 s.)
 PAIRS = [OTHERS[2:], *itertools.combinations(OTHERS, 2)][:-1]
@@ -77,10 +77,10 @@ def makes_no_bytes(v: Program) -> bool:
     return v.source == "diagnostics/error_sums"
 
 
-def widths(v: Program) -> tuple[int, ...]:
-    """How many bytes wide the elements are that it reads and writes."""
-    bytes_of = {"": 0, "f64": 8, **{f.tag: dtype.itemsize for dtype, f in FORMATS.items()}}
-    return tuple(bytes_of[of] for of in types(v))
+def input_type(v: Program) -> tuple[str, int]:
+    """What it reads, and how many bytes wide an element is that it writes."""
+    read, written = types(v)
+    return read, {"": 0, **{f.tag: dtype.itemsize for dtype, f in FORMATS.items()}}[written]
 
 
 def representatives(turn: int, kind: Kind, takes: Callable[[int], bool] = lambda _: True) -> list[Program]:
@@ -104,7 +104,7 @@ def taken_by(target: tuple[str, int]) -> Callable[[int], bool]:
 
 
 PROGRAMS = [
-    *((v, "sm_90", 13) for v in representatives(0, lambda v: (options(v), widths(v)))),
+    *((v, "sm_90", 13) for v in representatives(0, lambda v: (options(v), input_type(v)))),
     *((v, *target) for turn, target in enumerate(OTHERS)
       for v in representatives(turn, options, taken_by(target))),
     # sm_89 converts as sm_90 does, and has its registers.
@@ -190,10 +190,10 @@ def test_targets_have_every_entry_and_type():
     def kinds(chosen: Iterable[Program], kind: Kind) -> set[Any]:
         return {(v.entry, kind(v)) for v in chosen}
 
-    def with_widths(v: Program) -> tuple[object, ...]:
-        return options(v), widths(v)
+    def but_for_output(v: Program) -> tuple[object, ...]:
+        return options(v), types(v)[0]
 
-    assert kinds(targets["sm_90", 13], with_widths) == kinds(ALL, with_widths)
+    assert kinds(targets["sm_90", 13], but_for_output) == kinds(ALL, but_for_output)
     for target, chosen in targets.items():
         assert set(map(entry, chosen)) == set(map(entry, ALL))
         assert target == ("sm_120", 12) or set(map(types, chosen)) == set(map(types, ALL))

@@ -65,13 +65,18 @@ def case_checks(ops: tuple[str, ...], *, widths: bool = False) -> Iterator[Check
 
 
 def gate_checks() -> Iterator[Check]:
-    """Of each kind of score and number of a lane's experts one type of logits."""
+    """One type of logits for each score and number of experts of a lane."""
     for name in GATES:
         for case in OPS[name].cases():
-            kind = SCORES.index(case.options.get("score", "softmax"))
-            turn = kind + row_shape(case.shape).of_lane.bit_length()
+            _, score, of_lane = gate_program(case)
+            turn = SCORES.index(score) + of_lane.bit_length()
             if case.dtype == INPUT_DTYPES[turn % len(INPUT_DTYPES)]:
                 yield partial(check, OPS[case.op], case)
+
+
+def gate_program(case: Case) -> tuple[str, str, int]:
+    """What a program of the gate is, but for the type of the logits."""
+    return case.op, case.options.get("score", "softmax"), row_shape(case.shape).of_lane
 
 
 def flush_with_the_end(shape: tuple[int, ...], dtype: np.dtype, lead: int) -> tuple[np.ndarray, np.ndarray]:
@@ -317,6 +322,9 @@ def test_every_case_is_in_a_job():
            if isinstance(one, partial)}
     left_out = {(case.op, str(case)) for case in cases.all_cases()} - ran
     assert not {op for op, _ in left_out} & {"astype", *PRODUCTS}
+    of_gates = [case for case in cases.all_cases() if case.op in GATES]
+    assert {gate_program(case) for case in of_gates if (case.op, str(case)) in ran} == \
+        set(map(gate_program, of_gates))
     assert all("float16-" in name.replace("bfloat16", "") or "float8_e5m2" in name
                for op, name in left_out if op not in GATES)
     assert len(ran) > 2000

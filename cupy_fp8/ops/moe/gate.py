@@ -276,20 +276,20 @@ class _TopkGate(Op[_Inputs]):
             length=length, segments=segments, parts=parts, blocks=blocks, rounds=rounds,
             copies=copies, experts=rows.experts, k=inputs.k, groups=groups.number, group_topk=groups.topk,
             group_terms=groups.terms, group_lanes=_group_lanes(rows, groups.number), factor=inputs.factor,
-            normalize=int(inputs.normalize),
-            wide=int(given is not None and given.dtype == _INT64),
+            normalize=int(inputs.normalize), wide=int(given is not None and given.dtype == _INT64),
             vector=rows.is_vector(x.dtype.itemsize, x.at),
             vector_scores=rows.is_vector(float32.itemsize, places.get("scores", 0)),
             vector_bias=rows.is_vector(float32.itemsize, inputs.bias.at if inputs.bias else 0))
 
 
 def _group_lanes(rows: RowShape, groups: int) -> int:
-    """How many lanes have a group, 0 unless they are a power of two and have no other."""
+    """The lanes that share a group, a power of two; 0 if groups are not whole lanes."""
     lanes, rest = divmod(rows.experts, groups * rows.of_lane) if groups else (0, 0)
     return 0 if rest or lanes & (lanes - 1) else lanes
 
 
 def _blocks_at_once(logits: Array, rows: RowShape) -> int:
+    """Blocks that run at the same time, about."""
     if isinstance(logits, np.ndarray):
         return _BLOCKS_ON_CPU
     return _WARPS_PER_SM // rows.warps * multiprocessors(logits.data.device_id)

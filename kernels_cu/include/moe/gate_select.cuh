@@ -75,7 +75,7 @@ __device__ __forceinline__ u32 find_keys(u32 bound, u32 largest, OfWarp& shared)
     return found;
 }
 
-// Writes the slots of so many experts that have keys.
+// Ranks the first `found` keys, and writes the experts of the k largest to their slots.
 __device__ __forceinline__ void rank_keys(u32 k, u32 found, OfWarp& shared) {
     const u64 key = shared.key[lane_index()];
     u32 rank = 0;
@@ -100,7 +100,7 @@ __device__ __forceinline__ u32 rank_by_rounds(u32 k, OfWarp& shared, u32 (&order
     return round;
 }
 
-// Finds the k largest. shared.order: the same integers. chosen: what it is past the last candidate stays.
+// Finds the k largest. shared.order: the same integers. Past the last candidate `chosen` keeps its value.
 __device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 (&order)[kCount],
                                        i32 (&chosen)[kSlotsOfLane]) {
     const u32 lane = lane_index(), largest = largest_of_lane(order);

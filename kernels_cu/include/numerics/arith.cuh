@@ -99,7 +99,8 @@ __device__ __forceinline__ float absolute(float a) {
     asm("abs.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
-// So would it make neg.ftz.f32 of this, and setp.eq.ftz.f32 of the next, where the bits are those of a float.
+// In assembly for the same reason: NVRTC makes neg.ftz.f32 of the first and setp.eq.ftz.f32 of the second
+// where the bits are those of a float.
 __device__ __forceinline__ u32 with_sign_turned(u32 bits) {
     u32 r;
     asm("xor.b32 %0, %1, 0x80000000;" : "=r"(r) : "r"(bits));
