@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-_SWIZZLE_128, _L2_128, _ZEROS_OUTSIDE, _NOT_INTERLEAVED = 3, 2, 0, 0
+_SWIZZLE_128, _L2_256, _ZEROS_OUTSIDE, _NOT_INTERLEAVED = 3, 3, 0, 0
 _TYPES = {1: 0, 2: 1, 4: 7}            # CUDA's uint8, uint16 and float32, by bytes of an element
 _BOX_BYTES, _BYTES, _ALIGNMENT = 128, 128, 64
 
@@ -62,7 +62,7 @@ def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int, matric
         ctypes.c_void_p(where), _TYPES[itemsize], rank, ctypes.c_void_p(at),
         (u64 * 3)(columns, rows, matrices), (u64 * 2)(pitch, rows * pitch),
         (u32 * 3)(_BOX_BYTES // itemsize, box_rows, 1), (u32 * 3)(1, 1, 1), _NOT_INTERLEAVED, _SWIZZLE_128,
-        _L2_128, _ZEROS_OUTSIDE)
+        _L2_256, _ZEROS_OUTSIDE)
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled: status {status} for {rows} rows of {columns} elements "
                            f"of {itemsize} bytes at {at:#x}, pitch {pitch}")

@@ -13,6 +13,9 @@
 //
 // IN_A, IN_B    the FP8 formats
 // SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K
+// ADDS          1: D is f32, and what a tile is added to comes into shared memory while the products are
+//               computed, and leaves from there with them. (A copy that adds reaches two thirds of the
+//               memory's speed.)
 // SCALING       kRows: one scale for each row of A and of B, or for all; they multiply at the end
 //               kBlocks: A has one for 128 of K in each row, B one for 128 rows of it and 128 of K
 //               kVectors: both have one for 128 of K in each row
@@ -187,14 +190,14 @@ struct Multiplier {
                 case 0: if (add<0>(of_b, left)) return;
                 case 1: if (add<1>(of_b, left)) return;
                 case 2: if (add<2>(of_b, left)) return;
-                default: if (add<3>(of_b, left)) return;
+                default: if (kStages > 3 && add<kStages - 1>(of_b, left)) return;
             }
         }
     }
     // Adds the products of the block at stage kAt, which is `position`. Returns whether it is the last one.
     template <int kAt>
     __device__ __forceinline__ bool add(ScaleOfB& of_b, int& left) {
-        static_assert(kStages == 4, "multiply() has as many copies");
+        static_assert(kStages == 3 || kStages == 4, "multiply() has as many copies");
         position.at = kAt;
         if (!is_full) position.wait_full(shared.ring);
         float products[kTileColumns / 2];
@@ -243,6 +246,12 @@ struct Multiplier {
         const Product& p = params.product;
         const int own_rows = has_results(p, t) ? t.rows - first_row() : 0;
         if (!kSizesOfK && own_rows > 0 && p.has_bias(t.group)) add_bias(t);        // Gradients have none.
+        if constexpr (kAdds) {
+            wait_for_end(&shared.leaving[part()].empty[0], turn % 2);
+            if (own_rows > 0) add_to_staged<kTileColumns>(sums, staged());
+            arrive_together(&shared.leaving[part()].full[0]);
+            return;
+        }
         if (params.copies_out) {
             const bool boxed = leaves_in_boxes(own_rows);
             if (p.out_type == kOutF32) {
@@ -319,6 +328,7 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
         if (warp == 0) copy_stages(p, shared);
         else if (warp == 3) find_tiles(p, shared);
         else if (warp == 1 && !p.copies_scales) copy_scales(p.product, shared);
+        else if (warp == 2 && kAdds) exchange_results(p, shared);
         else if (warp == 2 && p.copies_out) copy_results(p, shared);
     }
     // No block ends while the other one arrives at its barriers.

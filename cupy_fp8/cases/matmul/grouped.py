@@ -241,6 +241,7 @@ def _column_cases() -> Iterator[Case]:
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", accumulate=True,
                     **of_k)
     for pair in (("tensor", "tensor"), ("row", "row"), ("tensor", "row")):
+        yield _case((270, 72, 200), pair, groups=5, division="empty", accumulate=True, **of_k)
         for shape in _SHAPES:
             yield _case(shape, pair, **of_k)
         yield _case((137, 9, 13), pair, "bits", float8_e5m2, other=float8_e5m2, **of_k)

@@ -26,24 +26,28 @@ _KERNEL = Kernel("matmul/wgmma", "wgmma_products", block=512, cluster=_CLUSTER, 
 _MAPS, _MAP_BYTES = 4, 128          # tensor maps of groups that each block has, and the bytes of one
 _ROWS_OUT = 16                      # rows of a box of D, where groups may end anywhere
 _CLUSTERS_ON_CPU = 2
+_FEW_COLUMNS, _FEW_COLUMNS_ON_CPU = 2048, 100       # of a group, on average
 #: Numbers of tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
 #: A block has so many bytes of shared memory, as the struct Shared asserts.
-SHARED = 218880
+SHARED, _SHARED_ADDING = 218880, 226560
 _FP8 = (float8_e4m3fn, float8_e5m2)
 #: The struct's `share` has these values: all groups, those that tensor copies can read, the others.
 ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
 
 
-def _variant(a: np.dtype[Any], b: np.dtype[Any], scaling: str, sizes_of_k: bool) -> Variant:
-    return _KERNEL.variant(shared=SHARED, IN_A=a, IN_B=b, SCALING=scaling, SIZES_OF_K=sizes_of_k)
+def _variant(a: np.dtype[Any], b: np.dtype[Any], scaling: str, sizes_of_k: bool, adds: bool = False
+             ) -> Variant:
+    return _KERNEL.variant(shared=_SHARED_ADDING if adds else SHARED, IN_A=a, IN_B=b, SCALING=scaling,
+                           SIZES_OF_K=sizes_of_k, ADDS=adds)
 
 
 def variants() -> list[Variant]:
     """Returns every program that a product may launch."""
     scalings = "kRows", "kBlocks", "kVectors"
-    return [_variant(a, b, scaling, sizes_of_k)
-            for a, b, scaling, sizes_of_k in combinations(_FP8, _FP8, scalings, (False, True))
+    return [_variant(a, b, scaling, sizes_of_k, adds)
+            for a, b, scaling, (sizes_of_k, adds) in combinations(
+                _FP8, _FP8, scalings, ((False, False), (True, False), (True, True)))
             if not (scaling == "kBlocks" and sizes_of_k)]
 
 
@@ -75,10 +79,18 @@ def launches(call: Call, problem: Problem, share: int) -> Iterator[Launch]:
     a, b = (_FP8[view.e5m2] for view in (p.a, p.b))
     out_map = _out_map(call, p, _PART_ROWS if p.sizes_of_k else _ROWS_OUT)
     out_part_map = None if p.sizes_of_k else _out_map(call, p, _PART_ROWS)
-    yield _variant(a, b, scaling, p.sizes_of_k).bind(
+    adds = out_map is not None and _adds_in_blocks(call, p)
+    yield _variant(a, b, scaling, p.sizes_of_k, adds).bind(
         call.x, blocks, product=members, out_map={"bytes": out_map or b""},
         out_part_map={"bytes": out_part_map or b""}, copies_scales=int(copies),
         copies_out=int(out_map is not None), taken=_taken(call, p), **_operand_maps(call, p, blocks))
+
+
+def _adds_in_blocks(call: Call, p: Problem) -> bool:
+    """Returns whether what products are added to comes into shared memory: where groups have few columns, so
+    that the memory limits them. With many, a fourth stage is worth more."""
+    few = _FEW_COLUMNS_ON_CPU if call.xp is np else _FEW_COLUMNS
+    return p.accumulate and p.sizes_of_k and p.total < few * p.groups
 
 
 def _taken(call: Call, p: Problem) -> int:

@@ -54,6 +54,23 @@ __device__ __forceinline__ void stage_sums(const float (&sums)[kColumns / 2], u8
     }
 }
 
+// Adds sums to all columns that are staged.
+template <int kColumns>
+__device__ __forceinline__ void add_to_staged(const float (&sums)[kColumns / 2], u8* staged) {
+    const int lane = threadIdx.x % 32, row = lane / 4;
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; i++) {
+        u8* const at = staged + i / 4 * kStagedBoxBytes + row * kBoxBytes
+                       + ((i % 4 * 2 + lane % 4 / 2) ^ row) * 16 + lane % 2 * 8;
+        const auto add = [](u8* to, float first, float second) {
+            float2& pair = *reinterpret_cast<float2*>(to);
+            pair = make_float2(add_rn(pair.x, first), add_rn(pair.y, second));
+        };
+        add(at, sums[4 * i], sums[4 * i + 1]);
+        add(at + 8 * kBoxBytes, sums[4 * i + 2], sums[4 * i + 3]);
+    }
+}
+
 // Says where a warp stores: at its first row of D. It also says which elements exist from there.
 struct WarpRows {
     u8* out;                       // the first element of the warp's first row

@@ -47,6 +47,30 @@ __device__ __forceinline__ void copy_box(u8* shared, const TensorMap* map, int r
 #endif
 }
 
+// Starts the copy of a box of one of a map's matrices, whose first element is (row, column), as copy_box()
+// does. The L2 drops it before anything else.
+__device__ __forceinline__ void copy_box_of(u8* shared, const TensorMap* map, int matrix, int row, int column,
+                                            PhaseBarrier* barrier) {
+#ifdef CUPY_FP8_HOST
+    const TensorMapOnHost& m = *reinterpret_cast<const TensorMapOnHost*>(map);
+    for (u32 r = 0; r < m.box_rows; r++) {
+        const i64 left = ((i64)m.columns - column) * m.element_bytes;
+        const bool exists = (u64)row + r < m.rows && (u32)matrix < m.matrices && left > 0;
+        const u64 at = ((u64)matrix * m.rows + row + r) * m.pitch + (u64)column * m.element_bytes;
+        host_bulk_load_row(shared + r * kBoxBytes,
+                           reinterpret_cast<const u8*>(m.address) + (exists ? at : 0), kBoxBytes,
+                           !exists ? 0 : left < kBoxBytes ? (u32)left : kBoxBytes, r % 8, barrier);
+    }
+#else
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 :: "r"(shared_address(shared)), "l"(map), "r"(column), "r"(row), "r"(matrix),
+                    "r"(shared_address(barrier)), "l"(policy) : "memory");
+#endif
+}
+
 // Starts a copy of a multiple of 16 bytes, both ends aligned to as many.
 __device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32 bytes,
                                            PhaseBarrier* barrier) {
@@ -61,8 +85,8 @@ __device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32
 
 // Starts the copy of a box from shared memory to the matrices of a map, where (matrix, row, column) is its
 // first element, or its addition to the f32 that are there. What would lie outside is left out. The thread
-// commits and waits. kReadLate: the L2 drops it before anything else.
-template <bool kAdds, bool kReadLate>
+// commits and waits. The L2 drops it before anything else: operands are worth more there.
+template <bool kAdds>
 __device__ __forceinline__ void copy_box_out(const TensorMap* map, const u8* shared, int matrix, int row,
                                              int column) {
 #ifdef CUPY_FP8_HOST
@@ -79,8 +103,7 @@ __device__ __forceinline__ void copy_box_out(const TensorMap* map, const u8* sha
 #else
     const u32 from = shared_address(shared);
     u64 policy;
-    if (kReadLate) asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-    else asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
     if (kAdds)
         asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group.L2::cache_hint "
                      "[%0, {%1, %2, %3}], [%4], %5;"

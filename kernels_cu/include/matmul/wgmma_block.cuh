@@ -6,14 +6,18 @@
 
 enum Scaling { kRows, kBlocks, kVectors };
 constexpr Scaling kScaling = SCALING;
-constexpr bool kSizesOfK = SIZES_OF_K;
+constexpr bool kSizesOfK = SIZES_OF_K, kAdds = ADDS;
+static_assert(kSizesOfK || !kAdds, "gradients alone are added so");
 
 // The blocks of a cluster have the same rows, and columns that follow one another: they share A.
-constexpr int kTileRows = 192, kTileColumns = 128, kStages = 4, kThreads = 512;
+// With ADDS what a tile is added to takes the place of a stage.
+constexpr int kTileRows = 192, kTileColumns = 128, kStages = kAdds ? 3 : 4, kThreads = 512;
 constexpr int kRowsCopied = kTileRows / kClusterBlocks;    // of A, by one block for both
 constexpr int kPartRows = 64;                      // of a warpgroup; a tile's later parts may be empty
 constexpr int kParts = kTileRows / kPartRows, kWarpsOfPart = kPartRows / kRowsOfWarp;
 constexpr int kRowsOut = kSizesOfK ? kPartRows : kRowsOfWarp;      // of a box that leaves
+// The results of a part wait in so many boxes: f32 in half as many as they are, unless all are added to.
+constexpr int kPartBoxes = kAdds ? 2 * kStagedBoxes : kStagedBoxes;
 constexpr int kConsumers = kParts * kWarpsOfPart;  // warps that multiply
 // Places in the queue, of which one has the tile that is multiplied. Clusters take tiles of rows as they need
 // them, so few should wait; with sizes of K they may be small.
@@ -32,17 +36,18 @@ struct alignas(16) Stage {
 struct Shared {
     u8 a[kStages][kTileRows * kBoxBytes];
     u8 b[kStages][kTileColumns * kBoxBytes];
-    u8 staged[kParts][kStagedBoxes * kStagedBoxBytes];
+    u8 staged[kParts][kPartBoxes * kStagedBoxBytes];
     TensorMap map;                                 // of a group, while it is written
     Stage stages[kStages];
     QueuedTile tiles[kQueue];
     Ring<kStages> ring;
     Ring<kQueue> queue;
-    Ring<1> leaving[kParts];                       // of a part's results, in `staged`
+    Ring<1> leaving[kParts];                       // of a part's results, in `staged`; with ADDS it is
+                                                   // empty when what they are added to is there
     Ring<kQueue> numbered;                         // of a cluster's next tiles, in `numbers`
     int numbers[kQueue];
 };
-static_assert(sizeof(Shared) <= 218880, "what ops/matmul/wgmma.py asks for");
+static_assert(sizeof(Shared) <= (kAdds ? 226560 : 218880), "what ops/matmul/wgmma.py asks for");
 
 struct WgmmaParams {
     TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps. A box of A

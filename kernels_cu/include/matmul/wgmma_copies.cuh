@@ -117,22 +117,58 @@ __device__ __forceinline__ bool leaves_in_boxes(int rows) { return rows >= (kSiz
 // Starts the copies of the boxes of a part, whose first element is (row, column) of D. rows: that exist.
 __device__ __forceinline__ void copy_part_out(const WgmmaParams& p, const u8* staged, int matrix, int row,
                                               int column, int rows) {
-    const int lane = threadIdx.x % 32, box = lane % kStagedBoxes;
+    const int lane = threadIdx.x % 32, box = lane % kPartBoxes;
     const bool whole = !kSizesOfK && rows >= kPartRows;
-    const int first_row = lane / kStagedBoxes * (whole ? kPartRows : kRowsOut);
+    const int first_row = lane / kPartBoxes * (whole ? kPartRows : kRowsOut);
     if (first_row >= kPartRows || !leaves_in_boxes(rows - first_row)) return;
     const TensorMap* const map = whole ? &p.out_part_map : &p.out_map;
     const u8* const from = staged + box * kStagedBoxBytes + first_row * kBoxBytes;
     column += box * kBoxBytes / (p.product.out_type == kOutF32 ? 4 : 2);
-    // kReadLate: gradients of many groups are more than the L2 has room for, and nobody reads them soon.
-    if (p.product.accumulate) copy_box_out<true, kSizesOfK>(map, from, matrix, row + first_row, column);
-    else copy_box_out<false, kSizesOfK>(map, from, matrix, row + first_row, column);
+    const bool adds = !kAdds && p.product.accumulate;
+    if (adds) copy_box_out<true>(map, from, matrix, row + first_row, column);
+    else copy_box_out<false>(map, from, matrix, row + first_row, column);
 }
 
 // Arrives once for the warp, when all its lanes are here.
 __device__ __forceinline__ void arrive_together(PhaseBarrier* barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+// ADDS: starts the copies of what a tile is added to. Parts that do not exist are there at once.
+__device__ __forceinline__ void fetch_results(const WgmmaParams& p, Shared& shared, const QueuedTile& t) {
+    constexpr int kBoxColumns = kBoxBytes / 4;
+    if (threadIdx.x % 32 != 0) return;
+    const int rows = has_results(p.product, t) ? t.rows : 0;
+    const int across = smaller((columns_left(p.product, t) + kBoxColumns - 1) / kBoxColumns, kPartBoxes);
+    for (int part = 0; part < kParts; part++) {
+        const int row = part * kPartRows, boxes = row < rows ? across : 0;
+        PhaseBarrier* const there = &shared.leaving[part].empty[0];
+        arrive_expecting(there, boxes * kStagedBoxBytes);
+        for (int box = 0; box < boxes; box++)
+            copy_box_of(shared.staged[part] + box * kStagedBoxBytes, &p.out_map, t.group, t.a_row + row,
+                        t.column + box * kBoxColumns, there);
+    }
+}
+
+// ADDS: the results of a tile leave when they are added to what was there, and make room for the next one's.
+__device__ __forceinline__ void exchange_results(const WgmmaParams& p, Shared& shared) {
+    TileReader reader(shared.tiles, shared.queue);
+    while (reader.next()) {
+        const QueuedTile& t = reader.tile();
+        copy_out_wait_read<0>();
+        __syncwarp();
+        fetch_results(p, shared, t);
+        const int rows = has_results(p.product, t) ? t.rows : 0;
+        for (int part = 0; part < kParts; part++) {
+            const int first_row = part * kPartRows;
+            wait_for_end(&shared.leaving[part].full[0], reader.turn % 2);
+            publish_to_copies();                   // once, for all warps that added
+            copy_part_out(p, shared.staged[part], t.group, t.a_row + first_row, t.column, rows - first_row);
+            copy_out_commit();
+        }
+    }
+    copy_out_wait();
 }
 
 // Results of 16 bits fill the boxes of a part once, those of f32 twice. Every tile does so, also where

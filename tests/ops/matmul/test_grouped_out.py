@@ -12,6 +12,7 @@ from cupy_fp8 import Scaled, reference, testing
 from cupy_fp8.cases import poison
 from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
+from cupy_fp8.ops.matmul import wgmma
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 
 
@@ -26,10 +27,13 @@ def test_last_rows_of_groups(n, accumulate, run):
     check_exact(a, b, splits, "m", accumulate, run)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("accumulate", "few"), [(False, 0), (True, 0), (True, 1 << 20)])
 @pytest.mark.parametrize("n", [8, 264])
 @pytest.mark.parametrize("m", [9, 73, 201, 272])
-def test_last_rows_of_gradients(m, n, accumulate, run):
+def test_last_rows_of_gradients(m, n, accumulate, few, run, monkeypatch):
+    """few: columns of a group below which results are added in shared memory, not by the copies."""
+    for name in ("_FEW_COLUMNS", "_FEW_COLUMNS_ON_CPU"):
+        monkeypatch.setattr(wgmma, name, few)
     splits = np.array([16, 0, 144, 48, 0, 96])
     total = int(splits.sum()) + 16
     a, b = integers((m, total), float8_e4m3fn, 1), integers((n, total), float8_e4m3fn, 2)
