@@ -213,17 +213,6 @@ __device__ __forceinline__ void do_token(const GateParams& p, Shared& all, i64 t
 }
 
 // ---- sums ----
-// Returns true in the last of so many blocks to call it. The whole block calls it.
-__device__ __forceinline__ bool is_last(Shared& shared, u32* done, u32 blocks) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        shared.last = is_last_block(done, blocks);
-        if (shared.last) atomicExch(done, 0u);
-    }
-    __syncthreads();
-    return shared.last;
-}
-
 // Returns the sum of up to kLoads sums of an expert, one after the other in memory, by the tree.
 constexpr int kLoads = 16, kSums = 2 * kLoads;
 __device__ __forceinline__ float sum_of_loads(const float* from, u32 experts, int number) {
@@ -266,7 +255,7 @@ __device__ __forceinline__ void add_up_scores(const GateParams& p, Shared& share
     }
     const u32 part = segment / kSegments;
     const int of_part = left_of((i64)p.segments - part * kSegments, kSegments);
-    if (!is_last(shared, p.done + sequences + sequence * p.parts + part, of_part)) return;
+    if (!is_last_block(shared.last, p.done + sequences + sequence * p.parts + part, of_part)) return;
     for (u32 expert = threadIdx.x; expert < p.experts; expert += kThreads)
         parts[(i64)part * p.experts + expert] =
             sum_of(segments + (i64)part * kSegments * p.experts + expert, p.experts, of_part);
@@ -351,5 +340,5 @@ topk_gate(const __grid_constant__ GateParams p) {
     for (u32 expert = threadIdx.x; expert < p.experts; expert += kThreads)
         if (shared.count[expert])
             atomicAdd(counted + (i64)sequence * p.experts + expert, shared.count[expert]);
-    if (is_last(shared, p.done + sequence, p.blocks)) finish(p, shared, sequence);
+    if (is_last_block(shared.last, p.done + sequence, p.blocks)) finish(p, shared, sequence);
 }

@@ -188,14 +188,8 @@ __device__ __forceinline__ void do_segment(const GroupSumsParams& p, Shared& sha
         else *result = as_float(f32::narrow(sum));
     }
     if (segments == 1) return;
-    __syncthreads();
     u32* const done = p.done + slot * p.groups.across + strip;
-    if (threadIdx.x == 0) {
-        shared.last = is_last_block(done, (u32)segments);
-        if (shared.last) atomicExch(done, 0u);
-    }
-    __syncthreads();
-    if (!shared.last || !exists) return;
+    if (!is_last_block(shared.last, done, (u32)segments) || !exists) return;
     *result = as_float(f32::narrow(sum_of_segments(p.of_segments + slot * p.columns + to, p.columns, segments,
                                                    shared.of_column[threadIdx.x])));
 }

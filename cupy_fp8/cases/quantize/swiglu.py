@@ -195,6 +195,10 @@ def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for interleaved in (False, True):                                               # Sums take many tiles.
         yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
         yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
+        # These are as many as a block adds up, and one more.
+        for half in (8192, 8200):
+            yield case(bfloat16, (9, 2 * half >> interleaved), "normal", **_DELAYED, **_WEIGHTED,
+                       interleaved=interleaved)
 
 
 def _cases() -> Iterator[Case]:

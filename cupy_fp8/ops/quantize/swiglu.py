@@ -127,7 +127,8 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
     TypeError, ValueError, DeviceError, as `swiglu_quantize`; all before anything is written.
 
     Source: TransformerEngine; FP8-Flow-MoE. Bytes moved per element of grad: grad + 2 of x + 2 per direction.
-    The gradient of probs takes another launch if H is above 128 (interleaved: 64).
+    The gradient of probs takes another launch for more than 128 tiles of 128 rows and 128 columns of grad
+    (interleaved: 64 columns), or more than 64 of them side by side.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> grad, x = np.array([[1.0]], np.float32), np.array([[0.0, 2.0]], np.float32)

@@ -12,6 +12,7 @@ from ...calls.call import Call, Input
 from ...calls.group_sizes import Groups
 from ...formats import bfloat16, float8_e4m3fn
 from ...kernels import Launch, Variant
+from ...layouts import cdiv
 from ...reference.quantize.swiglu import ALPHA
 from . import fused
 from .bias_gradient import ColumnSums, partial_sums
@@ -20,6 +21,11 @@ from .quantized_result import QuantizedResult
 
 #: The struct SourceCall has these flags.
 _CLAMPED, _GPT_OSS, _INTERLEAVED = 1, 2, 4
+#: Of so few tiles, one for each multiprocessor, the blocks that finish last add up the sums: _MOST_SUMS of a
+#: row (fused/tile_sums.cuh). A block then waits at its end until others see its sums; with more tiles these
+#: waits, one after the other, take longer than another launch (docs/lab-notes). Blocks have more than two
+#: tiles only where there are thousands.
+_FEW_TILES, _MOST_SUMS = 128, 64
 
 
 class Inputs(NamedTuple):
@@ -64,13 +70,22 @@ def launches(call: Call, inputs: Inputs, result: QuantizedResult, written: Seque
         shape = (2 if inputs.interleaved else 1) * half, rows
         sums = ColumnSums(shape, dprobs_at, call.scratch("swiglu_dprobs", partial_sums(shape)))
         members["sums"] = sums.tiles_at(fused.TILE.columns)
+        if _adds_up_sums(*shape):
+            done = call.workspace("blocks of swiglu", cdiv(rows, fused.TILE.rows))
+            members |= {"dprobs": dprobs_at, "done": done}
     if fused.is_wide(output, destinations, half, members["x"] | members["bias"] | members["grad"]):
         members["flags"] |= fused.WIDE_FLAG
     values = fused.Values(x, inputs.grad is not None, half, members, _paths(inputs, members), output,
                           inputs.amax_at, inputs.scale)
     yield from fused.launches(call, _SOURCE, values, destinations)
-    if sums:
+    if sums and "done" not in members:
         yield from sums.launches(x, fused.TILE.columns, call.noop_at)
+
+
+def _adds_up_sums(columns: int, rows: int) -> bool:
+    """Returns whether the blocks that finish last add up the sums of tiles. columns: of all sums of a row."""
+    across, down = cdiv(columns, fused.TILE.columns), cdiv(rows, fused.TILE.rows)
+    return 1 < across <= _MOST_SUMS and across * down <= _FEW_TILES
 
 
 def _described(inputs: Inputs, noop_at: int) -> fused.Members:

@@ -10,6 +10,7 @@
 #pragma once
 #include "fused/patch_position.cuh"
 #include "fused/stream.cuh"
+#include "fused/tile_sums.cuh"
 
 // What rows stream through comes first in dynamic shared memory.
 constexpr int kStreamBytes = kStages * kStageBytes;

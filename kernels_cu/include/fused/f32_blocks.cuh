@@ -339,4 +339,5 @@ __device__ __forceinline__ void quantize(const FusedBlockParams& p) {
     if constexpr (kOptions) stream_with_options<OptionBlocks>(p, p.call);
     else if constexpr (kPath == Path::any) patches<PatchBlocks>(p, p.call);
     else stream<StreamBlocks>(p, p.call);
+    add_up_sums(p.call, p.tiles);
 }

@@ -393,4 +393,5 @@ __device__ __forceinline__ void quantize(const FusedMxParams& p) {
     if constexpr (kOptions) stream_with_options<OptionMx>(p, p.call);
     else if constexpr (kPath == Path::any) patches<PatchMx>(p, p.call);
     else stream<StreamMx>(p, p.call);
+    add_up_sums(p.call, p.tiles);
 }

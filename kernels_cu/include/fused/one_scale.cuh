@@ -3,7 +3,7 @@
 //   data = cast(y * scale)        amax = max(amax, max |y|)
 //
 // To find current scaling's scale first a launch finds the amax of all blocks, and the last one to finish
-// stores the scale; nothing else is written then (but the sums of dprobs).
+// stores the scale; nothing else is written then (but dprobs).
 //
 // Launch: path any: a block of 256 threads for each tile of 128 x 128 elements of the result; otherwise a
 // block for a tile of each part of the result, or for some of these one below the other (`tiles`), by 512
@@ -214,6 +214,7 @@ __device__ __forceinline__ void quantize(const FusedCastParams& p) {
     else if constexpr (kStreamed) amax = stream<StreamCast>(p, p.call, scale);
     else if constexpr (kPath == Path::any) amax = patches<PatchCast>(p, p.call, scale);
     else amax = cast_rows(p, scale);
+    add_up_sums(p.call, p.tiles);
     if (!p.amax && !p.workspace) return;
     amax = block_max<kFusedThreads>(amax);
     if (threadIdx.x != 0) return;

@@ -9,7 +9,8 @@
 // A source declares these, of which source/unary.cuh is the shortest example:
 //
 //   SourceCall  what a call asks for. Drivers read its x, grad, probs, noop, sums, rows and columns, half(),
-//               interleaved() and has(kWide). Null constants stand for what a source does not have.
+//               interleaved() and has(kWide), of gated sources done and dprobs too. Null constants stand for
+//               what a source does not have.
 //   Source      the formulas (source/gate.cuh)
 //   kParts, kArrays                 how many results and operands an element has
 //   SourceRow                       rows on path any (patch.cuh)

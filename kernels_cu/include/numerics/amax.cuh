@@ -139,6 +139,18 @@ __device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
     return true;
 }
 
+// Returns true to every thread of that block, and makes *done 0 again. The whole block calls it. last: in
+// shared memory.
+__device__ __forceinline__ bool is_last_block(bool& last, u32* done, u32 blocks) {
+    __syncthreads();
+    if (thread_again() == 0) {
+        last = is_last_block(done, blocks);
+        if (last) atomicExch(done, 0u);
+    }
+    __syncthreads();
+    return last;
+}
+
 // Blocks add their amaxes here, and the last one to do so learns that of all.
 struct AmaxOfBlocks {            // zero before the first launch, and after each
     u32 amax;                    // f32 bits

@@ -17,6 +17,10 @@ struct SourceCall {
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     // BACKWARD: grad * dy / dp summed over the columns of a tile, [tiles across, rows]; or null
     float* sums;
+    float* dprobs;               // with `done`: the gradient of probs [rows]
+    // how many blocks of each row of blocks are done: zero before and after a launch; or null: another launch
+    // adds up the sums
+    u32* done;
     i64 rows, columns;           // of the result, which has H or 2 H columns
     float limit, minus_limit;    // a <= limit, -limit <= b <= limit; infinite without kClamped
     float alpha;                 // of terms(alpha * a): 1, or 1.702 with kGptOss, where b is b + 1
