@@ -31,6 +31,8 @@ from .ops.moe.group_sums import group_sums
 from .ops.moe.offsets import splits_to_offsets
 from .ops.moe.pad import pad_groups, sort_chunks, unpad_groups
 from .ops.moe.permute import permute, permute_backward, unpermute, unpermute_backward
+from .ops.moe.permute_transpose import permute_transpose
+from .ops.moe.quantize_permute import quantize_permute
 from .ops.moe.route import route
 from .ops.quantize.activation import activation_backward_quantize, activation_quantize
 from .ops.quantize.blocks import quantize_block
@@ -63,10 +65,11 @@ __all__ += [
     "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
     "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
     "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute",
-    "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route",
-    "scaling_aware_transpose", "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize",
-    "swiglu_quantize", "swizzle_scales", "topk_gate", "topk_gate_backward", "transpose", "unpad_groups",
-    "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling", "z_loss",
+    "permute_backward", "permute_transpose", "quantize_block", "quantize_mx", "quantize_permute",
+    "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks",
+    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "topk_gate",
+    "topk_gate_backward", "transpose", "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales",
+    "update_delayed_scaling", "z_loss",
 ]
 
 

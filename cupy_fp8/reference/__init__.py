@@ -14,6 +14,8 @@ from .moe.group_sums import group_sums
 from .moe.offsets import splits_to_offsets
 from .moe.pad import pad_groups, sort_chunks, unpad_groups
 from .moe.permute import permute, permute_backward, unpermute, unpermute_backward
+from .moe.permute_transpose import permute_transpose
+from .moe.quantize_permute import quantize_permute
 from .moe.route import route
 from .quantize.activation import activation_backward_quantize, activation_quantize
 from .quantize.blocks import quantize_block
@@ -32,8 +34,9 @@ __all__ = [
     "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
     "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
     "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute",
-    "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route",
-    "scaling_aware_transpose", "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize",
-    "swiglu_quantize", "swizzle_scales", "topk_gate", "topk_gate_backward", "transpose", "unpad_groups",
-    "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling", "z_loss",
+    "permute_backward", "permute_transpose", "quantize_block", "quantize_mx", "quantize_permute",
+    "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks",
+    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "topk_gate",
+    "topk_gate_backward", "transpose", "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales",
+    "update_delayed_scaling", "z_loss",
 ]

@@ -49,6 +49,8 @@
 //   ALIGNED       1: rows of the data allow 16-byte asynchronous copies; 0: they go through registers
 //   ONE_TILE      1: nothing is split, all columns begin at multiples of 16 bytes, and BLOCKS is 4. A block
 //                 has one tile, which needs no search for experts and no shifts: a third of the program.
+//   GATHER        1: the data are those of tokens, of which a routing makes the experts' rows. These are
+//                 written too. (Their scales are permuted before, by permute.cu.)
 // It moves 2 bytes per element, and 8 / BLOCK for f32 scales.
 #include "convert/scaling_aware_transform.cuh"
 
@@ -75,7 +77,7 @@ __device__ __forceinline__ void transpose_one_tile(const ScalingAwareParams& p, 
     if (strip & (1u << tile.stack) - 1) return;                      // Another block has this strip.
     TileScales scales;
     scales.load(p, tile);
-    prefetch(p, tile, dynamic);
+    prefetch(p, tile, dynamic, Sources());
     copy_async_commit();
     // For MX with column targets the instructions cost more than they gain.
     if (!kMx || TARGET == 1) fetch_ahead(p);
@@ -94,13 +96,13 @@ struct BlockTiles {
     const i64 first_row;         // its row of tiles
     const int tiles;             // how many the block has
 
-    __device__ __forceinline__ ExpertTile& at(int n) const { return shared.tile[n % (kTilesAhead + 2)]; }
+    __device__ __forceinline__ ExpertTile& at(int n) const { return shared.tile[n % kTilePlaces]; }
     __device__ __forceinline__ u8* bytes_of(int n) const {
         return dynamic + n % (kTilesAhead + 1) * kRawBytes;
     }
 
-    __device__ __forceinline__ void fetch(int n) const {
-        if (at(n).exists) prefetch(p, at(n), bytes_of(n));
+    __device__ __forceinline__ void fetch(int n, const Sources& sources) const {
+        if (at(n).exists) prefetch(p, at(n), bytes_of(n), sources);
         copy_async_commit();
     }
     __device__ __forceinline__ u32 load_segment_after(int n) const {
@@ -117,7 +119,7 @@ struct BlockTiles {
             if (threadIdx.x % 32 == 0) at(0).exists = false, at(0).past_groups = true;
         } else {
             const ExpertTile expert = expert_of(p, first_row, segment_word);
-            find_first(p, expert, first, tiles, &at(0), &at(kTilesAhead + 1));
+            find_first(p, expert, first, tiles, &at(0), &at(kTilePlaces - 1));
         }
         for (int n = 1; n <= kTilesAhead; n++) {
             __syncwarp();
@@ -130,7 +132,12 @@ struct BlockTiles {
     __device__ __forceinline__ int transpose(bool finds, u32& segment_word) const {
         TileScales scales;
         if (at(0).exists) scales.load(p, at(0));
-        for (int n = 0; n < kTilesAhead; n++) fetch(n);
+        Sources sources;
+        for (int n = 0; n < kTilesAhead; n++) {
+            sources.load(p, at(n));
+            fetch(n, sources);
+        }
+        sources.load(p, at(kTilesAhead));
         int n = 0;
 #pragma unroll 1
         for (; at(n).exists && !at(n).past_groups; n++) {
@@ -140,7 +147,8 @@ struct BlockTiles {
             copy_async_wait<kTilesAhead - 1>();
             __syncthreads();
             if (at(n + 1).exists) scales.load(p, at(n + 1));
-            fetch(n + kTilesAhead);
+            fetch(n + kTilesAhead, sources);
+            sources.load(p, at(n + kTilesAhead + 1));
             if (finds) segment_word = load_segment_after(n + kTilesAhead);
             transform_tile(p, at(n), shared, buffer, bytes_of(n), dynamic + (kTilesAhead + 1) * kRawBytes);
         }
@@ -154,28 +162,35 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
     __shared__ Shared shared;
     if constexpr (ONE_TILE) return transpose_one_tile(p, shared, dynamic);
     const int warp = threadIdx.x / 32;
-    const i64 first_tile = (i64)blockIdx.x * p.tiles, all_tiles = p.down * p.strips;
-    const i64 first_row = first_tile / p.strips;
-    const int tiles = left_of(all_tiles - first_tile, (int)p.tiles);
+    // GATHER: blocks are counted down the rows of all experts, then along the strips, so that the tokens'
+    // bytes of a strip stay in the L2 for all their rows.
+    const u32 blocks_down = GATHER ? (u32)((p.down + p.tiles - 1) / p.tiles) : 1;
+    const u32 strip = blockIdx.x / blocks_down;
+    const i64 first_tile = (GATHER ? blockIdx.x - strip * blocks_down : (i64)blockIdx.x) * p.tiles;
+    const i64 first_row = GATHER ? first_tile : first_tile / p.strips;
+    const int tiles = left_of((GATHER ? p.down : p.down * p.strips) - first_tile, (int)p.tiles);
     const BlockTiles block{p, shared, dynamic, first_tile, first_row, tiles};
-    const bool finds = warp == kWarps - 1;                           // The last warp finds the tiles.
+    const bool finds = !GATHER && warp == kWarps - 1;                // The last warp finds the tiles.
     u32 segment_word = 0;
     if (p.splits.groups >= 0) {
         if (warp == 0 && blockIdx.x == 0) {
             check_sizes(p.splits, p.rows);
             copy_sizes(p.splits, p.sizes_out);
         }
-        segment_word = load_segment_word(p, first_row);
+        if (!GATHER) segment_word = load_segment_word(p, first_row);
     }
     // Group -1 says that no expert has these rows or any that follow.
     const bool past_groups = (int)__shfl_sync(~0u, segment_word, 1) < 0;
     if (finds) block.find_first_tiles(segment_word, past_groups);
+    if (GATHER && warp < kTilePlaces) find_below(p, strip, first_row, warp, tiles, &block.at(warp));
     __syncthreads();
     const int n = block.transpose(finds, segment_word);
     if (!block.at(n).exists && !block.at(n).past_groups) return;
     // This equals the variable `past_groups`, which would keep a register until here.
     const bool none = !block.at(n).exists;
     const ExpertTile rest = none ? expert_of(p, first_row, segment_word) : block.at(n);
-    const i64 first = (none ? first_tile : first_tile + rest.offset) - rest.group_tile * p.strips;
+    i64 first = none ? first_tile : first_tile + rest.offset;
+    if (GATHER) first += strip * (p.down - rest.group_tile) - rest.group_tile;
+    else first -= rest.group_tile * p.strips;
     clear_rest(p, rest, first, first + tiles - rest.offset);
 }

@@ -155,13 +155,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) permute(const __grid_c
         gather_scales(p.gemm_ready, p.routes, (i64)share.block * kWarps + threadIdx.x / 32);
     if (p.rows_probs && !share.is_of_scales && share.block % p.data.across == 0) {
         const i64 first = (i64)(share.block / p.data.across) * p.data.tokens_per_block;
-        const int slots = left_of(p.routes.tokens - first, p.data.tokens_per_block) * (int)p.routes.topk;
-        for (int i = threadIdx.x; i < slots; i += kThreads) {
-            const int token = i / (int)p.routes.topk;
-            const i64 row = p.routes.row(first * p.routes.topk + i);
-            const i64 at = p.routes.prob_at(first + token, i - token * p.routes.topk);
-            if (row >= 0) p.rows_probs[row] = at < 0 ? 0 : load_read_only(p.probs + at);
-        }
+        const int count = left_of(p.routes.tokens - first, p.data.tokens_per_block);
+        move_probs(p.routes, p.probs, p.rows_probs, first, count, threadIdx.x, kThreads);
     }
     clear_unused(p.routes, own_source, [&](i64 row) {
         clear(p.data.to + row * p.data.row_bytes, p.data.row_bytes, p.data.step);

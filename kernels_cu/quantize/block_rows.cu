@@ -10,6 +10,7 @@
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; other profiles and scale layouts are run-time values.
 // Padding of scales is written 0.
 #include "scale/block_params.cuh"
+#include "scale/block_codes.cuh"
 #include "numerics/amax.cuh"
 
 // kLength elements share a scale, and a load has kChunk elements; ops/quantize/blocks.py has the same
@@ -50,23 +51,6 @@ struct WarpBlocks {
         return true;
     }
 };
-
-// Returns the codes of a chunk. quick: with DIVIDE, the divisor has quick quotients.
-__device__ __forceinline__ Chunk<OUT, kChunk> quantized(const Source& in, float factor, float divisor,
-                                                        bool quick) {
-    Chunk<OUT, kChunk> out;
-#pragma unroll
-    for (int e = 0; e < kChunk / 2; e++) {
-        float lo, hi;
-        in.widen2(e, lo, hi);
-        if (!DIVIDE) out.narrow2(e, mul_rn(lo, factor), mul_rn(hi, factor));
-        else if (quick)
-            out.narrow2(e, quick_quotient_of_codes(lo, divisor, factor),
-                        quick_quotient_of_codes(hi, divisor, factor));
-        else out.narrow2(e, div_rn(lo, divisor), div_rn(hi, divisor));
-    }
-    return out;
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_block_rows(const __grid_constant__ BlockParams p) {

@@ -16,6 +16,7 @@ T, V = TypeError, ValueError
 SUMS = fp8.group_sums
 PAD, UNPAD, SORT, PERMUTE, UNPERMUTE = (fp8.pad_groups, fp8.unpad_groups, fp8.sort_chunks, fp8.permute,
                                         fp8.unpermute)
+BOTH, QUANTISED = fp8.permute_transpose, fp8.quantize_permute
 BACK, UNBACK, ROUTE, OFFSETS = fp8.permute_backward, fp8.unpermute_backward, fp8.route, fp8.splits_to_offsets
 GROUP, CAST, MANY = fp8.group_quantize, fp8.multi_cast_transpose, fp8.multi_quantize
 BLOCKS, CURRENT, DELAYED, MX = BlockScaling(), CurrentScaling(), DelayedScaling(), MXScaling()
@@ -30,6 +31,7 @@ Q, COLUMN = fp8.quantize_mx(ones(9, 256), columnwise=True), fp8.quantize_mx(ones
 SQUARE = fp8.quantize_block(ones(9, 256), block=(128, 128), scale_layout="compact")
 F32 = fp8.quantize_block(ones(9, 256))
 TENSOR = fp8.quantize_tensor(ones(9, 256), 1.0)
+FEWER = fp8.quantize_block(ones(8, 256))
 ONE_SCALE_TOO_MANY = Scaled._of(CODES, ones(2), (9, 256))
 OTHER_SCALES = Scaled._of(CODES, Q.scale_inv[:, :7], (9, 256), False, (1, 32), "compact")
 OTHER_ROWS = Scaled._of(CODES, Q.scale_inv, (10, 256), False, (1, 32), "compact")
@@ -58,6 +60,25 @@ MOVES: list[Line] = [
          scale_layout="compact"),
     line(V, "out: expected shape (18, 256) with gemm_ready scales of blocks (1, 128), got", PERMUTE, F32, R,
          out=PERMUTE(F32, R, scale_layout="compact")),
+    # ---- permute_transpose, quantize_permute ----
+    line(T, "x: expected a Scaled or a Quantized, got ndarray", BOTH, X, R),
+    line(V, "x: expected row-wise data [T, K] in blocks of (1, 128), not stored transposed", BOTH, Q, R),
+    line(V, "x: expected 9 rows, the tokens of the routing, got shape (8, 256)", BOTH, FEWER, R),
+    line(V, "x.scale_inv: expected powers of two, got", BOTH,
+         fp8.quantize_block(ones(9, 256), profile="sglang"), R),
+    line(T, "out: expected a Quantized (an earlier result), got Scaled", BOTH, F32, R, out=F32.rowwise),
+    line(V, "out.rowwise: expected an earlier result for rows of shape (18, 256), got", BOTH, F32, R,
+         out=F32),
+    line(V, "x: expected shape [T, K], got (9, 2, 8)", QUANTISED, ones(9, 2, 8), R),
+    line(T, "x: expected dtype bfloat16, float16, float32, got int32", QUANTISED,
+         np.ones((9, 16), np.int32), R),
+    line(V, "x: expected 9 rows, the tokens of the routing, got shape (8, 16)", QUANTISED, X[:8], R),
+    line(T, "recipe: expected a BlockScaling, got MXScaling", QUANTISED, X, R, fp8.MXScaling()),
+    line(V, "recipe: expected blocks of (1, 128), got BlockScaling(block=(128, 128)", QUANTISED, X, R,
+         fp8.BlockScaling((128, 128))),
+    line(V, "probs: expected shape (9, 2), one for each slot; got (9, 3)", QUANTISED, X, R, probs=ones(9, 3)),
+    line(V, "out: expected shape (18, 16) with gemm_ready scales of blocks (1, 128), got", QUANTISED, X, R,
+         out=QUANTISED(X[:, :8], R)),
     line(V, SIZES + "of 0 or more, got -5 for group 1", PAD, X, [14, -5], align=4, out=ones(15, 16)),
     line(V, SIZES + "that add up to the 9 rows of x, got 10", PAD, X, [4, 6], align=4, out=ones(15, 16)),
     line(V, SIZES + "that add up to the 9 rows of x, got 8", SORT, X, np.array([4, 4]), [0, 1], out=X.copy()),

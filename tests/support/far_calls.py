@@ -181,6 +181,11 @@ def _routed(op: str, m: Any, x: np.ndarray) -> Any:
     r = _beside(x, reference.route(np.zeros((len(x), 1), np.int32), num_experts=1))
     if op in ("permute", "permute_backward"):
         return getattr(m, op)(x, r)
+    if op == "quantize_permute":
+        return m.quantize_permute(x, r, fp8.BlockScaling()).data
+    if op == "permute_transpose":
+        made = m.permute_transpose(m.quantize_block(x, scale_layout="compact", pow2_scale=True).rowwise, r)
+        return made.rowwise.data, made.columnwise.data.reshape(x.shape[::-1])
     probs = _beside(x, np.full((len(x), 1), 0.5, np.float32))
     return m.unpermute(x, r, probs=probs) if op == "unpermute" else m.unpermute_backward(x, x, r,
         probs=probs)[0]
@@ -188,8 +193,10 @@ def _routed(op: str, m: Any, x: np.ndarray) -> Any:
 
 def _rows() -> Iterator[tuple[str, Far]]:
     for op, dtype in (("permute", float8_e4m3fn), ("permute_backward", bfloat16), ("unpermute", bfloat16),
-                      ("unpermute_backward", bfloat16)):
+                      ("unpermute_backward", bfloat16), ("quantize_permute", bfloat16)):
         yield op, Far(partial(_routed, op), np.dtype(dtype), ((1 << 16) + 4, 1 << 16), 0, 4, 128)
+    # Tiles are counted down the rows of a strip.
+    yield "permute_transpose", Far(partial(_routed, "permute_transpose"), np.dtype(bfloat16), _TALL)
     for op in ("pad_groups", "unpad_groups", "sort_chunks"):
         yield op, Far(partial(_padded, op), np.dtype(float8_e4m3fn), ((1 << 16) + 4, 1 << 16), 0, 4, 128)
     recipe: Any
@@ -345,8 +352,9 @@ def _experts(m: Any, mask: Any) -> Any:
 
 
 #: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few
-#: blocks. A grid for many groups ends with blocks for which no rows are left. On a GPU all blocks run.
-_UNREACHED = {"group_quantize-current-of_many"} | {f"{name}-wide" for name in (
+#: blocks. A grid for many groups ends with blocks for which no rows are left, and one for scales of tokens
+#: with blocks that look for unused rows. On a GPU all blocks run.
+_UNREACHED = {"group_quantize-current-of_many", "permute_transpose"} | {f"{name}-wide" for name in (
     "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both",
     "quantize_block-rowwise",
     "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise",

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from faults import REPOSITORY, Fault
 from faults_in_files import FILE_FAULTS
+from faults_in_fused import FUSED_FAULTS
 from faults_in_kernels import KERNEL_FAULTS
+from faults_in_layers import LAYER_FAULTS
 from faults_in_modules import MODULE_FAULTS
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 SURVIVED = "survived"        # how an outcome begins if nothing has found the fault
 FOUND_BY_SANITIZER = 66
 
-_ALL = (*KERNEL_FAULTS, *MODULE_FAULTS, *FILE_FAULTS)
+_ALL = (*KERNEL_FAULTS, *FUSED_FAULTS, *LAYER_FAULTS, *MODULE_FAULTS, *FILE_FAULTS)
 FAULTS = {fault.key: fault for fault in _ALL}
 assert len(FAULTS) == len(_ALL), "two faults have the same file and name"
 #: The order of these operands changes no byte, and nothing else.

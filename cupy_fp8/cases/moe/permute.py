@@ -21,7 +21,7 @@ from ..base import Case, maker, nbytes, source, values
 from ..registry import Arguments, HostCalls, Registration, Timed, register
 from .route import routing
 
-_ROUTED: tuple[dict[str, Any], ...] = (
+ROUTED: tuple[dict[str, Any], ...] = (
     {"topk": 2, "experts": 6, "align": 16}, {"topk": 8, "experts": 64, "kind": "distinct"},
     {"topk": 3, "experts": 5, "form": "mask"}, {"topk": 2, "experts": 4, "align": 128, "kind": "one"},
     {"topk": 2, "experts": 9, "align": 4, "form": "mask of any"},
@@ -40,7 +40,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 8), (20, 4, 10))
 
 
-def _routed(case: Case) -> tuple[Routing, dict[str, Any]]:
+def routed(case: Case) -> tuple[Routing, dict[str, Any]]:
     """(the routing of the case's tokens, its other options)."""
     options = dict(case.options)
     names = options.keys() & {"topk", "experts", "kind", "align", "form", "rows"}
@@ -48,7 +48,7 @@ def _routed(case: Case) -> tuple[Routing, dict[str, Any]]:
     return routing(case.shape[0], **taken), options
 
 
-def _probs(routes: Routing, by: str | None, kind: str = "normal") -> dict[str, np.ndarray]:
+def probs_of(routes: Routing, by: str | None, kind: str = "normal") -> dict[str, np.ndarray]:
     """Probs by slot, or by expert if that is another shape."""
     if by is None:
         return {}
@@ -59,7 +59,7 @@ def _probs(routes: Routing, by: str | None, kind: str = "normal") -> dict[str, n
 
 
 def _inputs(case: Case) -> Arguments:
-    routes, options = _routed(case)
+    routes, options = routed(case)
     x: Any = source(case)
     block = options.get("block")
     layout = {name: options[name] for name in ("scale_layout",) if name in options}
@@ -67,20 +67,20 @@ def _inputs(case: Case) -> Arguments:
         held = options.get("held", "compact")           # the layout of the tokens' scales
         scale_inv = values("bits", scale_shape(case.shape, block, held), options["scales"], 1)
         x = Scaled(x, asarray(scale_inv, like=x), case.shape, False, block, held)
-    return (x, routes), _probs(routes, options.get("probs"), "bits") | layout
+    return (x, routes), probs_of(routes, options.get("probs"), "bits") | layout
 
 
 def _rows_inputs(case: Case) -> tuple[np.ndarray, Routing, dict[str, Any]]:
     """(rows, the routing, other options). Unused rows have Inf and NaN too, since no result may depend on
     them."""
-    routes, options = _routed(case)
+    routes, options = routed(case)
     rows = Case(case.op, case.dtype, (routes.rows, *case.shape[1:]), case.values, case.layout)
     return source(rows, 2), routes, options
 
 
 def _unpermute_inputs(case: Case) -> Arguments:
     y, routes, options = _rows_inputs(case)
-    return (y, routes), _probs(routes, options.get("probs"), case.values)
+    return (y, routes), probs_of(routes, options.get("probs"), case.values)
 
 
 def _permute_backward_inputs(case: Case) -> Arguments:
@@ -91,7 +91,7 @@ def _permute_backward_inputs(case: Case) -> Arguments:
 
 def _unpermute_backward_inputs(case: Case) -> Arguments:
     y, routes, options = _rows_inputs(case)
-    return (source(case, 3), y, routes), _probs(routes, options.get("probs"), case.values)
+    return (source(case, 3), y, routes), probs_of(routes, options.get("probs"), case.values)
 
 
 def _cases_of(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | None, ...],
@@ -106,19 +106,19 @@ def _cases_of(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | Non
                    options={**turn(_FEW, i), "probs": turn(probs, i + i // 3)})
     for i, shape in enumerate(_SHAPES):
         for j in range(2):
-            options = {**turn(_ROUTED, i + 2 * j), "probs": turn(probs, i + j)}
+            options = {**turn(ROUTED, i + 2 * j), "probs": turn(probs, i + j)}
             yield Case(op, turn(dtypes, i + j), shape, turn(kinds, i + i // 2 + j), options=options)
-    for i, routed in enumerate((*_ROUTED, *_OTHERS)):
+    for i, routed in enumerate((*ROUTED, *_OTHERS)):
         for by in probs:
             yield Case(op, turn(dtypes, i), (50, 40), turn(kinds, i), options={**routed, "probs": by})
     # Rows whose bytes are more than a block's threads load at once; and more routes than a block has threads.
-    yield Case(op, dtypes[1], (3, 3001), turn(kinds, 0), options={**_ROUTED[0], "probs": probs[-1]})
+    yield Case(op, dtypes[1], (3, 3001), turn(kinds, 0), options={**ROUTED[0], "probs": probs[-1]})
     for topk in (256, 257, 1000):
         yield Case(op, dtypes[0], (2, 24), turn(kinds, 0),
                    options={"topk": topk, "experts": 1000, "probs": "slot"})
     for dtype in dtypes:
-        yield Case(op, dtype, (24, 48), turn(kinds, 0), "offset", {**_ROUTED[0], "probs": probs[-1]})
-    yield Case(op, dtypes[0], (24, 48), turn(kinds, 0), "strided", {**_ROUTED[2], "probs": probs[-1]})
+        yield Case(op, dtype, (24, 48), turn(kinds, 0), "offset", {**ROUTED[0], "probs": probs[-1]})
+    yield Case(op, dtypes[0], (24, 48), turn(kinds, 0), "strided", {**ROUTED[2], "probs": probs[-1]})
 
 
 def _cases() -> Iterator[Case]:
@@ -127,7 +127,7 @@ def _cases() -> Iterator[Case]:
     scaled = ((1, 128), float32), ((1, 32), float8_e8m0fnu), ((1, 64), float32), ((1, None), float32)
     for i, (block, scales) in enumerate(scaled):
         for j, shape in enumerate(((30, 256), (40, 520), (0, 128), (9, 37), (5, 0))):
-            options = {**_ROUTED[(i + j) % len(_ROUTED)], "block": block, "scales": scales,
+            options = {**ROUTED[(i + j) % len(ROUTED)], "block": block, "scales": scales,
                        "probs": (None, "slot")[(i + j) % 2]}
             yield Case("permute", float8_e4m3fn, shape, options=options)
     yield from _cases_of_scale_layouts()
@@ -175,8 +175,8 @@ def _unpermute_backward_cases() -> Iterator[Case]:
                       ("normal", "bits", "edges"))
     for columns in (2047, 2048, 4097, 8192, 8200):                    # Sums take one tile or several.
         yield Case("unpermute_backward", float32, (3, columns), "normal",
-                   options={**_ROUTED[0], "probs": "slot"})
-    yield Case("unpermute_backward", bfloat16, (3, 24_579), "normal", options={**_ROUTED[0], "probs": "slot"})
+                   options={**ROUTED[0], "probs": "slot"})
+    yield Case("unpermute_backward", bfloat16, (3, 24_579), "normal", options={**ROUTED[0], "probs": "slot"})
     # Several tiles, for more slots than are loaded at once.
     yield Case("unpermute_backward", float32, (2, 4100), "normal",
                options={"topk": 40, "experts": 50, "probs": "slot"})
@@ -242,17 +242,17 @@ def _unpermute_backward_moves(arguments: Arguments, written: dict[str, np.ndarra
     return nbytes(grad) * (1 + routes.topk) + nbytes(written["[0].result"])
 
 
-def _small_routing(x: Array) -> Routing:
+def small_routing(x: Array) -> Routing:
     """Each row of x goes to both of two experts."""
     return route.route(asarray([[0, 1]] * len(x), np.int32, like=x), num_experts=2)
 
 
 def _host_calls(x: Array) -> Iterator[HostCalls]:
-    yield HostCalls.both("", permute.permute, x, _small_routing(x))
+    yield HostCalls.both("", permute.permute, x, small_routing(x))
 
 
 def _host_calls_of_unpermute(x: Array) -> Iterator[HostCalls]:
-    routes = _small_routing(x)
+    routes = small_routing(x)
     yield HostCalls.both("", permute.unpermute, permute.permute(x, routes), routes)
 
 

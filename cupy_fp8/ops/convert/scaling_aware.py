@@ -268,7 +268,7 @@ class _TransposeRowBlocks(Op[_Inputs]):
         return made.columnwise, *([made.rowwise.scale_inv] if inputs.block == 128 else [])
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        tiles, scales_at = tiles_of(inputs.data, inputs.groups.number, written[0]), inputs.scales.at
+        tiles, scales_at = tiles_of(inputs.s.shape, inputs.groups.number, written[0]), inputs.scales.at
         if not tiles.down * tiles.strips:
             return
         if inputs.conversion is None:

@@ -30,7 +30,8 @@ _KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose", block=2 * _
 #: their end. The third holds the first sector of each column until the block's last tile is done. A launch
 #: that shifts nothing leaves the second and third to the L1.
 _TILE, _SHIFTED, _FIRST_SECTORS = TILE_ROWS * _COLUMNS + 16, (TILE_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
-_MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # tiles of a block, without and with several experts
+# Tiles of a block, without and with several experts; kMostTiles of include/convert/scaling_aware_scales.cuh.
+_MOST_TILES, _MOST_OF_EXPERTS = 3, 4
 _BLOCKS_PER_MULTIPROCESSOR = 8              # blocks that there must be before one gets more tiles
 #: A block fetches the tile this far ahead into the L2, counted in blocks for each multiprocessor.
 _AHEAD = 2
@@ -46,9 +47,9 @@ class Tiles(NamedTuple):
     shifts: bool
 
 
-def tiles_of(data: Input, groups: int | None, out_at: int) -> Tiles:
-    """groups: how many experts there are; None: no splits."""
-    rows, columns = data.shape
+def tiles_of(shape: tuple[int, ...], groups: int | None, out_at: int) -> Tiles:
+    """shape: of the rows. groups: how many experts there are; None: no splits."""
+    rows, columns = shape
     strips = cdiv(columns, _COLUMNS)
     if groups is None:
         return Tiles(cdiv(rows, TILE_ROWS), strips, bool(rows % 16 or out_at % 16))
@@ -57,20 +58,36 @@ def tiles_of(data: Input, groups: int | None, out_at: int) -> Tiles:
     return Tiles(target_rows(rows, groups + 1, TILE_ROWS) + 1, max(1, strips), True)
 
 
-def launch(data: Input, block: int, target: str, groups: int | None, tiles: Tiles, **members: Any) -> Launch:
+def launch(data: Input, block: int, target: str, groups: int | None, tiles: Tiles, *,
+           gathered: Gathered | None = None, **members: Any) -> Launch:
     """Returns the launch that transposes. members: the other members of the kernel's struct."""
     rows, columns = data.shape
-    aligned = columns % 16 == 0 and data.at % 16 == 0
-    program = _program(data.dtype, block, target, aligned, tiles.shifts, rows, groups)
+    alike = data.at
+    if gathered is not None:
+        rows, alike = gathered.rows, data.at | gathered.at
+        members["gathered"] = gathered.members
+    aligned = columns % 16 == 0 and alike % 16 == 0
+    program = _program(data.dtype, block, target, aligned, tiles.shifts, rows, groups,
+                       gathered is not None)
     count = tiles.down * tiles.strips
     most = _MOST_OF_EXPERTS if groups is not None and groups > 1 else _MOST_TILES
     of_a_block = 1 if program.one_tile else _tiles_of_a_block(data.array, count, most)
+    blocks = cdiv(count, of_a_block) if gathered is None else tiles.strips * cdiv(tiles.down, of_a_block)
     return _variant(program).bind(
-        data.array, grid_size(cdiv(count, of_a_block), data.shape), shared=program.shared(tiles.shifts),
+        data.array, grid_size(blocks, data.shape), shared=program.shared(tiles.shifts),
         data=data.at, rows=rows, columns=columns, scale_columns=cdiv(columns, block),
         target_rows=target_rows(rows, groups, block), row_scale_rows=row_scale_rows(rows, groups),
         down=tiles.down, strips=tiles.strips, tiles=of_a_block,
         vector=int(columns % 8 == 0 and data.at % 8 == 0), ahead=_ahead(data.array), **members)
+
+
+class Gathered(NamedTuple):
+    """Rows that a routing makes of tokens, and that are written too. at: where. members: of the struct
+    GatheredRows."""
+
+    rows: int
+    at: int
+    members: dict[str, Any]
 
 
 class _Program(NamedTuple):
@@ -82,6 +99,7 @@ class _Program(NamedTuple):
     aligned: bool
     blocks: int
     one_tile: bool          # a block of threads has one tile, whose columns begin at multiples of 16 bytes
+    gather: bool            # rows are those of tokens
 
     def shared(self, shifts: bool) -> int:
         """Returns how many bytes of shared memory a launch takes. shifts: see `Tiles`."""
@@ -92,13 +110,13 @@ class _Program(NamedTuple):
 
 
 def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shifts: bool, rows: int,
-            groups: int | None) -> _Program:
+             groups: int | None, gather: bool = False) -> _Program:
     """Chooses three or four blocks of threads for a multiprocessor: only some programs allow four, and large
     experts are faster with three (docs/lab-notes)."""
     four_fit = dtype == float8_e4m3fn and aligned and (block == 128 or not shifts)
     few_rows = groups is None or rows < _SMALL_EXPERT * groups
-    blocks = 4 if four_fit and few_rows else 3
-    return _Program(dtype, block, target, aligned, blocks, blocks == 4 and not shifts)
+    blocks = 4 if four_fit and few_rows and not gather else 3
+    return _Program(dtype, block, target, aligned, blocks, blocks == 4 and not shifts, gather)
 
 
 def _tiles_of_a_block(x: Array, count: int, most: int) -> int:
@@ -117,7 +135,7 @@ def _ahead(x: Array) -> int:
 def _variant(program: _Program) -> Variant:
     return _KERNEL.variant(shared=program.shared(not program.one_tile), IN=program.dtype, BLOCK=program.block,
                            TARGET=TARGETS.index(program.target), TILE_COLUMNS=_COLUMNS, BLOCKS=program.blocks,
-                           ALIGNED=program.aligned, ONE_TILE=program.one_tile)
+                           ALIGNED=program.aligned, ONE_TILE=program.one_tile, GATHER=program.gather)
 
 
 def variants() -> Iterator[Variant]:
@@ -127,3 +145,10 @@ def variants() -> Iterator[Variant]:
         programs = [_program(dtype, block, target, aligned, shifts, _SMALL_EXPERT, groups)
                     for groups, shifts in ((None, False), (None, True), (1, True))]
         yield from map(_variant, dict.fromkeys(programs))
+
+
+def gathering_variants() -> Iterator[Variant]:
+    """Yields every variant that permute_transpose may launch."""
+    yield from segment_variants()
+    for dtype, aligned in product(FP8_DTYPES, (False, True)):
+        yield _variant(_program(dtype, 128, "column", aligned, True, 0, 1, True))

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args, overload
 
-import numpy as np
-
 from ... import backend, reference
 from ...advice import dtype_instead
 from ...arrays import Array, check_dimensions
@@ -21,6 +19,7 @@ from ...results import Quantized, Scaled
 from ...routing import Routing
 from ...typed_array import TypedArray
 from . import permute_launches as launching
+from .permute_launches import Probs, TokenScales
 from .permute_launches import variants as variants
 from .rows import MovedRows, read_rows, rowwise
 
@@ -212,42 +211,33 @@ def _result_layout(x: Any, name: str, scale_layout: Any) -> str:
     return scale_layout or ("gemm_ready" if held == float32 else "compact")
 
 
-def _read_routing(call: Call, routing: Any) -> None:
+def read_routing(call: Call, routing: Any) -> None:
     call.routing("routing", routing, "row_map", "sources", "experts")       # the arrays that kernels read
 
 
-def _check_length(a: Array, length: int, name: str, of: str) -> None:
+def check_length(a: Array, length: int, name: str, of: str) -> None:
     if len(a) != length:
         raise ValueError(f"{name}: expected {length} rows, the {of} of the routing, got shape {a.shape}")
 
 
-class _Probs(NamedTuple):
-    """Holds the probs of a call. columns: how many experts there are if probs are by expert; 0 if they are by
-    slot."""
-
-    array: np.ndarray | None = None
-    at: int = 0
-    columns: int = 0
-
-
-def _probs(call: Call, probs: Any, routing: Routing) -> _Probs:
+def read_probs(call: Call, probs: Any, routing: Routing) -> Probs:
     if probs is None:
-        return _Probs()
+        return Probs()
     given = call.read("probs", probs, (float32,))
     by_slot, by_expert = (routing.tokens, routing.topk), (routing.tokens, routing.num_experts)
     if given.shape == by_slot:
-        return _Probs(given.array, given.at)
+        return Probs(given.array, given.at)
     if routing.experts is None or given.shape != by_expert:
         also = "" if routing.experts is None else f", or {by_expert}, one for each expert"
         raise ValueError(f"probs: expected shape {by_slot}, one for each slot{also}; got {given.shape}")
-    return _Probs(given.array, given.at, routing.num_experts)
+    return Probs(given.array, given.at, routing.num_experts)
 
 
 # ---- permute ----
 class _PermuteInputs(NamedTuple):
     rows: MovedRows
     routing: Routing
-    probs: _Probs
+    probs: Probs
 
 
 class _PermuteOp(Op[_PermuteInputs]):
@@ -261,9 +251,9 @@ class _PermuteOp(Op[_PermuteInputs]):
         if isinstance(x, Scaled):
             _check_scales_move(x, name)
         rows = read_rows(call, name, x, _result_layout(x, name, scale_layout))
-        _read_routing(call, routing)
-        _check_length(rows.data.array, routing.tokens, name, "tokens")
-        return _PermuteInputs(rows, routing, _probs(call, probs, routing))
+        read_routing(call, routing)
+        check_length(rows.data.array, routing.tokens, name, "tokens")
+        return _PermuteInputs(rows, routing, read_probs(call, probs, routing))
 
     def result(self, inputs: _PermuteInputs) -> Description:
         number = inputs.routing.rows
@@ -283,8 +273,8 @@ class _PermuteOp(Op[_PermuteInputs]):
         if scales is not None:
             scales_at, *rest = rest
             if layout == "gemm_ready":
-                gemm_ready, scale_blocks = launching.gemm_ready(scales, given.scale_layout, scales_at,
-                                                                routing.rows)
+                gemm_ready, scale_blocks = launching.gemm_ready(TokenScales.of(scales, given.scale_layout),
+                                                                scales_at, routing.rows)
             elif scales.shape[1]:
                 scale_rows = launching.rows(scales, scales_at, routing.tokens)
                 scale_blocks = scale_rows["blocks"]
@@ -300,7 +290,7 @@ class _PermuteOp(Op[_PermuteInputs]):
 class _UnpermuteInputs(NamedTuple):
     y: Input
     routing: Routing
-    probs: _Probs
+    probs: Probs
     probs_grad: Input | None
 
 
@@ -314,9 +304,9 @@ class _UnpermuteOp(Op[_UnpermuteInputs]):
     def arguments(self, call: Call, y: Any, routing: Any, probs: Any, probs_grad: Any) -> _UnpermuteInputs:
         rows = call.read(self._name, y, INPUT_DTYPES)
         check_dimensions(rows.shape, self._name, 1)
-        _read_routing(call, routing)
-        _check_length(rows.array, routing.rows, self._name, "rows")
-        weights = _probs(call, probs, routing)
+        read_routing(call, routing)
+        check_length(rows.array, routing.rows, self._name, "rows")
+        weights = read_probs(call, probs, routing)
         gathered = None if probs_grad is None else call.read("probs_grad", probs_grad, (float32,),
                                                              (routing.rows,), "the routing's rows")
         return _UnpermuteInputs(rows, routing, weights, gathered)
@@ -352,7 +342,7 @@ class _UnpermuteBackwardInputs(NamedTuple):
     grad: Input
     y: Input
     routing: Routing
-    probs: _Probs
+    probs: Probs
 
 
 class _UnpermuteBackwardOp(Op[_UnpermuteBackwardInputs]):
@@ -363,15 +353,15 @@ class _UnpermuteBackwardOp(Op[_UnpermuteBackwardInputs]):
             raise TypeError("y: needed for the gradient of probs, got None")
         g = call.read("grad", grad, INPUT_DTYPES)
         check_dimensions(g.shape, "grad", 1)
-        _read_routing(call, routing)
-        _check_length(g.array, routing.tokens, "grad", "tokens")
+        read_routing(call, routing)
+        check_length(g.array, routing.tokens, "grad", "tokens")
         backend.require_module(y, call.xp, "y")
         rows = call.read("y", y, INPUT_DTYPES, (routing.rows, *g.shape[1:]),
                          "the routing's rows, and the columns of grad")
         if g.dtype != rows.dtype:               # y is as the forward pass had it
             raise TypeError(f"grad: expected dtype {rows.dtype}, as y has, got {g.dtype}"
                             f"{dtype_instead(g.dtype, (rows.dtype,), 'grad')}")
-        return _UnpermuteBackwardInputs(g, rows, routing, _probs(call, probs, routing))
+        return _UnpermuteBackwardInputs(g, rows, routing, read_probs(call, probs, routing))
 
     def result(self, inputs: _UnpermuteBackwardInputs) -> Description:
         grad, y, _, probs = inputs

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from ...arrays import address
+import numpy as np
+
+from ...arrays import Array, address
 from ...calls.call import Input
 from ...formats import INPUT_DTYPES
-from ...kernels import Kernel, Variant, grid_size
+from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import PADDED_TO, cdiv, round_up
 from ...routing import Routing
 from ..scales.convert import row_scale_strides
@@ -29,26 +31,38 @@ _MOST_TOKENS = 256
 _BLOCKS = 528               # blocks that share few tokens: four per multiprocessor of an H200
 _LANES = 32                 # rows that a block examines, at most, to clear unused ones
 _PIECE_ROWS = 32            # rows whose gemm_ready scales a warp gathers
+_ALL_CLEAR = {"clearing": 0, "examined": 0}
 #: Separate blocks clear the unused rows if these are more than this fraction of the used ones.
 _FEW_UNUSED = 4
 
 
-def routes(routing: Routing, columns: int, clearing: int = 0) -> dict[str, int]:
-    """Returns the struct Routes. columns: experts, if probs are by expert; clearing: the first block that
-    clears rows, or 0."""
+class Probs(NamedTuple):
+    """Holds the probs of a call. columns: how many experts there are if probs are by expert; 0 if they are by
+    slot."""
+
+    array: np.ndarray | None = None
+    at: int = 0
+    columns: int = 0
+
+
+def routes(routing: Routing, columns: int, clearing: dict[str, int] | None = None) -> dict[str, int]:
+    """Returns the struct Routes. columns: experts, if probs are by expert; clearing: as `grid` returns it, of
+    a kernel that clears rows."""
     experts = 0 if routing.experts is None else address(routing.experts)
     return {"row_map": address(routing.row_map), "sources": address(routing.sources), "experts": experts,
             "tokens": routing.tokens, "rows": routing.rows, "topk": routing.topk, "columns": columns,
-            "clearing": clearing}
+            **(clearing or _ALL_CLEAR)}
 
 
-def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns (all blocks, the first that clears rows) of a launch in which `blocks` move tokens. 0: all
-    clear some."""
+def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, dict[str, int]]:
+    """Returns (all blocks of a launch in which `blocks` move tokens, the members that say which of them clear
+    rows)."""
     used = routing.tokens * routing.topk
-    if routing.rows - used > used // _FEW_UNUSED:
-        return grid_size(blocks + cdiv(routing.rows, _LANES), shape), blocks
-    return grid_size(max(blocks, cdiv(routing.rows, _LANES)), shape), 0
+    if blocks and routing.rows - used > used // _FEW_UNUSED:
+        examined = min(_LANES, cdiv(routing.rows, _BLOCKS))
+        return (grid_size(blocks + cdiv(routing.rows, examined), shape),
+                {"clearing": blocks, "examined": examined})
+    return grid_size(max(blocks, cdiv(routing.rows, _LANES)), shape), _ALL_CLEAR
 
 
 def widest_access(low_bits: int) -> int:
@@ -95,16 +109,43 @@ def spread(data_blocks: int, scale_blocks: int) -> dict[str, int]:
     return {"scale_blocks": scale_blocks, "every_log2": every.bit_length() - 1}
 
 
-def gemm_ready(scales: Input, layout: str, to: int, number: int) -> tuple[dict[str, int], int]:
-    """Returns (the struct GemmReadyScales for f32 scales in this layout that become gemm_ready ones of
-    `number` rows, blocks that move them)."""
-    token_step, column_step = row_scale_strides(scales.array, layout)
-    columns, pitch = scales.shape[1 if layout == "compact" else 0], round_up(number, PADDED_TO)
-    vector = column_step == 1 and columns % 4 == 0 and token_step % 4 == 0 and scales.at % 16 == 0
+class TokenScales(NamedTuple):
+    """Says where the f32 scales of tokens lie: `columns` of each, at these strides in elements."""
+
+    at: int
+    columns: int
+    token_step: int
+    column_step: int
+
+    @classmethod
+    def of(cls, scales: Input, layout: str) -> TokenScales:
+        columns = scales.shape[1 if layout == "compact" else 0]
+        return cls(scales.at, columns, *row_scale_strides(scales.array, layout))
+
+
+def gemm_ready(scales: TokenScales, to: int, number: int) -> tuple[dict[str, int], int]:
+    """Returns (the struct GemmReadyScales for scales that become gemm_ready ones of `number` rows, blocks
+    that move them)."""
+    at, columns, token_step, column_step = scales
+    pitch = round_up(number, PADDED_TO)
+    vector = column_step == 1 and columns % 4 == 0 and token_step % 4 == 0 and at % 16 == 0
     pieces = cdiv(pitch, _PIECE_ROWS) * cdiv(columns, PERMUTE.constant("kPieceColumns"))
-    members = {"from": scales.at, "to": to, "token_step": token_step, "column_step": column_step,
+    members = {"from": at, "to": to, "token_step": token_step, "column_step": column_step,
                "pitch": pitch, "columns": columns, "vector": int(vector)}
     return members, cdiv(pieces, _THREADS // 32)
+
+
+def without_data(x: Array, scales: TokenScales, routing: Routing, probs: Probs, scales_to: int, probs_to: int
+                 ) -> Launch:
+    """Returns a launch of permute that moves f32 scales, which become gemm_ready ones, and probs alone. x: an
+    array of the call."""
+    lanes_log2, split = _permute_split(routing.tokens, 0, 1)
+    rows = {"step": 1, "lanes_log2": lanes_log2, **split.members(), "blocks": split.blocks}
+    moved, scale_blocks = gemm_ready(scales, scales_to, routing.rows)
+    all_blocks, clearing = grid(routing, split.blocks + scale_blocks, (routing.tokens, scales.columns))
+    return PERMUTE.variant().bind(
+        x, all_blocks, data=rows, scales=NO_ROWS, gemm_ready=moved, **spread(split.blocks, scale_blocks),
+        probs=probs.at, rows_probs=probs_to, routes=routes(routing, probs.columns, clearing))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from ... import backend
 from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input
 from ...calls.descriptions import Description, Written, one_array
-from ...layouts import LAYOUTS_WITH_STRIDES, scale_shape
+from ...layouts import LAYOUTS_WITH_STRIDES, Block, scale_shape
 from ...results import Quantized, Scaled, row_wise
 from ...scaled_parts import check_one_piece
 from ..scales.convert import with_compact_scales
@@ -34,9 +34,10 @@ class MovedRows(NamedTuple):
         if not isinstance(self.given, Scaled):
             return one_array(shape, self.data.dtype)
         scale_inv, block = self.given.scale_inv, self.given.block
-        scales = scale_inv.shape if block is None else scale_shape(shape, block, self.layout)
-        return _ScaledRows(block, self.layout, Written("out.data", shape, self.data.dtype),
-                           Written("out.scale_inv", scales, scale_inv.dtype))
+        if block is not None:
+            return described_rows(shape, self.data.dtype, scale_inv.dtype, block, self.layout)
+        return _ScaledRows(None, self.layout, Written("out.data", shape, self.data.dtype),
+                           Written("out.scale_inv", scale_inv.shape, scale_inv.dtype))
 
 
 class _ScaledRows(Description):
@@ -59,6 +60,12 @@ class _ScaledRows(Description):
             scales = "one scale" if self._block is None else f"{self._layout} scales of blocks {self._block}"
             raise ValueError(f"out: expected shape {shape} with {scales}, got {out!r}")
         return out.data, out.scale_inv
+
+
+def described_rows(shape: tuple[int, ...], dtype: Any, scales: Any, block: Block, layout: str) -> Description:
+    """Returns the description of a row-wise Scaled with blocks (1, B). dtype, scales: of codes and scales."""
+    return _ScaledRows(block, layout, Written("out.data", shape, dtype),
+                       Written("out.scale_inv", scale_shape(shape, block, layout), scales))
 
 
 def rowwise(x: Any, name: str) -> Any:

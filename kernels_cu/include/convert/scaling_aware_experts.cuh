@@ -3,6 +3,14 @@
 #pragma once
 #include "groups/row_groups.cuh"
 
+// GATHER: each row is a copy of a token, or zeros, and is written too.
+struct GatheredRows {
+    const i32* sources;          // [all rows]: token * topk + slot, or -1
+    u8* to;                      // the rows
+    u32 tokens;
+    u32 multiplier, shift;       // slot * multiplier >> shift is its token, for slots below 2^31
+};
+
 struct ScalingAwareParams {
     const u8* data;
     const void* scales;
@@ -22,6 +30,7 @@ struct ScalingAwareParams {
     u32 tiles;                   // tiles per block of threads, one after the other
     u32 vector;                  // without ALIGNED: 1 if rows of the data allow 8-byte loads
     u32 ahead;                   // ONE_TILE: fetch_ahead() fetches the tile so many blocks ahead
+    GatheredRows gathered;       // GATHER
 };
 
 constexpr bool kMx = BLOCK == 32;
@@ -31,7 +40,7 @@ constexpr int kWarps = TILE_COLUMNS / kWarpColumns, kThreads = kWarps * 32;
 constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kRowBlocks = kTileRows / BLOCK;
 constexpr int kUnits = kRowBlocks * kColumnBlocks;                   // blocks of BLOCK x BLOCK
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
-constexpr bool kStacks = kMx || TARGET == 0;
+constexpr bool kStacks = (kMx || TARGET == 0) && !GATHER;
 static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 
 // Describes a tile of an expert, and where it is in memory.
@@ -44,7 +53,7 @@ struct ExpertTile {
     int offset;                      // which of the block's tiles, counted as if none were stacked
     bool exists;                     // the block has such a tile
     // settle() computes the rest from these:
-    const u8* from;
+    const u8* from;                  // GATHER: of token 0
     const u8* scales;                // the scale of the tile's first row and block
     u8* to;                          // where its first column goes; the next one is group_rows bytes on
     u8* targets;                     // the target scale of its first block and column
@@ -89,7 +98,7 @@ struct ExpertTile {
         rows = left_of(group_rows - index * kTileRows, kTileRows);
         columns = left_of(p.columns - first_column, TILE_COLUMNS << stack);
         scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks << stack);
-        from = p.data + start() * p.columns + first_column;
+        from = p.data + (GATHER ? 0 : start() * p.columns) + first_column;
         scales = static_cast<const u8*>(p.scales);
         scales += (start() * p.scale_row + first_column / BLOCK * p.scale_block) * kScaleBytes;
         to = p.out + group_start * p.columns + first_column * group_rows + index * kTileRows;
@@ -185,6 +194,21 @@ __device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Exp
     *next = found;
 }
 
+// GATHER: finds tile `offset` of a block's tiles, which are neighbouring rows of tiles of one strip. One
+// whole warp calls it.
+__device__ __forceinline__ void find_below(const ScalingAwareParams& p, u32 strip, i64 first_row, int offset,
+                                           int tiles, ExpertTile* to) {
+    const i64 row = first_row + offset;
+    ExpertTile found{};
+    if (offset < tiles) {
+        found = expert_of(p, row, load_segment_word(p, row));
+        found.index = row - found.group_tile, found.strip = strip, found.offset = offset;
+        found.settle(p, tiles);
+        found.above = (int)smaller((i64)offset, found.index);
+    }
+    if (threadIdx.x % 32 == 0) *to = found;
+}
+
 // Finds the block's first tile, which has this index among all tiles and belongs to the expert `found`. One
 // whole warp calls it. before: room for the tile that begins the stack of strips, if another block has it.
 __device__ __forceinline__ void find_first(const ScalingAwareParams& p, ExpertTile found, i64 index,
@@ -221,6 +245,8 @@ __device__ __forceinline__ void clear_rest(const ScalingAwareParams& p, const Ex
         if (left > 0) clear(to + from, left < most ? left : most);
     };
     clear_part(p.out + tile.group_start * p.columns, (p.rows - tile.group_start) * p.columns);
+    if (GATHER)
+        clear_part(p.gathered.to + tile.group_start * p.columns, (p.rows - tile.group_start) * p.columns);
     clear_part(static_cast<u8*>(p.target_scales) + tile.group_block * p.target_pitch * kScaleBytes,
                (p.target_rows - tile.group_block) * p.target_pitch * kScaleBytes);
     if (p.row_scales)

@@ -12,12 +12,34 @@ __device__ __forceinline__ int raw_unit(int row, int unit) {
     return row * TILE_COLUMNS + (unit ^ (row / 16 * 2 & 6)) * 16 + row / 64 * 16;
 }
 
+constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits;
+constexpr int kUnitsPerThread = kTileRows / kStep;
+
+// GATHER: where the rows of this thread's units come from. They are loaded while the tile before is copied.
+struct Sources {
+    i32 slot[kUnitsPerThread];
+
+    __device__ __forceinline__ void load(const ScalingAwareParams& p, const ExpertTile& tile) {
+        if constexpr (GATHER)
+#pragma unroll
+            for (int n = 0; n < kUnitsPerThread; n++) {
+                const int row = threadIdx.x / kRowUnits + tile.row_in_strip(n * kStep);
+                slot[n] = -1;
+                if (tile.exists && !tile.past_groups && row < tile.rows)
+                    slot[n] = load_read_only(p.gathered.sources + tile.start() + row);
+            }
+    }
+    // Returns the token of unit n; p.gathered.tokens or more if there is none, since slots are below 2^31.
+    __device__ __forceinline__ u32 token(const ScalingAwareParams& p, int n) const {
+        return (u32)((u64)(u32)slot[n] * p.gathered.multiplier >> p.gathered.shift);
+    }
+};
+
 // Starts the copies of this thread's units. Units and rows that do not exist become zeros. kStacked: strips
 // may be below one another.
 template <bool kStacked>
-__device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw) {
-    constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits;
-    constexpr int kUnitsPerThread = kTileRows / kStep;
+__device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw,
+                                              const Sources& sources) {
     static_assert(kStep == 32, "the places of a thread's units differ by what n alone decides");
     const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
     const int stack = kStacked ? tile.stack : 0, left = tile.columns - unit * 16;
@@ -26,23 +48,31 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
     // even.
     const i64 down = kStep * p.columns, next = stack == 2 ? TILE_COLUMNS : down;
     const i64 after = stack == 0 ? down : stack == 1 ? TILE_COLUMNS - down : TILE_COLUMNS;
-    const u8* from = tile.from + (first * p.columns + unit * 16);
+    const u8* from = tile.from + ((GATHER ? 0 : first * p.columns) + unit * 16);
     const int even = raw_unit(first, unit), odd = even ^ 4 * 16;
 #pragma unroll
-    for (int n = 0; n < kUnitsPerThread; from += n % 2 ? after : next, n++) {
+    for (int n = 0; n < kUnitsPerThread; n++) {
         const int columns = kStacked ? left - tile.strip_of(n * kStep) * TILE_COLUMNS : left;
         const int row = kStacked ? tile.row_in_strip(n * kStep) : n * kStep;
-        const bool exists = row < rows && (!kStacked || columns > 0);
+        bool exists = row < rows && (!kStacked || columns > 0);
+        const u8* at = from;
+        if constexpr (GATHER) {
+            const u32 token = sources.token(p, n);
+            exists &= token < p.gathered.tokens;
+            at += token * p.columns + (kStacked ? tile.strip_of(n * kStep) * TILE_COLUMNS : 0);
+        } else {
+            from += n % 2 ? after : next;
+        }
         u8* const to = raw + ((n % 2 ? odd : even) + n * kStep * TILE_COLUMNS + n / 2 * 16);
-        if constexpr (ALIGNED) copy_async(to, from, exists);
+        if constexpr (ALIGNED) copy_async(to, at, exists);
         else {
             const int exist = exists ? left_of(columns, 16) : 0;
             Chunk<IN, 16> whole{};
-            if (!p.vector) whole = Chunk<IN, 16>::load_partial(from, exist);
+            if (!p.vector) whole = Chunk<IN, 16>::load_partial(at, exist);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (!p.vector || exist <= half * 8) continue;
-                const Chunk<IN, 8> eight = Chunk<IN, 8>::load(from + half * 8);
+                const Chunk<IN, 8> eight = Chunk<IN, 8>::load(at + half * 8);
                 whole.word[2 * half] = eight.word[0], whole.word[2 * half + 1] = eight.word[1];
             }
             store_shared_whole(to, whole.word[0], whole.word[1], whole.word[2], whole.word[3]);
@@ -51,11 +81,27 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
 }
 
 // Starts the copy of a tile into shared memory.
-__device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw) {
+__device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw,
+                                         const Sources& sources) {
     if (tile.past_groups) return;
     // Without stacks the copies take fewer instructions.
-    if (ALIGNED && (!kStacks || tile.stack == 0)) prefetch_rows<false>(p, tile, raw);
-    else prefetch_rows<kStacks>(p, tile, raw);
+    if (ALIGNED && (!kStacks || tile.stack == 0)) prefetch_rows<false>(p, tile, raw, sources);
+    else prefetch_rows<kStacks>(p, tile, raw, sources);
+}
+
+// GATHER: writes the tile's rows, whose bytes are in shared memory: each thread those that it has copied.
+__device__ __forceinline__ void store_rows(const ScalingAwareParams& p, const ExpertTile& tile,
+                                           const u8* raw) {
+    const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
+    u8* const to = p.gathered.to + ((tile.start() + first) * p.columns + tile.column() + unit * 16);
+#pragma unroll
+    for (int n = 0; n < kUnitsPerThread; n++) {
+        const int row = tile.row_in_strip(n * kStep), strip = tile.strip_of(n * kStep) * TILE_COLUMNS;
+        const int left = first + row < tile.rows ? tile.columns - strip - unit * 16 : 0;
+        const Chunk<IN, 16> codes = Chunk<IN, 16>::load_shared(raw + raw_unit(first + n * kStep, unit));
+        if (!ALIGNED) codes.store_partial(to + (row * p.columns + strip), left_of(left, 16));
+        else if (left > 0) codes.template store_whole<true>(to + (row * p.columns + strip));
+    }
 }
 
 // Fetches the tile of a later block into the L2. That block is so near that the bytes wait only shortly.

@@ -7,6 +7,9 @@
 
 using Pack = Pairs<IN>;
 constexpr int kTilesAhead = 1;                           // tiles that are in flight beside the current one
+// Beside these there is the tile before, which some warps still have. GATHER: there are all of a block's
+// tiles, and those after the last one that it looks for.
+constexpr int kMostTiles = 4, kTilePlaces = kTilesAhead + (GATHER ? kMostTiles + 1 : 2);
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
 
 constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;      // 448 * 2^7 has f16's largest exponent
@@ -35,7 +38,7 @@ struct Shared {
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
     // A word has 2^(e - e_ref) of two rows as f16, or NaN for a wrong scale.
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];
-    ExpertTile tile[kTilesAhead + 2];
+    ExpertTile tile[kTilePlaces];
     __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // halves of sectors, see store_aligned()
 };
 

@@ -272,6 +272,7 @@ __device__ __forceinline__ void store_targets(const ScalingAwareParams& p, const
 // shifted: room for columns that begin anywhere.
 __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, const ExpertTile& tile,
                                                Shared& shared, int buffer, u8* raw, u8* shifted) {
+    if constexpr (GATHER) store_rows(p, tile, raw);
     const Patch patch(tile, shared, buffer, raw);
     const int row = tile.row_in_strip(patch.row);
     const int column = patch.warp * kWarpColumns + patch.column + tile.strip_of(patch.row) * TILE_COLUMNS;

@@ -16,7 +16,8 @@ struct Routes {
     i64 tokens, rows;
     u32 topk;
     u32 columns;                 // experts, if probs are [tokens, experts]; 0: they are [tokens, topk]
-    u32 clearing;                // the first block of those that clear 32 rows each; 0: all blocks clear
+    u32 clearing;                // the first block of those that clear rows; 0: all blocks clear
+    u32 examined;                // rows that each of those looks at, up to 32
 
     // Returns the row of a slot, or -1. A row that does not exist counts as none.
     __device__ __forceinline__ i32 row(i64 slot) const {
@@ -38,6 +39,18 @@ struct Routes {
         return expert < columns ? token * columns + expert : -1;
     }
 };
+
+// Copies the probs of `count` tokens to their rows. Of `threads` that share this, the caller is one.
+__device__ __forceinline__ void move_probs(const Routes& routes, const u32* probs, u32* rows_probs, i64 first,
+                                           int count, int thread, int threads) {
+    const int slots = count * (int)routes.topk;
+    for (int i = thread; i < slots; i += threads) {
+        const int token = i / (int)routes.topk;
+        const i64 row = routes.row(first * routes.topk + i);
+        const i64 at = routes.prob_at(first + token, i - token * routes.topk);
+        if (row >= 0) rows_probs[row] = at < 0 ? 0 : load_read_only(probs + at);
+    }
+}
 
 using Unit = Chunk<e8m0fnu, 16>;
 template <class T> __device__ __forceinline__ T load_piece(const u8* from) {
@@ -62,10 +75,11 @@ __device__ __forceinline__ void clear(u8* to, i64 bytes, u32 step) {
     else clear_pieces<u8>(to, bytes);
 }
 
-// Returns the row that a lane examines: one of 32 neighbours in a clearing block, else one of rows
-// blockIdx.x, blockIdx.x + gridDim.x, ... The grid is so large that these are at most 32.
+// Returns the row that a lane examines: one of some neighbours in a clearing block, else one of rows
+// blockIdx.x, blockIdx.x + gridDim.x, ... The grid is so large that these are at most 32. -1: none.
 __device__ __forceinline__ i64 row_to_examine(const Routes& routes, u32 lane) {
-    if (routes.clearing) return ((i64)blockIdx.x - routes.clearing) * 32 + lane;
+    if (routes.clearing)
+        return lane < routes.examined ? ((i64)blockIdx.x - routes.clearing) * routes.examined + lane : -1;
     return (i64)lane * gridDim.x + blockIdx.x;
 }
 // Loads the source of the lane's row, early, because it is used late.

@@ -101,6 +101,15 @@ def test_gemm_ready_scales_of_few_rows_and_of_many(run):
         expect_permuted(run, x, host)
 
 
+@pytest.mark.parametrize("rows", [9, 529, 1057, 17_000])
+def test_few_unused_rows(rows, run):
+    """Blocks of threads that clear rows look at one each, at a few or at 32."""
+    host = routed(4, 2, 3, rows=rows)
+    expect_permuted(run, array((4, 24), bfloat16), host)
+    quantised = fp8.quantize_permute(run.array(normal((4, 40))), run.array(host))
+    assert_equal(quantised, fp8.quantize_permute(normal((4, 40)), host))
+
+
 def test_a_source_that_is_no_token_has_scales_of_zero(run):
     """Sources that lead out of bounds are read as ones that lead nowhere. (The reference reads the map.)"""
     if run.name == "reference":
