@@ -13,7 +13,7 @@ from ..formats import FP8_DTYPES, INPUT_DTYPES, choice, flag, float32, integer, 
 from ..ops.moe.route import route
 from ..recipes import quantize
 from . import checks, weights
-from .dataflow import KEEPS
+from .dataflow import GROUP, KEEPS
 from .step import Buffers
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def make(experts: Experts, sizes: dict[str, Any], align: Any, x_dtype: Any, grad
         raise ValueError("tokens, topk, rows: expected tokens and topk, for forward, or rows alone, for "
                          f"forward_rows, got {', '.join(f'{name}={n}' for name, n in sizes.items())}")
     of_rows = sizes["tokens"] is None
+    if align is None:
+        align = GROUP if of_rows else experts._flow.align(keep)
     if of_rows:
         align = check_align(align)
         checks.alignment(experts, align, "align")

@@ -67,7 +67,7 @@ def tokens(experts: Experts, x: Any, name: str, shape: tuple[int | None, int], *
 
 
 def alignment(experts: Experts, align: int, name: str) -> None:
-    if experts._flow.blocks and align % GROUP and experts.dataflow != "casting_free":
+    if experts._flow.blocks and align % GROUP and not experts._flow.transposes_rows:
         raise ValueError(f"{name}: expected align={GROUP}, since {experts.dataflow!r} makes blocks of "
                          f"columns across groups, got {align}")
 

@@ -10,6 +10,7 @@ from ..ops.convert.astype import transpose
 from ..ops.convert.dequantize import dequantize
 from ..ops.convert.scaling_aware import scaling_aware_transpose
 from ..ops.moe.permute import permute
+from ..ops.moe.quantize_permute import quantize_permute
 from ..recipes import BlockScaling, Recipe, quantize
 from ..results import Quantized, Scaled
 from ..routing import Routing
@@ -21,6 +22,9 @@ Keep: TypeAlias = Literal["bf16", "fp8", "input"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)
 #: Blocks along the rows of a group are this long, and do not cross groups that begin at multiples of it.
 GROUP = 128
+#: Where nothing is kept for gradients, groups need no whole blocks: they begin at multiples of the rows that
+#: products write at once.
+GROUP_OF_RESULTS = 16
 
 
 class CastingFree:
@@ -30,16 +34,39 @@ class CastingFree:
     dispatches_fp8 = True
     #: The activation is quantised in both directions.
     both = False
+    #: Columns are transposed rows.
+    transposes_rows = True
 
     def __init__(self, recipe: Recipe, scales: Mapping[str, dict[str, Any]]) -> None:
         self.recipe, self.scales = recipe, scales
         self.blocks = isinstance(recipe, BlockScaling)
+
+    def align(self, keep: Keep | None) -> int:
+        """What groups of rows begin at multiples of, where the layer routes."""
+        columns_cross_groups = self.blocks and not self.transposes_rows
+        return GROUP if keep is not None or columns_cross_groups else GROUP_OF_RESULTS
 
     def tokens(self, call: Calls, name: str, x: Any) -> Any:
         """What is dispatched. A Scaled was quantised before."""
         if isinstance(x, (Scaled, Quantized)):
             return x if isinstance(x, Scaled) else x.rowwise
         return call(f"{name} tokens", quantize, x, self.recipe, **self.scales[name]).rowwise
+
+    def send(self, call: Calls, name: str, x: Any, routing: Routing, probs: Array | None = None, *,
+             keep: bool = False) -> Any:
+        """(tokens as they are dispatched, their rows, the rows' probs). keep: tokens are needed; else they
+        are None if values become FP8 on the way to their rows."""
+        if keep or not self.blocks or isinstance(x, (Scaled, Quantized)):
+            tokens = self.tokens(call, name, x)
+            return tokens, *self.dispatch(call, name, tokens, routing, probs)
+        moved = call(f"{name} permuted", quantize_permute, x, routing, self.recipe, probs=probs)
+        return None, *(moved if probs is not None else (moved, None))
+
+    def send_both(self, call: Calls, name: str, x: Any, routing: Routing, probs: Array | None = None) -> Any:
+        """(rows, their probs), where columns of the rows are needed too: FP8 tokens become both at once."""
+        if not self.blocks or not isinstance(x, (Scaled, Quantized)) or not self.transposes_rows:
+            return self.send(call, name, x, routing, probs)[1:]
+        return call.both(name, self.tokens(call, name, x), routing, probs)
 
     def dispatch(self, call: Calls, name: str, tokens: Any, routing: Routing, probs: Array | None) -> Any:
         """(rows, their probs)"""
@@ -57,6 +84,8 @@ class CastingFree:
 
     def columns(self, call: Calls, name: str, q: Any, splits: Array) -> Any:
         """An operand of the product over the rows of each group."""
+        if isinstance(q, Quantized) and q._column is not None:
+            return q
         rows = q.rowwise if isinstance(q, Quantized) else q
         if self.blocks:
             return call.columns(f"{name} columns", scaling_aware_transpose, rows, splits)
@@ -67,10 +96,11 @@ class CastingFree:
 class BothDirections(CastingFree):
     """Values are dispatched as they are, and quantised in both directions where they are used."""
 
-    dispatches_fp8, both = False, True
+    dispatches_fp8, both, transposes_rows = False, True, False
 
-    def tokens(self, call: Calls, name: str, x: Any) -> Any:
-        return x
+    def send(self, call: Calls, name: str, x: Any, routing: Routing, probs: Array | None = None, *,
+             keep: bool = False) -> Any:
+        return x, *self.dispatch(call, name, x, routing, probs)
 
     def enter(self, call: Calls, name: str, rows: Any) -> Any:
         return call(f"{name} rows", quantize, rows, self.recipe, columnwise=True, **self.scales[name])
@@ -82,6 +112,8 @@ class BothDirections(CastingFree):
 class Requantize(CastingFree):
     """Tokens are quantised before they are dispatched; columns are made by dequantising and quantising again.
     """
+
+    transposes_rows = False
 
     def columns(self, call: Calls, name: str, q: Any, splits: Array) -> Any:
         rows = q.rowwise if isinstance(q, Quantized) else q

@@ -64,10 +64,10 @@ class Experts(Unique):
     state : of DelayedScaling, the DelayedScalingState of x, the activation, the gradients of y and of h, up
         and down; ``state.update()`` ends a step. Else None
 
-    Groups of rows begin at multiples of 128 with ``route(…, align=128)``, which is the fast way. Nothing
-    waits for the GPU; with `empty` nothing is allocated, and a whole step can be captured into a CUDA graph
-    and replayed with other routings. The same arguments give the same bytes on every run. NumPy arrays are
-    computed by the references.
+    Groups of rows begin at multiples of 128 with ``route(…, align=128)``, which is the fast way to train, and
+    of 16 with ``align=16``, where nothing is kept for gradients. Nothing waits for the GPU; with `empty`
+    nothing is allocated, and a whole step can be captured into a CUDA graph and replayed with other routings.
+    The same arguments give the same bytes on every run. NumPy arrays are computed by the references.
 
     Source: FP8-Flow-MoE (arXiv 2511.02302); DeepSeek-V3 (arXiv 2412.19437); docs/numerics.md section 11.
 
@@ -176,14 +176,15 @@ class Experts(Unique):
 
     # ---- memory ----
     def empty(self, tokens: int | None = None, topk: int | None = None, *, rows: int | None = None,
-              align: int = GROUP, probs: bool = True, keep: Keep | None = "bf16", accumulate: bool = False,
-              x_dtype: DType | None = None, grad_dtype: DType | None = None) -> Buffers:
+              align: int | None = None, probs: bool = True, keep: Keep | None = "bf16",
+              accumulate: bool = False, x_dtype: DType | None = None, grad_dtype: DType | None = None
+              ) -> Buffers:
         """Every array that a step writes, to pass as `out` to `forward` and `backward`: nothing is allocated
         then. Every launch of a step is made once, over no tokens, so a step can be captured right away.
 
-        tokens, topk, rows, align : as the routing of the step has them. rows and align without tokens and
-            topk: for `forward_rows` and `backward_rows` alone, with any align that they take (those with
-            tokens serve them too, with as many rows)
+        tokens, topk, rows, align : as the routing of the step has them; align None: as the layer routes a
+            Gate. rows and align without tokens and topk: for `forward_rows` and `backward_rows` alone, with
+            any align that they take, None: 128 (those with tokens serve them too, with as many rows)
         probs : the forward pass gets probs
         keep : as `forward` gets it. None: no backward pass
         accumulate : the weight gradients are added to arrays of the caller
@@ -213,8 +214,8 @@ class Experts(Unique):
         x : array [T, H]; or (not with 'both_directions') a Scaled [T, H] that the recipe has quantised
             before, from another GPU perhaps. 'casting_free' needs scales that are powers of two (but for
             keep=None): others are refused on the host, and noted on a device (`device_errors`)
-        routing : of T tokens to these experts: what `route` gives, best with align=128; or a Gate, whose
-            indices are routed with align=128, and whose weights are the probs
+        routing : of T tokens to these experts: what `route` gives, best with align=128 (with keep=None 16);
+            or a Gate, whose indices are routed so, and whose weights are the probs
         probs : f32 array [T, topk], the weights of a token's experts (of a mask also [T, E]). None: 1
         keep : what is saved. 'bf16': the rows, h and the activation. 'fp8': the tokens and h in blocks of
             1×128, from which the activation is computed in the forward pass too, with one rounding more.
@@ -228,7 +229,7 @@ class Experts(Unique):
         (y [T, H] of dtype_out, Saved or None). Raises TypeError, ValueError, DeviceError, before anything is
         written.
         """
-        routed = Routed.of(self, routing, probs)
+        routed = Routed.of(self, routing, probs, keep)
         checks.tokens(self, x, "x", (routed.given.tokens, self.hidden))
         if keep is not None:
             choice(keep, "keep", KEEPS)
@@ -237,15 +238,15 @@ class Experts(Unique):
         checks.separate(out, x=x, **routed.read)
         call = Calls(out, begins=True)
         routes, probs = routed.routing(call), routed.probs
-        tokens = self._flow.tokens(call, "x", x)
-        rows, row_probs = self._flow.dispatch(call, "x", tokens, routes, probs)
+        kept = keep not in (None, "bf16")
+        tokens, rows, row_probs = self._flow.send(call, "x", x, routes, probs, keep=kept)
         result, saved = self._forward_rows(call, rows, routes.aligned_splits, row_probs, keep, routes.align,
                                            out)
         y: TypedArray = call("y", unpermute, result, routes)
         if saved is None:
             return y, None
         fields = vars(saved) | {"routing": routes, "routed": routes._written, "probs": probs}
-        if keep != "bf16":
+        if kept:
             fields |= {"tokens": tokens, "rows": None, "row_probs": None}
         return y, Saved(**fields)
 
@@ -340,10 +341,9 @@ class Experts(Unique):
         checks.tokens(self, grad, "grad", (routing.tokens, self.hidden))
         checks.gradient(self, grad, "grad", saved, accumulate)
         call = Calls(out)
-        tokens = self._flow.tokens(call, "grad", grad)
-        rows, _ = self._flow.dispatch(call, "grad", tokens, routing, None)
+        rows, _ = self._flow.send_both(call, "grad", grad, routing)
         if saved.rows is None:
-            again, row_probs = self._flow.dispatch(call, "x", saved.tokens, routing, saved.probs)
+            again, row_probs = self._flow.send_both(call, "x", saved.tokens, routing, saved.probs)
             saved = Saved(**vars(saved) | {"rows": again, "row_probs": row_probs})
         dx_rows, dp, *others = self._backward_rows(call, rows, saved, accumulate)
         if dp is None:

@@ -12,7 +12,6 @@ from ..layouts import padded_rows
 from ..ops.moe.route import route
 from ..routing import Routing
 from . import checks
-from .dataflow import GROUP
 from .step import Calls
 
 if TYPE_CHECKING:
@@ -28,8 +27,9 @@ class Routed(NamedTuple):
     align: int
 
     @classmethod
-    def of(cls, experts: Experts, given: Any, probs: Any) -> Routed:
-        """Raises TypeError or ValueError if routing or probs do not fit the layer."""
+    def of(cls, experts: Experts, given: Any, probs: Any, keep: Any) -> Routed:
+        """keep: as `forward` has it. Raises TypeError or ValueError if routing or probs do not fit the
+        layer."""
         if not isinstance(given, (Routing, Gate)):
             raise TypeError(f"routing: expected a Routing, as route gives it, or a Gate, got "
                             f"{type_name(given)}")
@@ -39,8 +39,8 @@ class Routed(NamedTuple):
             backend.require_module(given.indices, experts._xp, "routing")
             if probs is not None:
                 raise ValueError("probs: a Gate has weights of its own; expected None")
-            slots = given.tokens * given.topk
-            return cls(given, given.weights, padded_rows(slots, given.num_experts, GROUP), GROUP)
+            slots, align = given.tokens * given.topk, experts._flow.align(keep)
+            return cls(given, given.weights, padded_rows(slots, given.num_experts, align), align)
         backend.require_module(given.row_map, experts._xp, "routing")
         checks.alignment(experts, given.align, "routing")
         by_expert = [] if given.experts is None else [(given.tokens, given.num_experts)]
@@ -50,7 +50,7 @@ class Routed(NamedTuple):
     @property
     def facts(self) -> dict[str, Any]:
         """What buffers have to be made for."""
-        return {"tokens": self.given.tokens, "topk": self.given.topk, "rows": self.rows, "align": self.align,
+        return {"tokens": self.given.tokens, "topk": self.given.topk, "align": self.align, "rows": self.rows,
                 "probs": self.probs is not None}
 
     @property
@@ -63,5 +63,5 @@ class Routed(NamedTuple):
         if isinstance(self.given, Routing):
             return self.given
         made: Routing = call("routing", route, self.given.indices, num_experts=self.given.num_experts,
-                             align=GROUP)
+                             align=self.align)
         return made

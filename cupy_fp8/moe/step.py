@@ -10,6 +10,9 @@ from ..arrays import Array, address, zeros
 from ..calls.memory import Occupied, Range
 from ..calls.validate import byte_range
 from ..formats import SIZE_DTYPES
+from ..ops.convert.scaling_aware import scaling_aware_transpose
+from ..ops.moe.permute import permute
+from ..ops.moe.permute_transpose import permute_transpose
 from ..results import Quantized, Scaled
 from ..routing import Routing
 
@@ -101,6 +104,26 @@ class Calls:
             if any(rows is own for made in self._made.values() for own in _scaled_of(made)):
                 self._columns[name] = rows, splits.dtype, out
         return function(rows, splits=splits, out=out)
+
+    def both(self, name: str, tokens: Scaled, routing: Routing, probs: Array | None) -> Any:
+        """(what permute_transpose makes of FP8 tokens, their rows' probs). Its buffers are those of the rows
+        and of their columns."""
+        of_rows, of_columns, splits = f"{name} permuted", f"{name} columns", routing.aligned_splits
+        if self._made is None:
+            made = permute_transpose(tokens, routing, probs=probs)
+            return made if probs is not None else (made, None)
+        if of_columns not in self._made:
+            moved = self(of_rows, permute, tokens, routing, probs=probs)
+            self.columns(of_columns, scaling_aware_transpose, moved if probs is None else moved[0], splits)
+        moved = self._made[of_rows]
+        rows, row_probs = moved if isinstance(moved, tuple) else (moved, None)
+        known, _, out = self._columns.get(of_rows, (None, None, None))
+        if known is not rows:
+            out = Quantized._of(rows, self._columns_of(of_columns, rows, splits).columnwise)
+            self._columns[of_rows] = rows, splits.dtype, out
+        if probs is None:
+            return permute_transpose(tokens, routing, out=out), None
+        return permute_transpose(tokens, routing, probs=probs, out=(out, row_probs))
 
     def _columns_of(self, name: str, rows: Scaled, splits: Array) -> Quantized:
         """What a transpose of these rows writes."""

@@ -216,8 +216,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often values are rounded to FP8, and widened."""
     found: Counter[str] = Counter()
     for module in (moe.dataflow, layers, moe.biases, moe.weights):
-        for name in ("quantize", "multi_quantize", "swiglu_quantize", "swiglu_backward_quantize",
-                     "dequantize"):
+        for name in ("quantize", "multi_quantize", "quantize_permute", "swiglu_quantize",
+                     "swiglu_backward_quantize", "dequantize"):
             if function := getattr(module, name, None):
                 monkeypatch.setattr(module, name, counting(found, name, function))
     return found

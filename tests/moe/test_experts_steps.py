@@ -54,14 +54,37 @@ def test_buffers(dataflow, recipe, keep, run, monkeypatch):
     assert f"{held:,} bytes" in repr(buffers)
 
 
-def test_buffers_for_inference(run):
+@pytest.mark.parametrize("dataflow", moe.dataflow.DATAFLOWS)
+@pytest.mark.parametrize("recipe", [fp8.BlockScaling(), fp8.CurrentScaling()], ids=["blocks", "current"])
+def test_buffers_for_inference(recipe, dataflow, run):
+    """Groups of what is kept for gradients begin at multiples of 128, others at multiples of 16, unless
+    columns are quantised across groups. y is the same."""
     given = GIVEN.moved(run)
-    experts = moe.Experts(given.up, given.down)
+    experts = moe.Experts(given.up, given.down, recipe, dataflow=dataflow)
     buffers = experts.empty(TOKENS, TOPK, keep=None)
-    y, saved = experts.forward(given.x, given.routing(), given.probs, keep=None, out=buffers)
+    across = dataflow != "casting_free" and recipe == fp8.BlockScaling()
+    assert buffers._facts["align"] == (128 if across else 16)
+    routing = given.routing(align=buffers._facts["align"])
+    y, saved = experts.forward(given.x, routing, given.probs, keep=None, out=buffers)
     assert saved is None
     testing.assert_bytes_equal(y, step(experts, given)[0])
     assert buffers.nbytes < experts.empty(TOKENS, TOPK).nbytes / 2
+    made_for_others = experts.empty(TOKENS, TOPK, keep=None, align=128)
+    if not across:
+        with pytest.raises(ValueError, match="out: made for align=128, got align=16"):
+            experts.forward(given.x, routing, given.probs, keep=None, out=made_for_others)
+
+
+def test_a_gate_is_routed_for_what_is_kept(run):
+    given = GIVEN.moved(run)
+    experts = moe.Experts(given.up, given.down)
+    logits = run.array(np.random.default_rng(1).standard_normal((TOKENS, len(GIVEN.up))).astype(np.float32))
+    gate = fp8.topk_gate(logits, TOPK)
+    y, saved = experts.forward(given.x, gate)
+    buffers = experts.empty(TOKENS, TOPK, keep=None)
+    alone, _ = experts.forward(given.x, gate, keep=None, out=buffers)
+    testing.assert_bytes_equal(alone, y)
+    assert (saved.routing.align, buffers._made["routing"].align) == (128, 16)
 
 
 def test_buffers_leave_the_state_alone(run):

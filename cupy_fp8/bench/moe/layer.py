@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays import Array, asarray, empty
 from ...cases.base import poison
 from ...formats import bfloat16, float32
-from ...moe.dataflow import DATAFLOWS, GROUP, KEEPS, Dataflow
+from ...moe.dataflow import DATAFLOWS, KEEPS, Dataflow, Keep
 from ...moe.experts import Experts
 from ...moe.step import Buffers, Calls
 from ...ops.convert.astype import astype
@@ -116,6 +116,10 @@ class Layer:
         return self._route(None)
 
     @cached_property
+    def _forward_routing(self) -> Any:
+        return self._route(None, None)
+
+    @cached_property
     def _buffers(self) -> Buffers:
         return self.experts.empty(self.given.shape.tokens, self.given.shape.topk)
 
@@ -123,9 +127,9 @@ class Layer:
     def _forward_buffers(self) -> Buffers:
         return self.experts.empty(self.given.shape.tokens, self.given.shape.topk, keep=None)
 
-    def _route(self, out: Any) -> Any:
-        return CALL("route", route, self.given.chosen, num_experts=self.given.shape.experts, align=GROUP,
-                    out=out)
+    def _route(self, out: Any, keep: Keep | None = "bf16") -> Any:
+        return CALL("route", route, self.given.chosen, num_experts=self.given.shape.experts,
+                    align=self.experts._flow.align(keep), out=out)
 
     def allocating(self) -> tuple[Any, ...]:
         """(y, dx, dprobs, d_up, d_down)"""
@@ -143,7 +147,8 @@ class Layer:
 
     def forward(self) -> Any:
         """The forward pass alone, which keeps nothing, with `out=`."""
-        return self.experts.forward(self.given.x, self._route(self._routing), self.given.probs, keep=None,
+        routing = self._route(self._forward_routing, None)
+        return self.experts.forward(self.given.x, routing, self.given.probs, keep=None,
                                     out=self._forward_buffers)[0]
 
     def kept(self) -> dict[str, float]:
