@@ -178,7 +178,7 @@ def test_rows_of_a_tiny_layer(few, monkeypatch, capsys):
         assert row["requantising_ratio"] == requantising["us"] == 1
         kept = row["bytes_per_token"]
         assert kept["bf16"] > kept["fp8"] > kept["input"]
-    assert set(ours[0]["calls_us"]) >= {"route", "x tokens", "h", "up grad", "dx"}
+    assert set(ours[0]["calls_us"]) >= {"route", "x permuted", "h", "up grad", "dx"}
     assert "up grad" not in forward["calls_us"]
     assert fused["skipped"] == "it needs PyTorch and a GPU"
     assert not [row for row in rows if "problem" in row]
