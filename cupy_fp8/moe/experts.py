@@ -64,8 +64,8 @@ class Experts(Unique):
     state : of DelayedScaling, the DelayedScalingState of x, the activation, the gradients of y and of h, up
         and down; ``state.update()`` ends a step. Else None
 
-    Groups of rows begin at multiples of 128 with ``route(…, align=128)``, which is the fast way to train, and
-    of 16 with ``align=16``, where nothing is kept for gradients. Nothing waits for the GPU; with `empty`
+    ``route(…, align=128)`` is the fast way to train, ``align=16`` where nothing is kept for gradients (but
+    with blocks 'both_directions' and 'requantize' take 128 alone). Nothing waits for the GPU; with `empty`
     nothing is allocated, and a whole step can be captured into a CUDA graph and replayed with other routings.
     The same arguments give the same bytes on every run. NumPy arrays are computed by the references.
 
@@ -214,8 +214,8 @@ class Experts(Unique):
         x : array [T, H]; or (not with 'both_directions') a Scaled [T, H] that the recipe has quantised
             before, from another GPU perhaps. 'casting_free' needs scales that are powers of two (but for
             keep=None): others are refused on the host, and noted on a device (`device_errors`)
-        routing : of T tokens to these experts: what `route` gives, best with align=128 (with keep=None 16);
-            or a Gate, whose indices are routed so, and whose weights are the probs
+        routing : what `route` gives of T tokens, best with align=128, or with keep=None 16 if the dataflow
+            takes it; or a Gate, whose indices are routed so, and whose weights are the probs
         probs : f32 array [T, topk], the weights of a token's experts (of a mask also [T, E]). None: 1
         keep : what is saved. 'bf16': the rows, h and the activation. 'fp8': the tokens and h in blocks of
             1×128, from which the activation is computed in the forward pass too, with one rounding more.

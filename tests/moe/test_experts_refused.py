@@ -138,8 +138,11 @@ WRONG: dict[str, Any] = {
     "another layer's buffers": (lambda: new().forward(GIVEN.x, ROUTING, GIVEN.probs, out=BUFFERS), ValueError,
                                 "out: these buffers belong to another layer"),
     "buffers of other tokens": (
-        lambda: EXPERTS.forward(GIVEN.x, GIVEN.routing(64), GIVEN.probs, out=BUFFERS), ValueError,
+        lambda: EXPERTS.forward(GIVEN.x, GIVEN.routing(rows=1024), GIVEN.probs, out=BUFFERS), ValueError,
         "out: made for rows="),
+    "buffers of another align": (
+        lambda: EXPERTS.forward(GIVEN.x, GIVEN.routing(64), GIVEN.probs, out=BUFFERS), ValueError,
+        "out: made for align=128, got align=64"),
     "buffers with probs": (lambda: EXPERTS.forward(GIVEN.x, ROUTING, out=BUFFERS), ValueError,
                            "out: made for probs=True, got probs=False"),
     "no buffers": (lambda: EXPERTS.backward(GIVEN.grad, SAVED, out=BUFFERS), ValueError,
