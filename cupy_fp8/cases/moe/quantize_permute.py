@@ -38,7 +38,8 @@ def _cases() -> Iterator[Case]:
     case = maker("quantize_permute")
     # The first cases launch every program on a few blocks, for callers that take only a few cases.
     for dtype, to, profile in product(INPUT_DTYPES, FP8_DTYPES, ({}, _VLLM)):
-        yield case(dtype, (7, 272), "normal", dtype=to, topk=2, experts=3, align=4, probs="slot", **profile)
+        yield case(dtype, (4, 272), "normal", dtype=to, topk=2, experts=3, align=2, probs="slot", **profile)
+    yield case(bfloat16, (3, 272), "normal", topk=4, experts=5, probs="slot")    # scales move apart
     for i, (dtype, to, profile) in enumerate(product(INPUT_DTYPES, FP8_DTYPES, ({}, _VLLM))):
         for j, columns in enumerate((288, 37)):
             yield case(dtype, (33, columns), ("edges", "bits")[(i + j) % 2], dtype=to,

@@ -30,6 +30,7 @@ _MOST_ROUTES = 1024         # routes that a block of unpermute sorts, at most
 _MOST_TOKENS = 256
 _BLOCKS = 528               # blocks that share few tokens: four per multiprocessor of an H200
 _LANES = 32                 # rows that a block examines, at most, to clear unused ones
+_LEAST_ON_CPU = 32          # and at least, since ThreadSanitizer has few threads
 _PIECE_ROWS = 32            # rows whose gemm_ready scales a warp gathers
 _ALL_CLEAR = {"clearing": 0, "examined": 0}
 #: Separate blocks clear the unused rows if these are more than this fraction of the used ones.
@@ -59,7 +60,8 @@ def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, di
     rows)."""
     used = routing.tokens * routing.topk
     if blocks and routing.rows - used > used // _FEW_UNUSED:
-        examined = min(_LANES, cdiv(routing.rows, _BLOCKS))
+        least = _LEAST_ON_CPU if isinstance(routing.row_map, np.ndarray) else 1
+        examined = min(_LANES, max(least, cdiv(routing.rows, _BLOCKS)))
         return (grid_size(blocks + cdiv(routing.rows, examined), shape),
                 {"clearing": blocks, "examined": examined})
     return grid_size(max(blocks, cdiv(routing.rows, _LANES)), shape), _ALL_CLEAR

@@ -132,7 +132,7 @@ class _QuantizePermute(Op[_Inputs]):
 
 def _moves_scales_apart(x: Array, routing: Routing, blocks: int) -> bool:
     # Tests on the CPU see few of them move so too.
-    many = _MANY_SCALES >> 10 if isinstance(x, np.ndarray) else _MANY_SCALES
+    many = _MANY_SCALES >> 16 if isinstance(x, np.ndarray) else _MANY_SCALES
     return routing.topk >= _MANY_SLOTS and routing.tokens * routing.topk * blocks >= many
 
 
