@@ -86,6 +86,7 @@ def test_a_gate_is_routed_for_what_is_kept(recipe, dataflow, run):
     buffers = experts.empty(TOKENS, TOPK, keep=None)
     alone, _ = experts.forward(given.x, gate, keep=None, out=buffers)
     testing.assert_bytes_equal(alone, y)
+    assert saved.routing is not None
     alone_align = 128 if recipe == "blocks" and dataflow != "casting_free" else 16
     assert (saved.routing.align, buffers._made["routing"].align) == (128, alone_align)
     testing.assert_bytes_equal(experts.forward(given.x, gate, keep=None)[0], y)

@@ -83,6 +83,6 @@ def _host_calls(x: Array) -> Iterator[HostCalls]:
 register(
     Registration("permute_transpose", permute_transpose.permute_transpose, reference.permute_transpose,
                  _inputs, _cases, "copies FP8 tokens to their experts' rows, and transposes these",
-                 programs=(permute_transpose.gathering_variants,), timed=_timed, moves=_moves,
+                 programs=(permute_transpose.variants,), timed=_timed, moves=_moves,
                  host_calls=_host_calls),
 )

@@ -15,7 +15,7 @@ from ...calls.descriptions import Description, Pair, Written, one_array
 from ...calls.group_sizes import Groups
 from ...calls.row_segments import find_segments
 from ...formats import float32
-from ...kernels import Launch
+from ...kernels import Launch, Variant
 from ...layouts import LAYOUTS_WITH_STRIDES, PADDED_TO, cdiv, round_up, scale_shape, target_rows
 from ...results import Quantized, Scaled
 from ...routing import Routing
@@ -27,8 +27,6 @@ from . import permute_launches as launching
 from .permute import check_length, read_probs, read_routing
 from .permute_launches import Probs
 from .rows import rowwise
-
-__all__ = ["gathering_variants", "permute_transpose"]
 
 _BLOCK = (1, 128)
 
@@ -194,6 +192,12 @@ def division(divisor: int) -> tuple[int, int]:
     """(multiplier, shift): n * multiplier >> shift is n // divisor for n below 2**31. 0 counts as 1."""
     bits = (max(1, divisor) - 1).bit_length()
     return cdiv(1 << (31 + bits), max(1, divisor)), 31 + bits
+
+
+def variants() -> Iterator[Variant]:
+    """Yields every variant that this op may launch."""
+    yield launching.PERMUTE.variant()
+    yield from gathering_variants()
 
 
 _PERMUTE_TRANSPOSE = _PermuteTranspose()

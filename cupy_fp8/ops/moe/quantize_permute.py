@@ -155,6 +155,7 @@ def _variant(source: np.dtype[Any], to: Any, divides: bool) -> Variant:
 
 def variants() -> Iterator[Variant]:
     """Yields every variant that this op may launch."""
+    yield launching.PERMUTE.variant()
     for source, to, divides in product(INPUT_DTYPES, FP8_DTYPES, (False, True)):
         yield _variant(source, to, divides)
 
