@@ -47,6 +47,8 @@ def _cases() -> Iterator[Case]:
     # The first cases launch every program on a few blocks, for callers that take only a few cases.
     for dtype, columns in product(FP8_DTYPES, (144, 40, 45)):
         yield case(dtype, (8, columns), topk=2, experts=3, align=16, probs="slot")
+    for topk, experts in ((1, 2), (2, 3)):
+        yield case(float8_e4m3fn, (8, 272), topk=topk, experts=experts)
     for i, options in enumerate(_ROUTINGS):
         for j, shape in enumerate(((150, 272), (97, 400), (70, 131), (0, 144))):
             yield case(FP8_DTYPES[(i + j) % 2], shape, probs=(None, "slot", "expert")[(i + j) % 3],
