@@ -27,7 +27,7 @@ LAYER_FAULTS = (
     Fault("moe/quantize_permute.cu", "lane - in_block + u * (kLanes / 2)", "lane - in_block", _QUANTISED,
           case="x2064", name="the second unit's scale"),
     Fault("moe/quantize_permute.cu", "column - in_block * kLaneElements < p.columns;",
-          "column < p.columns;", _QUANTISED, case="x37-", name="scales of short blocks"),
+          "column < p.columns;", _QUANTISED, case="20x1-", name="scales of short blocks"),
     Fault("moe/quantize_permute.cu", "row = p.routes.rows; row <", "row = p.routes.rows + 1; row <",
           _QUANTISED, case="rows=401", name="padding of scales"),
     Fault("moe/quantize_permute.cu", "if (p.rows_probs && pair == 0)", "if (p.rows_probs && pair == 1)",
@@ -35,7 +35,7 @@ LAYER_FAULTS = (
     Fault("moe/quantize_permute.cu", "index * blocks_of(p) + column / kLength",
           "index * blocks_of(p)", _QUANTISED, name="scales of tokens"),
     Fault("include/scale/block_codes.cuh", "mul_rn(lo, factor), mul_rn(hi, factor)",
-          "mul_rn(lo, factor), mul_rn(hi, divisor)", _QUANTISED, "moe/quantize_permute"),
+          "mul_rn(lo, factor), mul_rn(hi, divisor)", _QUANTISED, "moe/quantize_permute", "DIVIDE=0"),
     Fault("include/moe/routes.cuh", "lane < routes.examined ?", "lane < routes.examined - 1 ?",
           test=_EXAMINED, name="rows that a block examines"),
     # ---- gradients that are added to what was there ----
