@@ -106,8 +106,8 @@ class Calls:
         return function(rows, splits=splits, out=out)
 
     def both(self, name: str, tokens: Scaled, routing: Routing, probs: Array | None) -> Any:
-        """(what permute_transpose makes of FP8 tokens, their rows' probs). Its buffers are those of the rows
-        and of their columns."""
+        """(what permute_transpose makes of FP8 tokens, their rows' probs). It shares the buffers of `permute`
+        and of `columns`, which these make in the first step."""
         of_rows, of_columns, splits = f"{name} permuted", f"{name} columns", routing.aligned_splits
         if self._made is None:
             made = permute_transpose(tokens, routing, probs=probs)

@@ -78,7 +78,7 @@ __device__ __forceinline__ i64 blocks_of(const QuantizePermuteParams& p) {
     return (p.columns + kLength - 1) / kLength;
 }
 
-// A token, and the row of one of its first slots: that of the lane's place in its block.
+// A token. Each lane has loaded the row of one of its first kLanes slots.
 struct Token {
     const QuantizePermuteParams& p;
     const u32 index;
@@ -90,7 +90,7 @@ struct Token {
     __device__ __forceinline__ i32 row_of(int k) const {
         return k < (int)p.routes.topk ? p.routes.row((i64)index * p.routes.topk + k) : -1;
     }
-    // Stores a lane's codes, of which so many exist, to all rows, and the scale of their block.
+    // Stores the lane's codes and their block's scale in all rows. exist: valid codes, from the first on.
     __device__ __forceinline__ void store(i64 column, int exist, const Codes& codes, float scale_inv) const {
         const int in_block = threadIdx.x % kLanes, topk = (int)p.routes.topk;
         const bool has_scale = column - in_block * kLaneElements < p.columns;

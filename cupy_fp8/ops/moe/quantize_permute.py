@@ -16,12 +16,11 @@ from ...calls.descriptions import Description, Pair, one_array
 from ...formats import FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant
 from ...layouts import PADDED_TO, cdiv, round_up
-from ...options import block_eps, block_pow2
 from ...recipes import BlockScaling
 from ...results import Scaled
 from ...routing import Routing
 from ...typed_array import TypedArray
-from ..quantize.blocks import block_rule
+from ..quantize.blocks import BlockOptions, BlockQuantization
 from . import permute_launches as launching
 from .permute import check_length, read_probs, read_routing
 from .permute_launches import Probs, TokenScales
@@ -29,7 +28,7 @@ from .rows import described_rows
 
 _BLOCK = (1, 128)
 _WARPS = 8                          # in a block of threads
-#: From so many slots of a token and scales of all rows on, scales are moved by a launch of their own.
+#: Scattered stores of scales cost more than a second launch from 4 slots a token and 2^20 scales of rows on.
 _MANY_SLOTS, _MANY_SCALES = 4, 1 << 20
 _KERNEL = Kernel("moe/quantize_permute", "quantize_permute", block=32 * _WARPS)
 
@@ -115,15 +114,17 @@ class _QuantizePermute(Op[_Inputs]):
         tokens, columns = x.shape
         blocks, probs_to = cdiv(columns, _BLOCK[1]), rest[0] if rest else 0
         apart = _moves_scales_apart(x.array, routing, blocks)
+        quantization = BlockQuantization(x.shape, x.dtype, False, BlockOptions.of(recipe, True, False))
         token_scales = address(call.scratch("scales of tokens", tokens * blocks)) if apart else 0
-        pairs = max(1, cdiv(columns, _KERNEL.constant("kUnits") * 512))
+        of_a_warp = 32 * _KERNEL.constant("kLaneElements") * _KERNEL.constant("kUnits")
+        pairs = max(1, cdiv(columns, of_a_warp))
         warps = tokens * pairs if routing.topk else 0
         grid, clearing = launching.grid(routing, cdiv(warps, _WARPS), x.shape)
-        yield _variant(x.dtype, recipe.dtype, _divides(recipe)).bind(
+        yield _variant(x.dtype, recipe.dtype, quantization.divide).bind(
             x.array, grid, x=x.at, to=to, scales=scales_to, token_scales=token_scales, columns=columns,
             pitch=round_up(routing.rows, PADDED_TO), pairs=pairs, warps=warps,
             vector=int(columns % 16 == 0 and (x.at | to) % 16 == 0), probs=probs.at,
-            rows_probs=0 if apart else probs_to, rule=_rule(x.dtype, recipe),
+            rows_probs=0 if apart else probs_to, rule=quantization.rule,
             routes=launching.routes(routing, probs.columns, clearing))
         if apart:
             given = TokenScales(token_scales, blocks, blocks, 1)
@@ -131,22 +132,9 @@ class _QuantizePermute(Op[_Inputs]):
 
 
 def _moves_scales_apart(x: Array, routing: Routing, blocks: int) -> bool:
-    # Tests on the CPU see few of them move so too.
+    # Small cases on the CPU take both ways.
     many = _MANY_SCALES >> 16 if isinstance(x, np.ndarray) else _MANY_SCALES
     return routing.topk >= _MANY_SLOTS and routing.tokens * routing.topk * blocks >= many
-
-
-def _pow2(recipe: BlockScaling) -> bool:
-    return block_pow2(recipe.pow2_scale, recipe.profile)
-
-
-def _divides(recipe: BlockScaling) -> bool:
-    return recipe.profile == "vllm" and not _pow2(recipe)
-
-
-def _rule(source: np.dtype[Any], recipe: BlockScaling) -> dict[str, Any]:
-    least = block_eps(recipe.eps, recipe.profile) + 0.0
-    return block_rule(source, np.dtype(recipe.dtype), _pow2(recipe), least, recipe.profile)
 
 
 def _variant(source: np.dtype[Any], to: Any, divides: bool) -> Variant:

@@ -162,7 +162,7 @@ class BlockQuantization(Quantization):
         directions = block_directions(logical_shape(shape, swapped), to, *switches, block, scale_layout)
         super().__init__(shape, source, swapped, options, directions, "block-scaled")
         self.compact, self.square = scale_layout == "compact", 1 not in block
-        self.rule, self.divide = block_rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
+        self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
     def axes(self, names: list[str]) -> tuple[Axis, Axis]:
         """Returns what a kernel of warp tiles writes for these directions, along rows and along columns of
@@ -196,7 +196,8 @@ class BlockQuantization(Quantization):
         }
 
 
-def block_rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float, profile: str) -> Members:
+def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
+          profile: str) -> Members:
     """Returns the BlockRule of kernels_cu/include/scale/block_scale.cuh."""
     target = np.float32(FORMATS[to].max)
     flags = {"te": _GUARDED, "deepgemm": _AMAX_FIRST, "tilekernels": _OTHER_QUOTIENT, "vllm": _AMAX_FIRST,

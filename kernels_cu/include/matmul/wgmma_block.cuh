@@ -16,7 +16,7 @@ constexpr int kRowsCopied = kTileRows / kClusterBlocks;    // of A, by one block
 constexpr int kPartRows = 64;                      // of a warpgroup; a tile's later parts may be empty
 constexpr int kParts = kTileRows / kPartRows, kWarpsOfPart = kPartRows / kRowsOfWarp;
 constexpr int kRowsOut = kSizesOfK ? kPartRows : kRowsOfWarp;      // of a box that leaves
-// The results of a part wait in so many boxes: f32 in half as many as they are, unless all are added to.
+// Staged boxes of a part: f32 results take them twice, but with ADDS all are there at once.
 constexpr int kPartBoxes = kAdds ? 2 * kStagedBoxes : kStagedBoxes;
 constexpr int kConsumers = kParts * kWarpsOfPart;  // warps that multiply
 // Places in the queue, of which one has the tile that is multiplied. Clusters take tiles of rows as they need
