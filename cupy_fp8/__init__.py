@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import advice as _advice
 from . import backend as _backend
-from . import diagnostics, io, moe, plot
+from . import diagnostics, distributed, io, moe, plot
 from .arrays import asarray, asnumpy, bytes_equal, concatenate, empty, empty_like, full, zeros
 from .backend import DeviceError
 from .cache import WeightCache

@@ -75,6 +75,8 @@ class _Launch(ctypes.Structure):  # HostLaunch in shim/host_abi.h
         ("ranges", ctypes.c_uint),
         ("blocks", ctypes.POINTER(ctypes.c_uint64)),
         ("params", ctypes.c_void_p),
+        ("ranks", ctypes.c_uint),
+        ("params_stride", ctypes.c_uint),
     ]
 
 
@@ -155,7 +157,7 @@ class HostKernel:
 
     def __call__(self, grid: Iterable[int], block: Iterable[int], params: bytes, *, shared_mem: int = 0,
                  order: str | None = None, seed: int | None = None, resident: bool | None = None,
-                 cluster: int = 1) -> None:
+                 cluster: int = 1, ranks: Sequence[bytes] | None = None) -> None:
         """Run the kernel and wait for it.
 
         order: the order of threads and blocks, "asc", "desc" or "random" (by `seed`); the default is
@@ -172,25 +174,29 @@ class HostKernel:
         if not 0 <= shared_mem <= 227 << 10:
             raise HostError(f"{self.entry}: a block has at most 227 KiB of shared memory, not {shared_mem} "
                             f"bytes")
-        params = bytes(params)
-        if len(params) != self.param_bytes:
-            raise HostError(f"{self.entry}: {len(params)} bytes of parameters given, the kernel's struct has "
-                            f"{self.param_bytes}")
+        every = [bytes(params)] if ranks is None else [bytes(p) for p in ranks]
+        for params in every:
+            if len(params) != self.param_bytes:
+                raise HostError(f"{self.entry}: {len(params)} bytes of parameters given, the kernel's struct "
+                                f"has {self.param_bytes}")
         order = order or os.environ.get("CUPY_FP8_HOST_ORDER", "random")
         if order not in _ORDERS:
             raise HostError(f"order must be one of {', '.join(_ORDERS)}, not {order!r}")
         if seed is None:
             seed = int(os.environ.get("CUPY_FP8_HOST_SEED", "0"))
-        memory = ctypes.create_string_buffer(self.param_bytes + 256)
+        stride = (self.param_bytes + 255) & ~255
+        memory = ctypes.create_string_buffer(stride * len(every) + 256)
         address = (ctypes.addressof(memory) + 255) & ~255
-        ctypes.memmove(address, params, len(params))
-        resident = bool(resident) or cluster > 1
+        for i, params in enumerate(every):
+            ctypes.memmove(address + i * stride, params, len(params))
+        resident = bool(resident) or cluster > 1 or ranks is not None
         schedule = (_ORDERS[order], seed & 0xFFFFFFFF, _workers(), resident, cluster if cluster > 1 else 0,
                     _STACK_BYTES[self.mode])
-        ranges = self._ranges(math.prod(blocks), resident)
+        ranges = self._ranges(math.prod(blocks) * len(every), resident)
         firsts_and_counts = (ctypes.c_uint64 * (2 * len(ranges)))(
             *(number for begin, end in ranges for number in (begin, end - begin)))
-        launch = _Launch(blocks, threads, shared_mem, *schedule, len(ranges), firsts_and_counts, address)
+        launch = _Launch(blocks, threads, shared_mem, *schedule, len(ranges), firsts_and_counts, address,
+                         len(every), stride)
         if self._runtime.host_launch(ctypes.byref(self._kernel), ctypes.byref(launch)):
             raise HostError(f"{self.entry}: {self._name_places(self._runtime.host_error().decode())}")
 

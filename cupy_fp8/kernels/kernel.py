@@ -117,6 +117,11 @@ class Variant:
         self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
                               resident=self.cooperative, cluster=self.kernel.cluster)
 
+    def run_ranks_on_cpu(self, grid: int, ranks: Sequence[Sequence[Any]]) -> None:
+        """Run a grid of it for each rank, with values of its own, all at the same time."""
+        packed = [self.kernel.params.pack(*values) for values in ranks]
+        self._host_function()((grid,), (self.block,), packed[0], shared_mem=self.shared, ranks=packed)
+
     def compile(self, device: int | None) -> None:
         """Compile it before its first launch, for a GPU, or for the CPU (None). Several threads may compile
         at the same time, since others run while NVRTC or g++ compiles."""

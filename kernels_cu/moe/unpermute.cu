@@ -15,7 +15,7 @@
 // Defines:
 //   IN           the format of y and out
 //   TOPK         1, 2, 4, 6 or 8 slots per token, which RowPipeline keeps in registers; 0: any number
-#include "numerics/tree_sum.cuh"
+#include "moe/row_sums.cuh"
 #include "moe/routes.cuh"
 
 struct UnpermuteParams {
@@ -32,39 +32,11 @@ struct UnpermuteParams {
     u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
 };
 
-constexpr int kCount = 16 / sizeof(IN::storage), kInFlight = 8;
+constexpr int kInFlight = 8;
 constexpr int kMostRoutes = 1024;        // per block
-using RowChunk = Chunk<IN, kCount>;
 struct Route {
     i64 at;                      // byte offset of its row in y; -1: nowhere
     float prob;
-};
-
-// A thread adds up kCount columns here.
-struct ChunkSums {
-    float sum[kCount];
-
-    __device__ __forceinline__ ChunkSums() {
-#pragma unroll
-        for (float& each : sum) each = as_float(kAbsentTerm);
-    }
-    __device__ __forceinline__ void add(const RowChunk& part, float prob) {
-#pragma unroll
-        for (int j = 0; j < kCount / 2; j++) {
-            float lo, hi;
-            part.widen2(j, lo, hi);
-            sum[2 * j] = add_rn(sum[2 * j], mul_rn(lo, prob));
-            sum[2 * j + 1] = add_rn(sum[2 * j + 1], mul_rn(hi, prob));
-        }
-    }
-    // Returns the rounded sums, which are 0 without rows.
-    __device__ __forceinline__ RowChunk narrow(int rows) const {
-        RowChunk out;
-#pragma unroll
-        for (int j = 0; j < kCount / 2; j++)
-            out.narrow2(j, rows ? sum[2 * j] : 0.0f, rows ? sum[2 * j + 1] : 0.0f);
-        return out;
-    }
 };
 
 // Returns the sums of a chunk of columns over the rows of a token. left: how many of the columns exist.

@@ -241,7 +241,6 @@ static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, co
     for (unsigned i = 0; i < ranges; i++) launch.blocks += blocks[i].count;
     launch.kernel = kernel;
     launch.options = options;
-    launch.params = options->params;
     launch.threads_per_block = options->block[0] * options->block[1] * options->block[2];
     launch.exclusive = kTsan || options->resident;
     if (options->cluster) launch.worker_of_block.resize(launch.blocks);

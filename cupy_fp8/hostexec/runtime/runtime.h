@@ -83,7 +83,6 @@ struct ClusterBarrier {
 struct Launch {
     const HostKernel* kernel;
     const HostLaunch* options;
-    const void* params;
     unsigned threads_per_block;
     const HostBlocks* ranges;                         // of the blocks that run
     uint64_t blocks;                                  // in all ranges
@@ -108,6 +107,7 @@ struct Worker : HostWorker {
     Barrier barriers[kMaxBarriers];
     std::vector<BulkLoad> loads;
     Launch* launch = nullptr;
+    const void* params = nullptr;   // of the block's grid
     unsigned live = 0;
     uint64_t random_state = 1;
     uint64_t own_idle = 0, *idle = &own_idle;  // polls since something last happened

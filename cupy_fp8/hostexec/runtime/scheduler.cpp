@@ -225,7 +225,7 @@ static void fiber_main() {
     for (;;) {  // Each round is a block.
         Worker* worker = own_worker();
         tsan_acquire(&launch_clock);
-        worker->launch->kernel->call(worker->launch->params);
+        worker->launch->kernel->call(worker->params);
         tsan_release(&done_clock);
         thread_returned(worker, self());
         run_another(worker);
@@ -285,6 +285,7 @@ static void prepare_memory(Worker* worker) {
 // ---- the phases of a block's run ----
 static void set_index(const HostLaunch* options, uint64_t block) {
     const unsigned *grid = options->grid, *dim = options->block;
+    block %= (uint64_t)grid[0] * grid[1] * grid[2];  // of its rank
     host_block.block_index = {(unsigned)(block % grid[0]), (unsigned)(block / grid[0] % grid[1]),
                               (unsigned)(block / ((uint64_t)grid[0] * grid[1]))};
     host_block.block_dim = {dim[0], dim[1], dim[2]};
@@ -292,6 +293,9 @@ static void set_index(const HostLaunch* options, uint64_t block) {
 }
 static void reset_worker(Worker* worker, uint64_t block) {
     const Launch* launch = worker->launch;
+    const HostLaunch* options = launch->options;
+    const uint64_t grid = (uint64_t)options->grid[0] * options->grid[1] * options->grid[2];
+    worker->params = (const char*)options->params + block / grid * options->params_stride;
     // The state depends on the block, not on the worker, so the same seed gives the same schedule however
     // many workers there are.
     worker->random_state =

@@ -23,6 +23,8 @@ HOST_INLINE void __threadfence() {
 #endif
 }
 
+HOST_INLINE void __threadfence_system() { __threadfence(); }
+
 // Flags between blocks must use ld.relaxed / st.relaxed and ld.acquire / st.release (device scope).
 template <class T> HOST_INLINE T host_load_relaxed(const T* p) {
     return host_from_bits<T>(__atomic_load_n(reinterpret_cast<const host_bits_t<T>*>(p), __ATOMIC_RELAXED));

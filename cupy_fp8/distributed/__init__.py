@@ -1,0 +1,15 @@
+"""Experts over several GPUs: a process for each, or several ranks in one process.
+
+>>> import cupy_fp8 as fp8
+>>> with fp8.distributed.init() as world:                   # alone, unless torchrun or another has started it
+...     world
+_Processes(rank 0 of 1)
+"""
+
+from .errors import RankError
+from .expert_parallel import ExpertParallel
+from .routing import RankRouting
+from .nccl import from_nccl
+from .world import Local, World, from_mpi, init, local
+
+__all__ = ["ExpertParallel", "Local", "RankError", "RankRouting", "World", "from_mpi", "from_nccl", "init", "local"]

@@ -1,0 +1,207 @@
+"""Direct stores: kernels write into the windows of the other ranks of one host."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, address, asarray, zeros
+from ..kernels import Launch, error_word
+from . import exchange
+from .errors import RankError, named
+from .exchange import Part, Sent
+from .layout import Direction, Facts, Piece
+from .memory import Late, Memory
+from .routing import RankRouting, Route
+from .slots import Split
+from .transport import Transport
+from .world import World
+
+_HANDLE = struct.Struct("!16s64sqQ64s")     # process, host, device, address of the window, handle
+_PROCESS = secrets.token_bytes(16)
+
+
+class Windows(Transport):
+    """Kernels send rows to windows; whose, subclasses say."""
+
+    def __init__(self, world: World, facts: Facts, split: Split, device: int | None) -> None:
+        super().__init__(world, facts, split)
+        self.device = device
+        self.memory = Memory(self.layout.nbytes, device)
+        like = np if device is None else backend.cupy()
+        self._state = zeros(4 + len(Direction), np.uint32, like=like)
+        self.late = Late(split.ranks, device)
+
+    def members(self, direction: Direction) -> dict[str, int]:
+        """The struct Windows."""
+        raise NotImplementedError
+
+    def launch(self, made: Launch) -> None:
+        """Runs it; on the CPU with those of all ranks."""
+        if self.device is None:
+            self.world.together(made)
+        else:
+            made.run()
+
+    def array(self, piece: Piece, dtype: Any = None) -> Array:
+        return self.memory.array(piece, dtype)
+
+    def _common(self, direction: Direction) -> dict[str, int]:
+        return {"me": self.split.me, "ranks": self.split.ranks, "direction": int(direction)}
+
+    # ---- parts ----
+    def parts_of_route(self, route: Route) -> list[Sent]:
+        parts = [Sent(Part.rows(route.experts), self.layout.experts)]
+        if route.own is not None and self.layout.back is not None:
+            parts.append(Sent(Part.rows(route.own.row_map), self.layout.back))
+        return parts
+
+    def parts_of_tokens(self, data: Part, scales: Part | None, probs: Part | None) -> list[Sent]:
+        given = [(data, self.layout.data), (scales, self.layout.scales), (probs, self.layout.probs)]
+        return [Sent(part, piece) for part, piece in given if part is not None and piece is not None]
+
+    def came(self, data: Part, scales: Part | None, probs: Part | None
+             ) -> tuple[Array, Array | None, Array | None]:
+        """Arrays of tokens, where they have come."""
+        of_scales = None if scales is None or self.layout.scales is None else self.array(self.layout.scales)
+        return (self.array(self.layout.data, data.array.dtype), of_scales,
+                None if probs is None else self.array(self.layout.probs))
+
+    def sending_back(self, windows: dict[str, int], routing: RankRouting, rows: Array, probs: Array | None
+                     ) -> Launch:
+        layout = self.layout
+        if self.facts.exact:
+            assert routing.back is not None
+            return exchange.send_rows(windows, routing.received, routing.back, self.split,
+                                      Sent(Part.rows(rows), layout.returned), probs, layout.gradients)
+        return exchange.send_sums(windows, routing.received, routing.counts, self.split, rows, layout.returned,
+                                  probs, layout.gradients)
+
+    def check(self) -> None:
+        if late := self.late.ranks():
+            raise RankError(f"{named(late)} did not come to an exchange in time: this ExpertParallel is "
+                            "unusable from there on", late)
+
+    def wait(self) -> None:
+        if self.device is not None:
+            backend.cupy().cuda.get_current_stream().synchronize()
+
+
+class Direct(Windows):
+    """Windows of all ranks, opened through CUDA IPC, or known by their address within a process."""
+
+    name = "p2p"
+
+    def __init__(self, world: World, facts: Facts, split: Split, device: int | None, timeout: float) -> None:
+        super().__init__(world, facts, split, device)
+        self._timeout, self._opened = int(timeout * 1e9), {}
+        try:
+            problems = [text.decode() for text in world.gather(self._open().encode())]
+            if any(problems):
+                raise backend.DeviceError("transport 'p2p': " + "; ".join(
+                    f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        except BaseException:
+            self._free()
+            raise
+        own = np.array([self._opened.get(rank, self.memory.at) for rank in range(split.ranks)], np.uint64)
+        self._table = asarray(own, like=np if device is None else "cupy")
+        self.wait()
+        world.barrier()
+
+    def _open(self) -> str:
+        """Learns the addresses of all windows. What does not work, or nothing."""
+        handle, problem = b"", ""
+        if self.device is not None:
+            try:
+                handle = backend.cupy().cuda.runtime.ipcGetMemHandle(self.memory.at)
+            except Exception as error:          # Of the driver, whatever it is
+                problem = f"no CUDA IPC handle of its window: {error}"
+        own = _HANDLE.pack(_PROCESS, _host(), -1 if self.device is None else self.device, self.memory.at,
+                           handle)
+        for rank, theirs in enumerate(self.world.gather(own)):
+            if rank != self.split.me and not problem:
+                problem = self._open_one(rank, *_HANDLE.unpack(theirs))
+        return problem
+
+    def _open_one(self, rank: int, process: bytes, host: bytes, device: int, at: int, handle: bytes) -> str:
+        if process == _PROCESS:
+            self._opened[rank] = at
+            return self._enable(device)
+        if host != _host():
+            return f"rank {rank} is on another host; transport='nccl' reaches it"
+        if self.device is None:
+            return f"rank {rank} is another process; kernels on the CPU need local()"
+        try:
+            self._opened[rank] = backend.cupy().cuda.runtime.ipcOpenMemHandle(handle)
+        except Exception as error:              # Of the driver, whatever it is
+            return f"no access to the window of rank {rank}: {error}"
+        return ""
+
+    def _enable(self, device: int) -> str:
+        """Of another GPU of this process."""
+        if self.device in (None, device):
+            return ""
+        runtime = backend.cupy().cuda.runtime
+        if not runtime.deviceCanAccessPeer(self.device, device):
+            return f"GPU {self.device} has no access to the memory of GPU {device}"
+        try:
+            runtime.deviceEnablePeerAccess(device)
+        except runtime.CUDARuntimeError as error:
+            if "AlreadyEnabled" not in str(error):
+                return str(error)
+        return ""
+
+    def members(self, direction: Direction) -> dict[str, int]:
+        return {**self._common(direction), "at": address(self._table), "state": address(self._state),
+                "late": self.late.at, "errors": error_word(self._state), "flags": self.layout.flags.at,
+                "timeout": self._timeout}
+
+    # ---- exchanges ----
+    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
+        layout = self.layout
+        self.launch(exchange.send_tokens(self.members(Direction.ROUTE), route.sent, self.split,
+                                         self.parts_of_route(route), layout.sizes, counts))
+        return self.array(layout.experts), None if layout.back is None else self.array(layout.back)
+
+    def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
+                 ) -> tuple[Array, Array | None, Array | None]:
+        self.launch(exchange.send_tokens(self.members(Direction.DISPATCH), routing.sent, self.split,
+                                         self.parts_of_tokens(data, scales, probs)))
+        return self.came(data, scales, probs)
+
+    def combine(self, routing: RankRouting, rows: Array, probs: Array | None) -> tuple[Array, Array]:
+        self.launch(self.sending_back(self.members(Direction.RETURN), routing, rows, probs))
+        return self.array(self.layout.returned), self.array(self.layout.gradients)
+
+    # ---- the end ----
+    def close(self) -> None:
+        try:
+            self.wait()
+            self.world.barrier()                # Nobody writes any more.
+        except RankError:
+            pass
+        self._free()
+
+    def _free(self) -> None:
+        if self.device is not None:
+            runtime = backend.cupy().cuda.runtime
+            for at in self._opened.values():
+                try:
+                    runtime.ipcCloseMemHandle(at)
+                except runtime.CUDARuntimeError:
+                    pass                        # of this process
+        self._opened = {}
+        self.memory.free()
+
+
+def _host() -> bytes:
+    """What tells hosts apart."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    text = boot.read_text(encoding="ascii") if boot.exists() else ""
+    return f"{text.strip()}{socket.gethostname()}"[:64].encode().ljust(64, b"\0")

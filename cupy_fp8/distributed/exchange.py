@@ -1,0 +1,126 @@
+"""Launches that send rows. Kernels: kernels_cu/distributed/exchange.cu and sums.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, address
+from ..formats import INPUT_DTYPES
+from ..kernels import Kernel, Launch, Variant, multiprocessors
+from ..layouts import cdiv
+from ..ops.moe.permute_launches import routes, widest_access
+from ..results import Scaled
+from ..routing import Routing
+from .layout import Piece
+from .slots import Split
+
+_THREADS = 256
+_TOKENS, _ROWS = (Kernel("distributed/exchange", entry, block=_THREADS)
+                  for entry in ("send_tokens", "send_rows"))
+_SUMS = Kernel("distributed/sums", "send_sums", block=_THREADS)
+_WARPS = _THREADS // 32
+#: Blocks of a multiprocessor, which keep the links busy; and of the CPU, where every rank's run at once.
+_BLOCKS, _BLOCKS_ON_CPU = 2, 2
+
+
+class Part(NamedTuple):
+    """An array whose rows move, of `items` each; steps in bytes."""
+
+    array: Array
+    items: int
+    row_step: int
+    item_step: int
+
+    @classmethod
+    def rows(cls, a: Array) -> Part:
+        items = prod(a.shape[1:])
+        return cls(a, items, items * a.dtype.itemsize, a.dtype.itemsize)
+
+    @classmethod
+    def scales(cls, x: Scaled) -> Part:
+        """Scales that are compact or gemm_ready."""
+        if x.scale_layout == "compact":
+            return cls.rows(x.scale_inv)
+        size = x.scale_inv.dtype.itemsize
+        return cls(x.scale_inv, x.scale_inv.shape[0], size, x.scale_inv.shape[1] * size)
+
+    def values(self, rows: np.ndarray) -> np.ndarray:
+        """Some rows, of a NumPy array."""
+        whole = self.item_step == self.array.dtype.itemsize
+        found: np.ndarray = self.array[rows] if whole else self.array[:, rows].T
+        return found
+
+    def members(self, to: Piece) -> dict[str, int]:
+        """The struct Part."""
+        size, at = self.array.dtype.itemsize, address(self.array)
+        row_bytes, step, item_step = self.items * size, size, self.item_step
+        if item_step == size:
+            step = item_step = widest_access(at | to.at | row_bytes)
+        return {"from": at, "to": to.at, "row_bytes": row_bytes, "row_step": self.row_step,
+                "item_step": item_step, "step": step,
+                "pieces": cdiv(row_bytes // step, _TOKENS.constant("kItems") * 32)}
+
+
+class Sent(NamedTuple):
+    """A part, and where it goes."""
+
+    part: Part
+    to: Piece
+
+    @property
+    def members(self) -> dict[str, int]:
+        return self.part.members(self.to)
+
+
+def send_tokens(windows: dict[str, int], sent: Routing, split: Split, parts: list[Sent],
+                sizes: Piece | None = None, counts: Array | None = None) -> Launch:
+    """Tokens to the ranks that `sent` gives them to. sizes, counts: where a window has how many came from each
+    rank, and the array that gets them."""
+    members = [part.members for part in parts]
+    units = sent.tokens * min(sent.topk, split.ranks) * sum(part["pieces"] for part in members)
+    telling = {} if sizes is None or counts is None else {"sizes": sizes.at, "counts": address(counts)}
+    return _TOKENS.variant().bind(
+        sent.row_map, _grid(sent.row_map, units), windows=windows, routes=routes(sent, 0),
+        **dict(zip(("data", "scales", "probs"), members, strict=False)), splits=address(sent.splits),
+        offsets=address(sent.offsets), region=split.region, **telling)
+
+
+def send_sums(windows: dict[str, int], received: Routing, counts: Array, split: Split, y: Array, to: Piece,
+              probs: Array | None, probs_to: Piece) -> Launch:
+    """The sum of each token's rows back to the rank that it came from."""
+    columns = prod(y.shape[1:])
+    vector = (address(y) | to.at | columns * y.dtype.itemsize) % 16 == 0
+    pieces = max(1, cdiv(cdiv(columns * y.dtype.itemsize, 16), _SUMS.constant("kItems") * 32))
+    return _SUMS.variant(IN=y.dtype).bind(
+        y, _grid(y, split.ranks * split.region * pieces), windows=windows, y=address(y), to=to.at,
+        probs=0 if probs is None else address(probs), probs_to=probs_to.at, routes=routes(received, 0),
+        counts=address(counts), region=split.region, columns=columns, pieces=pieces, vector=int(vector))
+
+
+def send_rows(windows: dict[str, int], received: Routing, back: Array, split: Split, rows: Sent,
+              probs: Array | None, probs_to: Piece) -> Launch:
+    """Each row back to the rank that its token came from."""
+    data, y = rows.members, rows.part.array
+    return _ROWS.variant().bind(
+        y, _grid(y, received.rows * max(1, data["pieces"])), windows=windows, data=data,
+        probs=0 if probs is None else address(probs), probs_to=probs_to.at, routes=routes(received, 0),
+        back=address(back), region=split.region)
+
+
+def _grid(like: Array, units: int) -> int:
+    """Blocks for so many units of work, a warp each."""
+    if isinstance(like, np.ndarray):
+        return _BLOCKS_ON_CPU
+    return max(1, min(cdiv(units, _WARPS), _BLOCKS * multiprocessors(like.data.device_id)))
+
+
+def variants() -> Iterator[Variant]:
+    """Yields every variant of these kernels."""
+    yield _TOKENS.variant()
+    yield _ROWS.variant()
+    for dtype in INPUT_DTYPES:
+        yield _SUMS.variant(IN=dtype)

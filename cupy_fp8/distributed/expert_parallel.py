@@ -1,0 +1,336 @@
+"""The experts of a layer, spread over ranks: tokens go to the ranks that have their experts, and results back."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from .. import backend
+from ..advice import shown, type_name
+from ..arrays import Array, empty
+from ..formats import INPUT_DTYPES, DType, bfloat16, choice, integer, lookup
+from ..kernels import executor_of
+from ..layouts import padded_rows
+from ..ops.moe.permute import permute, permute_backward, unpermute
+from ..ops.moe.route import route
+from ..recipes import BlockScaling, Recipe
+from ..results import Quantized, Scaled
+from ..routing import MOST_EXPERTS, Routing
+from ..typed_array import TypedArray
+from . import slots, tokens
+from .direct import Direct
+from .errors import RankError
+from .exchange import Part
+from .layout import INT32, Facts
+from .nccl import Nccl, nccl_problem
+from .routing import RankRouting, Route
+from .slots import Split
+from .transport import Messages, Transport
+from .world import World
+
+Reduce: TypeAlias = Literal["rank", "exact"]
+TransportName: TypeAlias = Literal["auto", "nccl", "p2p"]
+
+
+class ExpertParallel:
+    """Sends tokens to the ranks that have their experts, and results back: rank r of R has experts
+    r · E / R to (r + 1) · E / R - 1. Tokens are quantised *before* they are sent; each crosses a link once for
+    each rank that has one of its experts, and becomes the rows of these experts there.
+
+        rows, row_probs = ep.dispatch(x, routing, probs)          # routing = ep.route(topk_ids)
+        y_rows, saved = experts.forward_rows(rows, routing.splits, row_probs)
+        y = ep.combine(y_rows, routing)
+
+    and backward
+
+        grad_rows = ep.combine_backward(grad, routing)
+        dx_rows, row_dprobs, d_up, d_down = experts.backward_rows(grad_rows, saved)
+        dx, dprobs = ep.dispatch_backward(dx_rows, row_dprobs, routing)
+
+    Every method but `close` is collective: all ranks call the same ones in the same order, also a rank without
+    tokens. Counts stay on the device, and nothing waits for it (but for NCCL, see `transport`); with `out` the
+    calls can be captured into a CUDA graph, once they have been made before. What a rank's rows hold are the
+    bytes of one rank that has all tokens, in the order of the ranks, and these experts.
+
+    Parameters
+    ----------
+    world : of `init`, `from_nccl`, `from_mpi` or `local`, which stays the caller's
+    num_experts, topk : of all ranks, a multiple of their number; experts of a token
+    max_tokens, hidden : the most tokens that a rank sends at once, which windows have room for; values of each
+    align : what the rows of an expert begin at multiples of, as for `route`
+    rows : the bound of a rank's rows. None: what always suffices. Routes to rows beyond it are dropped, and
+        noted (`device_errors`)
+    recipe : what tokens are quantised by: BlockScaling of blocks (1, n), MXScaling, or DelayedScaling (whose
+        scale has to be the same on all ranks); None: they are sent as they are, in `dtype`. The experts' recipe
+    dtype : of results and of gradients, bfloat16, float16 or float32: the experts' dtype_out
+    reduce : 'rank': a rank adds up a token's rows in f32, rounds once to dtype and sends the sum, and the sums
+        are added up alike. 'exact': every row comes back, which gives the bytes of one rank; about k / R times
+        as many bytes
+    transport : 'p2p': kernels write into the memory of other GPUs of the host (CUDA IPC). 'nccl': cupy.cuda.nccl
+        sends, to any host; a step first waits for the counts, but in a CUDA graph sends all of max_tokens
+        instead ('exact' cannot). 'auto': p2p if every rank reaches every other. NumPy arrays have a transport
+        of their own, through the world
+    timeout : seconds that a rank is waited for
+    like : the kind of arrays, as for `empty`; default `cupy_fp8.xp`
+
+    Attributes
+    ----------
+    world, rank, size, experts : the world, this rank, the number of ranks, and the experts of a rank
+    transport : the name of what moves rows: 'p2p', 'nccl', or 'messages' of NumPy arrays
+    nbytes : of this rank's windows
+
+    Raises TypeError, ValueError (also where ranks do not agree), DeviceError (no way to the others), RankError.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> def layer(world):
+    ...     ep = fp8.distributed.ExpertParallel(world, num_experts=4, max_tokens=2, hidden=128, topk=1, like=np)
+    ...     routing = ep.route(np.array([[3], [world.rank]]))
+    ...     rows, _ = ep.dispatch(np.ones((2, 128), np.float32), routing)
+    ...     return routing.splits.tolist(), rows.shape
+    >>> fp8.distributed.local(2).run(layer)
+    [([128, 128], (256, 128)), ([0, 128], (256, 128))]
+    """
+
+    def __init__(self, world: World, *, num_experts: int, max_tokens: int, hidden: int, topk: int,
+                 align: int = 128, rows: int | None = None, recipe: Recipe | None = BlockScaling(),
+                 dtype: DType = bfloat16, reduce: Reduce = "rank", transport: TransportName = "auto",
+                 timeout: float = 30.0, like: Any = None) -> None:
+        self._transport: Transport | None = None
+        self._failed: RankError | None = None
+        if not isinstance(world, World):
+            raise TypeError(f"world: expected a World, as init() makes it, got {type_name(world)}")
+        choice(transport, "transport", get_args(TransportName))
+        self.world, self.rank, self.size, self._xp = world, world.rank, world.size, backend.like_module(like)
+        number, region, width, slots_of_token = (
+            _positive(value, name) for value, name in (
+                (num_experts, "num_experts"), (max_tokens, "max_tokens"), (hidden, "hidden"), (topk, "topk")))
+        if number % self.size:
+            raise ValueError(f"num_experts: expected a multiple of the {self.size} ranks, got {number}")
+        if max(number, slots_of_token, self.size) > MOST_EXPERTS:
+            raise ValueError(f"num_experts, topk: expected at most {MOST_EXPERTS}, got {number} and "
+                             f"{slots_of_token}")
+        self.experts = number // self.size
+        self._split = Split(self.size, self.rank, self.experts, region)
+        if rows is None:
+            most = self.size * region * min(slots_of_token, self.experts)
+            rows = padded_rows(most, self.experts, integer(align, "align"))
+        self._facts = Facts(number, region, width, slots_of_token, align, integer(rows, "rows"), recipe,
+                            lookup(dtype, INPUT_DTYPES, "dtype").dtype,
+                            choice(reduce, "reduce", get_args(Reduce)) == "exact")
+        tokens.check_options(self._facts)
+        world.agree({**self._facts._asdict(), "transport": transport, "arrays": self._xp.__name__})
+        self._transport = self._connect(transport, timeout)
+
+    def _connect(self, name: TransportName, timeout: float) -> Transport:
+        given = self.world, self._facts, self._split
+        if self._xp is np:
+            return Direct(*given, None, timeout) if executor_of(np) == "host" else Messages(*given)
+        device = backend.cupy().cuda.runtime.getDevice()
+        if name == "nccl":
+            return Nccl(*given, device, timeout)
+        try:
+            return Direct(*given, device, timeout)
+        except backend.DeviceError as error:
+            if name == "p2p":
+                raise
+            if problem := nccl_problem():
+                raise backend.DeviceError(f"{error}; and not 'nccl': {problem}") from None
+        return Nccl(*given, device, timeout)
+
+    @property
+    def transport(self) -> str:
+        return self._usable().name
+
+    @property
+    def nbytes(self) -> int:
+        return self._usable().layout.nbytes
+
+    def __repr__(self) -> str:
+        kind = "closed" if self._transport is None else self._transport.name
+        return (f"ExpertParallel(rank {self.rank} of {self.size}, {self._facts.num_experts} experts, "
+                f"{self._facts.max_tokens} tokens x {self._facts.hidden}, {kind})")
+
+    # ---- the way out ----
+    def route(self, topk_ids: Array, *, out: RankRouting | None = None) -> RankRouting:
+        """Tell the other ranks which tokens they get, and find the rows of those that come here.
+
+        topk_ids : int32 or int64 array [T, topk], the experts of all ranks that each of this rank's tokens
+            takes, T from 0 to max_tokens; -1: none
+        out : an earlier result for as many tokens, written and returned; needed while a CUDA graph is captured
+
+        Returns a RankRouting. Raises TypeError, ValueError, RankError. An index of no expert counts as -1: NumPy
+        arrays are refused, those of the device noted (`device_errors`).
+        """
+        transport, facts = self._usable(), self._facts
+        tokens.check_ids(topk_ids, facts, self._xp)
+        if out is not None and (not isinstance(out, RankRouting) or out.tokens != len(topk_ids)):
+            raise ValueError(f"out: expected a RankRouting of {len(topk_ids)} tokens, got {shown(out)}")
+        number, window_rows = facts.num_experts, self.size * facts.max_tokens
+        experts, ranks = slots.rank_slots(topk_ids, self._split, out and (out.experts, out.ranks))
+        sent = route(ranks, num_experts=self.size, rows=window_rows, out=out and out.sent)
+        own = None
+        if facts.exact:
+            own = route(experts, num_experts=number, rows=experts.size, out=out and out.own)
+        counts = empty((self.size,), INT32, like=experts) if out is None else out.counts
+        came, back = self._told(transport.route, Route(experts, sent, own), counts)
+        arrived, row_map = slots.arrived_slots(came, counts, back, experts, sent, self._split, out and (
+            out.arrived if back is None else (out.arrived, out.back), out.returned.row_map))
+        if back is not None:
+            arrived, back = arrived
+        received = route(arrived, num_experts=self.experts, rows=facts.rows, align=facts.align,
+                         out=out and out.received)
+        if out is not None:
+            return out
+        returned = Routing._of_fields(**{**vars(sent), "row_map": row_map})
+        return RankRouting(experts, ranks, sent, counts, arrived, received, returned, own, back)
+
+    def dispatch(self, x: Array | Scaled | Quantized, routing: RankRouting, probs: Array | None = None, *,
+                 out: tuple[Any, Any] | None = None) -> tuple[Any, TypedArray | None]:
+        """Send tokens to their experts.
+
+        x : [T, hidden]: an array, which the recipe quantises first, or what it has quantised, row-wise; without
+            a recipe an array of dtype
+        routing : of these tokens
+        probs : f32 array [T, topk]
+        out : an earlier result, written and returned; needed while a CUDA graph is captured (x is quantised
+            before then)
+
+        Returns (rows, row_probs): rows [rows, hidden] of this rank's experts, as `permute` makes them, zeros
+        where no token is; f32 [rows], or None without probs. Raises TypeError, ValueError, RankError.
+        """
+        return self._dispatch(x, routing, probs, out, "x")
+
+    def combine(self, rows: Array, routing: RankRouting, *, out: TypedArray | None = None) -> TypedArray:
+        """Sum the rows of each token, over its experts of all ranks.
+
+        rows : array [rows, hidden] of dtype, what the experts made of dispatched rows, with probs applied
+        out : an earlier result, written and returned; needed while a CUDA graph is captured
+
+        Returns [T, hidden] of dtype: by rank, sums in f32 of a rank's rows, from the last to the first, rounded
+        to dtype, and sums of these, from the last rank to the first, rounded again; exact: sums of all rows, as
+        `unpermute` makes them on one rank. Raises TypeError, ValueError, RankError.
+        """
+        came, _ = self._come_back(rows, None, routing, "rows")
+        return unpermute(came, self._back(routing), out=out)
+
+    # ---- the way back ----
+    def combine_backward(self, grad: Array | Scaled | Quantized, routing: RankRouting, *, out: Any = None) -> Any:
+        """The gradient of `combine`'s rows, [rows, hidden], from that of its result [T, hidden], which is
+        dispatched as x is: an array that the recipe quantises, or what it has quantised."""
+        rows, _ = self._dispatch(grad, routing, None, None if out is None else (out, None), "grad")
+        return rows
+
+    def dispatch_backward(self, dx_rows: Array, row_dprobs: Array | None, routing: RankRouting, *,
+                          out: Any = None) -> tuple[TypedArray, TypedArray | None]:
+        """The gradients of `dispatch`'s x and probs, from those of its rows, [rows, hidden] of dtype, and of
+        row_probs, f32 [rows] or None.
+
+        Returns (dx [T, hidden] of dtype, summed as `combine` does; dprobs f32 [T, topk] or None). out, errors:
+        as for `combine`.
+        """
+        came, probs = self._come_back(dx_rows, row_dprobs, routing, "dx_rows")
+        back = self._back(routing)
+        dx_out, probs_out = (None, None) if out is None else out
+        if row_dprobs is None:
+            return unpermute(came, back, out=dx_out), None
+        if self._facts.exact:
+            made: tuple[TypedArray, TypedArray] = permute_backward(came, back, probs_grad=probs, out=out)
+            return made
+        dx = unpermute(came, back, out=dx_out)
+        return dx, slots.returned_probs(probs, routing.experts, routing.returned.row_map, self._split, probs_out)
+
+    def _dispatch(self, x: Any, routing: RankRouting, probs: Any, out: Any, name: str) -> tuple[Any, Any]:
+        transport, facts = self._usable(), self._facts
+        self._check_routing(routing)
+        tokens.check_probs(probs, routing.tokens, facts, self._xp)
+        given = tokens.read(x, routing.tokens, facts, self._xp, name)
+        data, scales, came_probs = self._told(
+            transport.dispatch, routing, given.data, given.scales, None if probs is None else Part.rows(probs))
+        came, out = given.came(data, scales), self._rows_of(out)
+        if probs is None:
+            return given.rows(permute(came, routing.received, out=out and out[0])), None
+        rows, row_probs = permute(came, routing.received, probs=came_probs, out=out)
+        return given.rows(rows), row_probs
+
+    def _rows_of(self, out: Any) -> Any:
+        """What `permute` wrote of an earlier result."""
+        if out is None:
+            return None
+        rows, row_probs = out
+        return (rows.data if isinstance(rows, Scaled) and rows.block is None else rows), row_probs
+
+    def _come_back(self, rows: Any, row_probs: Any, routing: RankRouting, name: str) -> Any:
+        transport = self._usable()
+        self._check_routing(routing)
+        tokens.check_rows(rows, row_probs, routing.rows, self._facts, self._xp, name)
+        came, probs = self._told(transport.combine, routing, rows, row_probs)
+        if self._facts.exact:                   # The window has room for max_tokens.
+            count = routing.experts.size
+            return came[:count], probs[:count]
+        return came, probs
+
+    def _back(self, routing: RankRouting) -> Routing:
+        """The rows in which tokens come back."""
+        return routing.returned if routing.own is None else routing.own
+
+    def _check_routing(self, routing: Any) -> None:
+        if not isinstance(routing, RankRouting):
+            raise TypeError(f"routing: expected what route() gives, got {type_name(routing)}")
+        backend.require_module(routing.experts, self._xp, "routing")
+        facts, split = self._facts, self._split
+        if (routing.sent.num_experts != split.ranks or routing.received.num_experts != split.local
+                or routing.received.tokens != split.ranks * split.region or routing.rows != facts.rows
+                or routing.sent.topk != facts.topk or (routing.own is not None) != facts.exact):
+            raise ValueError(f"routing: belongs to another ExpertParallel: {routing!r}")
+
+    # ---- failures, and the end ----
+    def _usable(self) -> Transport:
+        if self._failed is not None:
+            raise RankError(f"unusable since a rank did not come: {self._failed}", self._failed.ranks)
+        if self._transport is None:
+            raise ValueError("this ExpertParallel is closed")
+        self._told(self._transport.check)
+        return self._transport
+
+    def _told(self, call: Any, *args: Any) -> Any:
+        """Notes that a rank is lost."""
+        try:
+            return call(*args)
+        except RankError as error:
+            self._failed = error
+            raise
+
+    def check(self) -> None:
+        """Waits for this rank's GPU, and raises RankError if a rank did not come to an exchange within the
+        timeout, naming it; every later call does too."""
+        transport = self._usable()
+        self._told(transport.wait)
+        self._told(transport.check)
+
+    def close(self) -> None:
+        """Frees the windows, once every rank has called it. Calls after the first one do nothing."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_transport", None) is not None:
+            warnings.warn(f"{self!r} was not closed: its windows stay until the process ends", ResourceWarning,
+                          stacklevel=2, source=self)
+
+
+def _positive(value: Any, name: str) -> int:
+    number = integer(value, name)
+    if number < 1:
+        raise ValueError(f"{name}: expected 1 or more, got {shown(number)}")
+    return number

@@ -1,0 +1,64 @@
+"""Memory that is never in CuPy's pool, with arrays at fixed places: windows, which other processes write."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, array_at
+from .layout import Piece
+
+_ALIGNED_TO = 256
+
+
+class Memory:
+    """Zeros at first. device: of CuPy arrays; None: NumPy's."""
+
+    def __init__(self, nbytes: int, device: int | None) -> None:
+        self.nbytes, self._device = max(nbytes, _ALIGNED_TO), device
+        if device is None:
+            self._buffer: Any = np.zeros(self.nbytes + _ALIGNED_TO, np.uint8)
+            self.at = -(-self._buffer.ctypes.data // _ALIGNED_TO) * _ALIGNED_TO
+            return
+        cp = backend.cupy()
+        runtime = cp.cuda.runtime
+        with cp.cuda.Device(device):
+            self.at = runtime.malloc(self.nbytes)
+            runtime.memset(self.at, 0, self.nbytes)
+            runtime.deviceSynchronize()
+        self._buffer = cp.cuda.UnownedMemory(self.at, self.nbytes, self, device)
+
+    def array(self, piece: Piece, dtype: Any = None) -> Array:
+        """The array there, as of another dtype of its size perhaps."""
+        dtype = piece.dtype if dtype is None else dtype
+        if self._device is None:
+            begin = self.at - self._buffer.ctypes.data + piece.at
+            return self._buffer[begin:begin + piece.nbytes].view(dtype).reshape(piece.shape)
+        cp = backend.cupy()
+        return array_at(cp)(piece.shape, dtype, cp.cuda.MemoryPointer(self._buffer, piece.at))
+
+    def free(self) -> None:
+        """Nobody may use it any more. Calls after the first one do nothing."""
+        if self._device is not None and self.at:
+            backend.cupy().cuda.runtime.free(self.at)
+        self.at, self._buffer = 0, None
+
+
+class Late:
+    """A word for each rank, which kernels write and the host reads without waiting: the exchange for which the
+    rank did not come."""
+
+    def __init__(self, ranks: int, device: int | None) -> None:
+        if device is None:
+            self.words: np.ndarray = np.zeros(ranks, np.uint32)
+        else:
+            self._pinned = backend.cupy().cuda.alloc_pinned_memory(4 * ranks)
+            self.words = np.frombuffer(self._pinned, np.uint32, ranks)
+            self.words[:] = 0
+        self.at = self.words.ctypes.data
+
+    def ranks(self) -> list[int]:
+        return [rank for rank, _ in zip(itertools.count(), self.words, strict=False) if self.words[rank]]

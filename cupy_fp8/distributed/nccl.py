@@ -1,0 +1,275 @@
+"""NCCL, through CuPy: kernels gather rows in memory of their own rank, and NCCL sends them."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, address, asarray, empty
+from ..kernels import capturing
+from ..layouts import round_up
+from . import exchange
+from .direct import Windows
+from .errors import RankError
+from .exchange import Part
+from .layout import INT32, Direction, Facts, Piece
+from .memory import Memory
+from .routing import RankRouting, Route
+from .slots import Split
+from .world import World
+
+_ID = struct.Struct("128b")
+_POLLS_PER_SECOND = 20_000
+
+
+def nccl_problem() -> str | None:
+    """Why NCCL cannot be used here, or None if it can."""
+    try:
+        nccl = backend.cupy().cuda.nccl
+        return None if nccl.available else "CuPy finds no NCCL; pip install nvidia-nccl-cu13 (or -cu12)"
+    except (AttributeError, ImportError) as error:
+        return f"CuPy has no NCCL: {error}"
+
+
+def _nccl() -> Any:
+    if problem := nccl_problem():
+        raise backend.DeviceError(f"transport 'nccl': {problem}")
+    # Multicast can put GPUs out of service that others share.
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    return backend.cupy().cuda.nccl
+
+
+class _Nccl(World):
+    """The ranks of a communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        device = backend.cupy().cuda.runtime.getDevice()
+        super().__init__(comm.rank_id(), comm.size(), device)
+        self.communicator, self._nccl = comm, _nccl()
+
+    def gather(self, value: bytes = b"") -> list[bytes]:
+        lengths = self._all(struct.pack("q", len(value)))
+        sizes = [struct.unpack("q", each)[0] for each in lengths]
+        most = max(sizes)
+        if not most:
+            return [b""] * self.size
+        return [each[:size] for each, size in zip(self._all(value.ljust(most, b"\0")), sizes, strict=True)]
+
+    def _all(self, value: bytes) -> list[bytes]:
+        """Values of one length."""
+        stream = backend.cupy().cuda.get_current_stream()
+        own = asarray(np.frombuffer(value, np.uint8), like="cupy")
+        found = empty((self.size, len(value)), np.uint8, like=own)
+        self.communicator.allGather(address(own), address(found), len(value), self._nccl.NCCL_UINT8, stream.ptr)
+        return [row.tobytes() for row in found.get()]
+
+
+def from_nccl(comm: Any) -> World:
+    """The ranks of a `cupy.cuda.nccl.NcclCommunicator`, which stays the caller's. The current device is that of
+    its rank."""
+    return _Nccl(comm)
+
+
+class _Counts(NamedTuple):
+    """What the host knows of a routing. tokens[s, d]: from rank s to d; firsts[s, d]: the first row of rank s
+    that comes back from d, and their end; None unless every row comes back."""
+
+    tokens: np.ndarray
+    firsts: np.ndarray | None
+
+
+class Nccl(Windows):
+    """Grouped sends of rows whose numbers the host knows, or of whole regions while a graph is captured."""
+
+    name = "nccl"
+
+    def __init__(self, world: World, facts: Facts, split: Split, device: int, timeout: float) -> None:
+        self._lib, self._timeout = _nccl(), timeout
+        super().__init__(world, facts, split, device)
+        self._staging = Memory(self.layout.nbytes, device)
+        self._tables = [asarray(np.full(split.ranks, self._staging.at, np.uint64), like="cupy")] * len(Direction)
+        self._rows: Memory | None = None
+        if facts.exact:
+            returned, gradients = self.layout.returned, self.layout.gradients
+            stride = gradients.at - returned.at + round_up(gradients.nbytes, 256)
+            self._stride, self._rows = stride, Memory(stride * split.ranks, device)
+            ats = self._rows.at - returned.at + stride * np.arange(split.ranks)
+            self._tables[Direction.RETURN] = asarray(ats.astype(np.uint64), like="cupy")
+        like = self._state
+        self._matrix = empty((split.ranks, split.ranks), INT32, like=like)
+        self._firsts = empty((split.ranks, split.ranks + 1), np.int64, like=like)
+        #: By the address of a routing's counts.
+        self._known: dict[int, _Counts] = {}
+        self._own = not isinstance(world, _Nccl)
+        self._comm: Any = world.communicator if isinstance(world, _Nccl) else self._made(world, split)
+
+    def _made(self, world: World, split: Split) -> Any:
+        own = _ID.pack(*self._lib.get_unique_id()) if split.me == 0 else b""
+        first = world.gather(own)[0]
+        return self._lib.NcclCommunicator(split.ranks, _ID.unpack(first), split.me)
+
+    def members(self, direction: Direction) -> dict[str, int]:
+        return {**self._common(direction), "at": address(self._tables[direction]), "staged": 1}
+
+    # ---- exchanges ----
+    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
+        self._learn(route, counts)
+        return self._route(route, counts)
+
+    def _route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
+        parts = self.parts_of_route(route)
+        self.launch(exchange.send_tokens(self.members(Direction.ROUTE), route.sent, self.split, parts))
+        self._forward([part.to for part in parts], counts)
+        layout = self.layout
+        return self.array(layout.experts), None if layout.back is None else self.array(layout.back)
+
+    def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
+                 ) -> tuple[Array, Array | None, Array | None]:
+        parts = self.parts_of_tokens(data, scales, probs)
+        self.launch(exchange.send_tokens(self.members(Direction.DISPATCH), routing.sent, self.split, parts))
+        self._forward([part.to for part in parts], routing.counts)
+        return self.came(data, scales, probs)
+
+    def combine(self, routing: RankRouting, rows: Array, probs: Array | None) -> tuple[Array, Array]:
+        layout = self.layout
+        if self.facts.exact and self._capturing():
+            raise ValueError("reduce='exact' with NCCL sends numbers of rows that the host must know, which a "
+                             "CUDA graph cannot learn; take reduce='rank', or transport='p2p'")
+        self.launch(self.sending_back(self.members(Direction.RETURN), routing, rows, probs))
+        pieces = [layout.returned] + ([] if probs is None else [layout.gradients])
+        if self.facts.exact:
+            self._exact(pieces, routing.counts)
+        else:
+            self._backward(pieces, routing.counts)
+        return self.array(layout.returned), self.array(layout.gradients)
+
+    # ---- numbers of rows ----
+    def _capturing(self) -> bool:
+        assert self.device is not None
+        return capturing(self.device)
+
+    def _learn(self, route: Route, counts: Array) -> None:
+        """The numbers of rows between all ranks, on the device, and on the host unless a graph is captured."""
+        stream, lib, ranks = self._stream(), self._lib, self.split.ranks
+        self._comm.allGather(address(route.sent.splits), address(self._matrix), ranks, lib.NCCL_INT32, stream)
+        counts[...] = self._matrix[:, self.split.me]
+        if self._capturing():
+            return
+        firsts = None
+        if route.own is not None:
+            own = route.own.offsets[::self.split.local].copy()
+            self._comm.allGather(address(own), address(self._firsts), ranks + 1, lib.NCCL_INT64, stream)
+            self.wait()
+            firsts = self._firsts.get()
+        self.wait()
+        self._known[address(counts)] = _Counts(self._matrix.get(), firsts)
+
+    def _numbers(self, counts: Array) -> np.ndarray:
+        """Tokens from each rank to each: those of a routing, or what always suffices."""
+        if self._capturing():
+            return np.full((self.split.ranks, self.split.ranks), self.split.region)
+        return self._known[address(counts)].tokens
+
+    # ---- sends ----
+    def _forward(self, pieces: Sequence[Piece], counts: Array) -> None:
+        numbers, me = self._numbers(counts), self.split.me
+        self._group([(piece, rank, rank * self.split.region, int(numbers[me, rank]), rank * self.split.region,
+                      int(numbers[rank, me])) for rank in range(self.split.ranks) for piece in pieces],
+                    self._staging)
+
+    def _backward(self, pieces: Sequence[Piece], counts: Array) -> None:
+        numbers, me = self._numbers(counts), self.split.me
+        self._group([(piece, rank, rank * self.split.region, int(numbers[rank, me]), rank * self.split.region,
+                      int(numbers[me, rank])) for rank in range(self.split.ranks) for piece in pieces],
+                    self._staging)
+
+    def _exact(self, pieces: Sequence[Piece], counts: Array) -> None:
+        firsts, me = self._known[address(counts)].firsts, self.split.me
+        assert firsts is not None and self._rows is not None
+        at = self._rows.at - self.layout.returned.at
+        with _Group(self._lib):
+            for rank in range(self.split.ranks):
+                for piece in pieces:
+                    first, end = firsts[rank, me:me + 2]
+                    self._send(at + rank * self._stride, piece, rank, first, end - first)
+                    first, end = firsts[me, rank:rank + 2]
+                    self._receive(piece, rank, first, end - first)
+
+    def _group(self, transfers: list[tuple[Piece, int, int, int, int, int]], memory: Memory) -> None:
+        """Each: a piece, a rank, and from which row on how many go there, and come from there."""
+        with _Group(self._lib):
+            for piece, rank, first, sent, first_here, came in transfers:
+                self._send(memory.at, piece, rank, first, sent)
+                self._receive(piece, rank, first_here, came)
+
+    def _send(self, base: int, piece: Piece, rank: int, first: int, count: int) -> None:
+        size = piece.nbytes // piece.shape[0]
+        self._comm.send(int(base + piece.at + first * size), int(count * size), self._lib.NCCL_UINT8, rank,
+                        self._stream())
+
+    def _receive(self, piece: Piece, rank: int, first: int, count: int) -> None:
+        size = piece.nbytes // piece.shape[0]
+        self._comm.recv(int(self.memory.at + piece.at + first * size), int(count * size), self._lib.NCCL_UINT8,
+                        rank, self._stream())
+
+    def _stream(self) -> int:
+        return int(backend.cupy().cuda.get_current_stream().ptr)
+
+    # ---- failures, and the end ----
+    def wait(self) -> None:
+        """Waits for the stream, but not for ever: then NCCL is aborted."""
+        cuda = backend.cupy().cuda
+        event, end = cuda.Event(disable_timing=True), time.monotonic() + self._timeout
+        event.record()
+        while not event.done:
+            self.check()
+            if time.monotonic() > end:
+                self._abort(f"an exchange did not end in {self._timeout:g} s")
+            time.sleep(1 / _POLLS_PER_SECOND)
+
+    def check(self) -> None:
+        if self._comm is None:
+            raise RankError("NCCL was aborted")
+        try:
+            self._comm.check_async_error()
+        except self._lib.NcclError as error:
+            self._abort(str(error))
+
+    def _abort(self, reason: str) -> None:
+        comm, self._comm = self._comm, None
+        comm.abort()
+        raise RankError(f"NCCL: {reason}; a rank has ended or is late (NCCL does not say which): this "
+                        "ExpertParallel is unusable from there on")
+
+    def close(self) -> None:
+        try:
+            if self._comm is not None:
+                self.wait()
+                self.world.barrier()
+                if self._own:
+                    self._comm.destroy()
+        except RankError:
+            pass
+        self._comm = None
+        for memory in (self.memory, self._staging, self._rows):
+            if memory is not None:
+                memory.free()
+
+
+class _Group:
+    """Sends and receives that start together."""
+
+    def __init__(self, lib: Any) -> None:
+        self._lib = lib
+
+    def __enter__(self) -> None:
+        self._lib.groupStart()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lib.groupEnd()

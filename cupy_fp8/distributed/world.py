@@ -1,0 +1,223 @@
+"""The ranks of a job, and how they exchange a few bytes: by sockets, by MPI, or as threads of one process."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+from .. import backend
+from ..kernels import Launch
+from .environment import place
+from .errors import RankError, named
+from .rendezvous import Rendezvous
+
+_Made = TypeVar("_Made")
+_TIMEOUT = 30.0
+
+
+class World:
+    """One rank's view of all ranks. Every rank makes the same calls in the same order.
+
+    rank, size : this rank, and how many there are
+    local_rank : this rank among those of its host: the number of its GPU
+    """
+
+    def __init__(self, rank: int, size: int, local_rank: int) -> None:
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+
+    def gather(self, value: bytes = b"") -> list[bytes]:
+        """A few bytes of every rank, by rank; also a barrier of the hosts' programs. Raises RankError, which
+        names the ranks that have ended or are late."""
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        self.gather()
+
+    def together(self, launch: Launch) -> None:
+        """Runs a kernel of NumPy arrays with those of all ranks: they wait for each other."""
+        if self.size > 1:
+            raise RuntimeError("kernels of several processes cannot run together on the CPU; local() can")
+        launch.variant.run_ranks_on_cpu(launch.grid, [launch.values])
+
+    def agree(self, what: Mapping[str, Any]) -> None:
+        """Raises ValueError on all ranks unless they all give the same. (Values are compared as text.)"""
+        own = {name: repr(value) for name, value in what.items()}
+        packed = "\0".join(f"{name}={value}" for name, value in own.items()).encode()
+        for rank, theirs in enumerate(self.gather(packed)):
+            if theirs == packed:
+                continue
+            found = dict(pair.split("=", 1) for pair in theirs.decode(errors="replace").split("\0") if pair)
+            for name in {**own, **found}:
+                if own.get(name) != found.get(name):
+                    raise ValueError(f"{name}: rank {self.rank} has {own.get(name)}, rank {rank} "
+                                     f"{found.get(name)}; all ranks need the same")
+
+    def close(self) -> None:
+        """Ends the connections. Calls after the first one do nothing."""
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+
+class _Processes(World):
+    def __init__(self, rendezvous: Rendezvous, local_rank: int) -> None:
+        super().__init__(rendezvous.rank, rendezvous.size, local_rank)
+        self._rendezvous = rendezvous
+
+    def gather(self, value: bytes = b"") -> list[bytes]:
+        return self._rendezvous.gather(value)
+
+    def close(self) -> None:
+        self._rendezvous.close()
+
+
+def init(*, timeout: float = _TIMEOUT) -> World:
+    """The ranks that a starter of processes has started: torchrun, `python -m cupy_fp8 launch`, mpirun or srun
+    (see `environment.place`). The current GPU becomes that of local_rank. A process without their variables
+    is the only rank.
+
+    timeout : seconds that ranks wait for one another, here and in later calls
+    Raises ValueError for variables that do not fit one another, RankError for ranks that do not come.
+    """
+    here = place()
+    if backend.gpu_problem() is None:
+        backend.cupy().cuda.Device(here.local_rank).use()
+    return _Processes(Rendezvous(here, timeout), here.local_rank)
+
+
+# ---- what a program already has ----
+class _Mpi(World):
+    def __init__(self, comm: Any) -> None:
+        node = comm.Split_type(_mpi().COMM_TYPE_SHARED)
+        super().__init__(comm.Get_rank(), comm.Get_size(), node.Get_rank())
+        node.Free()
+        self._comm = comm
+
+    def gather(self, value: bytes = b"") -> list[bytes]:
+        import numpy as np
+
+        mpi, own = _mpi(), np.frombuffer(value, np.uint8)
+        lengths = np.zeros(self.size, np.int64)
+        self._comm.Allgather(np.array([len(value)], np.int64), lengths)
+        ends = np.cumsum(lengths)
+        got = np.zeros(int(ends[-1]), np.uint8)
+        self._comm.Allgatherv(own, [got, lengths, ends - lengths, mpi.BYTE])
+        return [part.tobytes() for part in np.split(got, ends[:-1])]
+
+
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI
+
+
+def from_mpi(comm: Any) -> World:
+    """The ranks of an mpi4py communicator, which stays the caller's."""
+    return _Mpi(comm)
+
+
+# ---- threads of one process ----
+class _Meeting:
+    """Where the threads of `local` meet."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.values: list[bytes] = [b""] * size
+        self.launches: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=timeout)
+        self.came: set[int] = set()
+        self.lock = threading.Lock()
+        self.missing: tuple[int, ...] = ()
+
+
+class _Threads(World):
+    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+        super().__init__(rank, size, rank)
+        self._meeting = meeting
+
+    def gather(self, value: bytes = b"") -> list[bytes]:
+        meeting = self._meeting
+        with meeting.lock:
+            meeting.values[self.rank] = bytes(value)
+            meeting.came.add(self.rank)
+        self._wait()
+        gathered = list(meeting.values)
+        with meeting.lock:
+            meeting.came.discard(self.rank)
+        self._wait()
+        return gathered
+
+    def _wait(self) -> None:
+        meeting = self._meeting
+        try:
+            meeting.barrier.wait()
+        except threading.BrokenBarrierError:
+            with meeting.lock:
+                meeting.missing = meeting.missing or tuple(
+                    rank for rank in range(self.size) if rank not in meeting.came)
+            raise RankError(f"{named(meeting.missing)} have ended or are late", meeting.missing) from None
+
+    def together(self, launch: Launch) -> None:
+        meeting = self._meeting
+        meeting.launches[self.rank] = launch
+        self.gather()
+        if self.rank == 0:
+            launch.variant.run_ranks_on_cpu(launch.grid, [each.values for each in meeting.launches])
+        self.gather()
+
+    def leave(self) -> None:
+        """This rank has failed: the others are not to wait for it."""
+        self._meeting.barrier.abort()
+
+
+class Local(list[World]):
+    """The ranks of one process, by rank."""
+
+    def run(self, function: Callable[[World], _Made]) -> list[_Made]:
+        """function(rank's world) in a thread for each rank; their results by rank. The first error of a rank
+        that did not only wait for others is raised."""
+        results: list[Any] = [None] * len(self)
+        errors: dict[int, BaseException] = {}
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = function(self[rank])
+            except BaseException as error:          # It is raised below, in the caller's thread.
+                errors[rank] = error
+                leave = getattr(self[rank], "leave", None)
+                if leave is not None:
+                    leave()
+
+        # What the caller has chosen (an executor) is chosen in the threads too.
+        threads = [threading.Thread(target=contextvars.copy_context().run, args=(one, rank), name=f"rank {rank}")
+                   for rank in range(len(self))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            own = [error for error in errors.values() if not isinstance(error, RankError)]
+            raise (own or list(errors.values()))[0]
+        return results
+
+
+def local(size: int, *, timeout: float = _TIMEOUT) -> Local:
+    """So many ranks in this process, each for a thread of its own: for NumPy arrays, tests and notebooks.
+
+    >>> import cupy_fp8 as fp8
+    >>> fp8.distributed.local(3).run(lambda world: world.gather(bytes([world.rank])))[0]
+    [b'\\x00', b'\\x01', b'\\x02']
+    """
+    if size < 1:
+        raise ValueError(f"size: expected 1 or more, got {size}")
+    meeting = _Meeting(size, timeout)
+    return Local(_Threads(rank, size, meeting) for rank in range(size))

@@ -1,0 +1,113 @@
+// An exchange of rows between ranks (distributed/windows.cuh; docs/numerics.md, section 13). Nothing is
+// computed.
+//
+// send_tokens   Each token goes once to each rank that a routing by rank gives it to: of the rows of rank d
+//               the i-th one, token t = sources[offsets[d] + i] / topk, becomes row me * region + i of the
+//               arrays in d's window. Up to three arrays move: data, scales at any strides, probs; or the
+//               experts of tokens, and the rows that each slot's result will have. It can also tell how many
+//               tokens it sends, and gets how many came from each rank.
+// send_rows     Each row of a routing of tokens that came goes back to the rank that sent the token: to row
+//               back[slot] there, and its value of `probs` beside it.
+//
+// A warp copies pieces of up to 2 KB. Neighbouring warps send to different ranks, so that all links are busy.
+// It reads every row once and stores it once to a window. There are no defines.
+#include "distributed/windows.cuh"
+
+// An array whose rows move.
+struct Part {
+    const u8* from;
+    i64 to;                      // where it lies in a window
+    i64 row_bytes;               // in a window
+    i64 row_step, item_step;     // bytes from a row of `from` to the next, and from an item to the next
+    u32 step;                    // bytes of an item: 16, 4, 2 or 1
+    u32 pieces;                  // of a row
+};
+
+struct SendTokensParams {
+    Windows windows;
+    Part data, scales, probs;    // pieces 0: none
+    Routes routes;               // by rank
+    const i32* splits;           // [ranks] tokens for each rank
+    const i64* offsets;          // [ranks + 1]
+    i64 region;                  // rows that a window has for each rank
+    i64 sizes;                   // where a window has how many tokens came from each rank, i32 [ranks]
+    i32* counts;                 // [ranks] that many; null: nobody tells
+};
+
+struct SendRowsParams {
+    Windows windows;
+    Part data;
+    const u32* probs;            // [rows] f32, or null
+    i64 probs_to;                // where a window has them
+    Routes routes;               // by expert, of region tokens of each rank
+    const i32* back;             // [tokens, topk] rows in the window of the rank that sent the token
+    i64 region;
+};
+
+// Returns the row of a window that i-th token between two ranks has.
+__device__ __forceinline__ i64 landing(const SendTokensParams& p, int to, i64 i) {
+    return (p.windows.staged ? to : p.windows.me) * p.region + i;
+}
+
+__device__ __forceinline__ void send_part(const Part& part, u8* window, i64 from, i64 to, u32 piece) {
+    copy_piece(window + part.to + to * part.row_bytes, part.from + from * part.row_step, part.row_bytes,
+               part.step, part.item_step, piece);
+}
+
+__device__ __forceinline__ void send_all_tokens(const SendTokensParams& p, const Exchange& exchange) {
+    const int ranks = p.windows.ranks;
+    const u32 data = p.data.pieces, scales = data + p.scales.pieces, pieces = scales + p.probs.pieces;
+    i64 most = 0;
+    for (int rank = 0; rank < ranks; rank++) {
+        const i64 size = load_read_only(p.splits + rank);
+        most = size > most ? size : most;
+    }
+    for (i64 unit = first_unit(); unit < most * ranks * pieces; unit += unit_step()) {
+        const i64 row = unit / pieces, i = row / ranks;
+        const u32 piece = (u32)(unit - row * pieces);
+        const int to = (int)((p.windows.me + 1 + row - i * ranks) % ranks);
+        if (i >= load_read_only(p.splits + to)) continue;
+        const i64 token = p.routes.token_of(load_read_only(p.offsets + to) + i), at = landing(p, to, i);
+        if (token < 0) continue;
+        u8* const window = exchange.window(to);
+        if (piece < data) send_part(p.data, window, token, at, piece);
+        else if (piece < scales) send_part(p.scales, window, token, at, piece - data);
+        else send_part(p.probs, window, token, at, piece - scales);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+send_tokens(const __grid_constant__ SendTokensParams p) {
+    Exchange exchange(p.windows);
+    const int ranks = p.windows.ranks;
+    const bool fine = exchange.begin();
+    if (fine) {
+        send_all_tokens(p, exchange);
+        if (p.counts && !p.windows.staged && blockIdx.x == 0)
+            for (int to = threadIdx.x; to < ranks; to += kThreads)
+                reinterpret_cast<i32*>(exchange.window(to) + p.sizes)[p.windows.me] = p.splits[to];
+    }
+    if (exchange.end(fine) && p.counts)
+        for (int rank = threadIdx.x; rank < ranks; rank += kThreads)
+            p.counts[rank] = reinterpret_cast<const i32*>(exchange.window(p.windows.me) + p.sizes)[rank];
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+send_rows(const __grid_constant__ SendRowsParams p) {
+    Exchange exchange(p.windows);
+    const bool fine = exchange.begin();
+    const u32 pieces = p.data.pieces > 1 ? p.data.pieces : 1;
+    for (i64 unit = first_unit(); fine && unit < p.routes.rows * pieces; unit += unit_step()) {
+        const i64 row = unit / pieces;
+        const u32 piece = (u32)(unit - row * pieces);
+        const i32 slot = load_read_only(p.routes.sources + row);
+        if (slot < 0) continue;
+        const i64 to = load_read_only(p.back + slot);
+        if (to < 0) continue;
+        u8* const window = exchange.window((int)(slot / p.routes.topk / p.region));
+        send_part(p.data, window, row, to, piece);
+        if (p.probs && piece == 0 && threadIdx.x % 32 == 0)
+            reinterpret_cast<u32*>(window + p.probs_to)[to] = load_read_only(p.probs + row);
+    }
+    exchange.end(fine);
+}

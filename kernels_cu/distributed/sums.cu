@@ -1,0 +1,100 @@
+// send_sums adds up the rows of each token that came from another rank, and sends the sum back there
+// (distributed/windows.cuh; docs/numerics.md, section 13):
+//
+//   window of rank s [me * region + i] = narrow(sum of y[row]) over the rows of token s * region + i, the last
+//                                        row first
+//
+// y IN [rows, columns]; rows as unpermute adds them up. Beside it go the gradients of the token's probs: f32
+// [topk], 0 for a slot without a row here.
+//
+// A warp takes a token and up to 128 chunks of 16 bytes of its columns. It finds the token's rows from the
+// last one on, and has four chunks of two rows in flight. It reads every row once.
+//
+// Defines:
+//   IN      the format of y
+#include "moe/row_sums.cuh"
+#include "distributed/windows.cuh"
+
+struct SendSumsParams {
+    Windows windows;
+    const IN::storage* y;
+    const u32* probs;            // [rows] f32 gradients of the rows' probs, or null
+    i64 to, probs_to;            // where a window has sums [ranks * region, columns], gradients [.., topk]
+    Routes routes;               // of region tokens of each rank
+    const i32* counts;           // [ranks] how many of these there are
+    i64 region, columns;
+    u32 pieces;                  // of a row
+    u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
+};
+
+// Returns a token's last row before `before`, or -1. The whole warp calls it.
+__device__ __forceinline__ i32 last_row(const Routes& routes, i64 token, i32 before) {
+    i32 last = -1;
+    for (u32 k = threadIdx.x % 32; k < routes.topk; k += 32) {
+        const i32 row = (i32)routes.row(token * routes.topk + k);
+        if (row < before && row > last) last = row;
+    }
+    return __reduce_max_sync(~0u, last);
+}
+
+template <bool kVector>
+__device__ __forceinline__ void sum_piece(const SendSumsParams& p, i64 token, IN::storage* to, u32 piece) {
+    const i64 chunks = (p.columns + kCount - 1) / kCount, first = (i64)piece * kPieceItems + threadIdx.x % 32;
+    ChunkSums sums[kItems];
+    int rows = 0;
+    for (i32 row = last_row(p.routes, token, 0x7fffffff); row >= 0;
+         row = last_row(p.routes, token, row), rows++) {
+        RowChunk part[kItems];
+#pragma unroll
+        for (int u = 0; u < kItems; u++) {
+            const i64 chunk = first + 32 * u, column = chunk * kCount;
+            const IN::storage* const from = p.y + row * p.columns + column;
+            if (chunk < chunks)
+                part[u] = kVector ? RowChunk::load(from)
+                                  : RowChunk::load_partial(from, left_of(p.columns - column, kCount));
+        }
+#pragma unroll
+        for (int u = 0; u < kItems; u++)
+            if (first + 32 * u < chunks) sums[u].add(part[u], 1.0f);
+    }
+#pragma unroll
+    for (int u = 0; u < kItems; u++) {
+        const i64 column = (first + 32 * u) * kCount;
+        if (column >= p.columns) break;
+        if (kVector) sums[u].narrow(rows).store_whole(to + column);
+        else sums[u].narrow(rows).store_partial(to + column, left_of(p.columns - column, kCount));
+    }
+}
+
+__device__ __forceinline__ void send_probs(const SendSumsParams& p, i64 token, u32* to) {
+    for (u32 k = threadIdx.x % 32; k < p.routes.topk; k += 32) {
+        const i64 row = p.routes.row(token * p.routes.topk + k);
+        to[k] = row < 0 ? 0 : load_read_only(p.probs + row);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+send_sums(const __grid_constant__ SendSumsParams p) {
+    Exchange exchange(p.windows);
+    const int ranks = p.windows.ranks, me = p.windows.me;
+    const bool fine = exchange.begin();
+    i64 most = 0;
+    for (int rank = 0; rank < ranks; rank++) {
+        const i64 size = load_read_only(p.counts + rank);
+        most = size > most ? size : most;
+    }
+    for (i64 unit = first_unit(); fine && unit < most * ranks * p.pieces; unit += unit_step()) {
+        const i64 index = unit / p.pieces, i = index / ranks;
+        const u32 piece = (u32)(unit - index * p.pieces);
+        const int to = (int)((me + 1 + index - i * ranks) % ranks);
+        if (i >= load_read_only(p.counts + to)) continue;
+        u8* const window = exchange.window(to);
+        const i64 token = to * p.region + i, at = (p.windows.staged ? to : me) * p.region + i;
+        IN::storage* const row = reinterpret_cast<IN::storage*>(window + p.to) + at * p.columns;
+        if (p.vector) sum_piece<true>(p, token, row, piece);
+        else sum_piece<false>(p, token, row, piece);
+        if (p.probs && piece == 0)
+            send_probs(p, token, reinterpret_cast<u32*>(window + p.probs_to) + at * p.routes.topk);
+    }
+    exchange.end(fine);
+}

@@ -1,0 +1,161 @@
+// Ranks write into each other's windows: memory that each has for what the others send. A launch is an
+// exchange. All ranks make the same ones in the same order, and each ends when everything for its rank has
+// come.
+//
+// A window's flags say how far its peers are: flag [0, r] the last exchange whose rows rank r has sent here,
+// flag [1, r] the last one that rank r has begun. Numbers of exchanges count up from 1.
+//
+// What an exchange leaves in a window is read by later launches of its rank's stream, before the rank's next
+// exchange. So whoever has sent the rows of a later exchange no longer reads those of an earlier one, and a
+// part of the windows may be written again if any exchange, of another part, lies between. If none does, ranks
+// first tell each other that they have begun.
+#pragma once
+#include "memory/errors.cuh"
+#include "moe/routes.cuh"
+#include "numerics/amax.cuh"
+
+// Words of Windows::state, which are 0 at first.
+constexpr int kDone = 0, kExchanges = 1, kFailed = 2, kUsed = 3;
+
+struct Windows {
+    const u64* at;               // [ranks] addresses of the windows of all ranks
+    u32* state;                  // this rank's: blocks done, exchanges done, whether one has failed, and for
+                                 // each direction its last exchange
+    u32* late;                   // [ranks] the exchange for which a rank did not come, or 0; in the host's memory
+    u32* errors;
+    i64 flags;                   // where a window has its flags [2, ranks]
+    u64 timeout;                 // nanoseconds
+    i32 me, ranks;
+    u32 direction;               // which part of the windows is written
+    u32 staged;                  // 1: `at` is memory of this rank, from which others send. Nobody is waited for
+};
+
+// ---- memory that other GPUs see ----
+__device__ __forceinline__ u32 load_acquire(const u32* flag) {
+#ifdef CUPY_FP8_HOST
+    return host_load_acquire(flag);
+#else
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+#endif
+}
+__device__ __forceinline__ void store_release(u32* flag, u32 value) {
+#ifdef CUPY_FP8_HOST
+    host_store_release(flag, value);
+#else
+    asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(value) : "memory");
+#endif
+}
+__device__ __forceinline__ u64 nanoseconds(u64 polls) {
+#ifdef CUPY_FP8_HOST
+    host_yield();
+    return polls;
+#else
+    u64 time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+#endif
+}
+__device__ __forceinline__ bool has_come(const u32* flag, u32 exchange, u64 timeout) {
+    const u64 start = nanoseconds(0);
+    for (u64 polls = 1; (i32)(load_acquire(flag) - exchange) < 0; polls++)
+        if (nanoseconds(polls) - start > timeout) return false;
+    return true;
+}
+
+// ---- an exchange ----
+// A kernel's whole blocks call begin(), write rows, and call end().
+class Exchange {
+public:
+    __device__ __forceinline__ explicit Exchange(const Windows& windows) : w(windows) {}
+
+    // Returns whether rows may be written.
+    __device__ __forceinline__ bool begin() {
+        if (w.staged) return true;
+        const u32 before = load_relaxed(w.state + kExchanges);
+        number = before + 1;
+        bool fine = !load_relaxed(w.state + kFailed);
+        if (fine && before && load_relaxed(w.state + kUsed + w.direction) == before) {
+            if (blockIdx.x == 0) tell(1);
+            fine = all_came(1);
+        }
+        return __syncthreads_and(fine);
+    }
+
+    // Returns true in the one block that goes on when the rows of all ranks have come.
+    __device__ __forceinline__ bool end(bool fine) {
+        if (w.staged) return false;
+        __shared__ bool last;
+        __threadfence_system();
+        if (!is_last_block(last, w.state + kDone, gridDim.x)) return false;
+        __threadfence_system();
+        if (fine) {
+            tell(0);
+            fine = all_came(0);
+        }
+        fine = __syncthreads_and(fine);
+        if (threadIdx.x == 0) {
+            atomicExch(w.state + kUsed + w.direction, number);
+            atomicExch(w.state + kExchanges, number);
+        }
+        return fine;
+    }
+
+    __device__ __forceinline__ u8* window(int rank) const { return reinterpret_cast<u8*>(w.at[rank]); }
+
+private:
+    const Windows& w;
+    u32 number = 0;
+
+    __device__ __forceinline__ u32* flag(int window_of, int kind, int rank) const {
+        return reinterpret_cast<u32*>(window(window_of) + w.flags) + kind * w.ranks + rank;
+    }
+    __device__ __forceinline__ void tell(int kind) const {
+        for (int rank = threadIdx.x; rank < w.ranks; rank += kThreads)
+            store_release(flag(rank, kind, w.me), number);
+    }
+    __device__ __forceinline__ bool all_came(int kind) const {
+        bool all = true;
+        for (int rank = threadIdx.x; rank < w.ranks; rank += kThreads) {
+            if (has_come(flag(w.me, kind, rank), number, w.timeout)) continue;
+            all = false;
+            atomicExch(w.late + rank, number);
+            atomicExch(w.state + kFailed, 1u);
+            report(w.errors, kRankLate);
+        }
+        return all;
+    }
+};
+
+// ---- what a warp does ----
+// Rows are cut into pieces of 128 items.
+constexpr int kItems = 4, kPieceItems = 32 * kItems;
+
+// Units of work are pieces of rows: a warp's first one, and from one to its next.
+__device__ __forceinline__ i64 first_unit() { return (i64)blockIdx.x * kWarps + threadIdx.x / 32; }
+__device__ __forceinline__ i64 unit_step() { return (i64)gridDim.x * kWarps; }
+
+template <class T>
+__device__ __forceinline__ void copy_items(u8* to, const u8* from, i64 item_step, int items) {
+    T item[kItems];
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int u = 0; u < kItems; u++)
+        if (lane + 32 * u < items) item[u] = load_piece<T>(from + (lane + 32 * u) * item_step);
+#pragma unroll
+    for (int u = 0; u < kItems; u++)
+        if (lane + 32 * u < items) *reinterpret_cast<T*>(to + (lane + 32 * u) * sizeof(T)) = item[u];
+}
+// A warp copies a piece of a row: items of `step` bytes, which lie item_step apart in `from`.
+__device__ __forceinline__ void copy_piece(u8* to, const u8* from, i64 row_bytes, u32 step, i64 item_step,
+                                           u32 piece) {
+    const i64 first = (i64)piece * kPieceItems;
+    const int items = left_of(row_bytes / step - first, kPieceItems);
+    to += first * step;
+    from += first * item_step;
+    if (step == 16) copy_items<uint4>(to, from, item_step, items);
+    else if (step == 4) copy_items<u32>(to, from, item_step, items);
+    else if (step == 2) copy_items<u16>(to, from, item_step, items);
+    else copy_items<u8>(to, from, item_step, items);
+}
