@@ -1,4 +1,4 @@
-"""The command line: python -m cupy_fp8 demo | info | selftest | bench | list | inspect | convert."""
+"""The command line: python -m cupy_fp8 demo | info | selftest | launch | bench | list | inspect | convert."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMANDS = {
     "info": "versions, GPU, compiler, caches, and what works here",
     "list": "the ops, by family",
     "selftest": "every op against its reference on this machine: a quick pass, or --full",
+    "launch": "a script in a process for each GPU, which distributed.init() finds",
     "bench": "time, GB/s, share of copy speed and host time of every op (needs a GPU)",
     "inspect": "what a checkpoint holds: every tensor, its form and the range of its scales",
     "convert": "a checkpoint to FP8, between FP8 formats, or back to bfloat16",

@@ -34,6 +34,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--executor", choices=testing.EXECUTORS,
                         help="where to run the kernels (default: the GPU where there is one, else the CPU; "
                         "without g++ the reference, which has none)")
+    parser.add_argument("--ranks", type=int, metavar="N",
+                        help="check exchanges of N ranks instead: a process each on GPUs, threads on the CPU")
     options = parser.parse_intermixed_args(argv)
     ops = [cases.OPS[name] for name in names.chosen_ops(parser, options.ops)]
     name: testing.ExecutorName = options.executor or _first_that_runs()
@@ -42,6 +44,10 @@ def main(argv: list[str]) -> int:
         print(f"the {name} executor cannot run here: {problem}")
         return 1
     print(f"executor: {name}", flush=True)
+    if options.ranks:
+        from .selftest_ranks import run as run_ranks
+
+        return run_ranks(options.ranks, name)
     if name == "reference":
         _say_left_out()
     progress = Progress()

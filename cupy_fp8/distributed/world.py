@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -91,8 +92,16 @@ def init(*, timeout: float = _TIMEOUT) -> World:
     """
     here = place()
     if backend.gpu_problem() is None:
-        backend.cupy().cuda.Device(here.local_rank).use()
+        backend.cupy().cuda.Device(_gpu_of(here.local_rank)).use()
     return _Processes(Rendezvous(here, timeout), here.local_rank)
+
+
+def _gpu_of(local_rank: int) -> int:
+    count = int(backend.cupy().cuda.runtime.getDeviceCount())
+    if local_rank >= count and os.environ.get("CUPY_FP8_SHARE_GPUS") != "1":
+        raise ValueError(f"rank {local_rank} of this host has no GPU of its own: {count} visible; start as many "
+                         "ranks, or set CUPY_FP8_SHARE_GPUS=1 (launch --share-gpus) to try something out")
+    return local_rank % count
 
 
 # ---- what a program already has ----
