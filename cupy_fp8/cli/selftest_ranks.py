@@ -132,7 +132,7 @@ def arrays(made: Any) -> Iterator[Array]:
         for part in made:
             yield from arrays(part)
     elif isinstance(made, RankRouting):
-        for part in vars(made).values():
+        for part in made.__getstate__().values():
             if hasattr(part, "_arrays"):
                 yield from part._arrays().values()
             elif part is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from .. import backend
 from ..arrays import Array, address, asarray, zeros
 from ..kernels import Launch, error_word
+from ..routing import Routing
 from . import exchange
 from .errors import RankError, named
 from .exchange import Part, Sent
@@ -24,6 +26,8 @@ from .transport import Transport
 from .world import World
 
 _HANDLE = struct.Struct("!16s64sqQ64s")     # process, host, device, address of the window, handle
+#: Launches that are known again.
+_MOST_KNOWN = 256
 _PROCESS = secrets.token_bytes(16)
 
 
@@ -37,17 +41,25 @@ class Windows(Transport):
         like = np if device is None else backend.cupy()
         self._state = zeros(4 + len(Direction), np.uint32, like=like)
         self.late = Late(split.ranks, device)
+        self._known: dict[tuple[Any, ...], Launch] = {}
 
     def members(self, direction: Direction) -> dict[str, int]:
         """The struct Windows."""
         raise NotImplementedError
 
-    def launch(self, made: Launch) -> None:
-        """Runs it; on the CPU with those of all ranks."""
+    def launch(self, make: Callable[..., Launch], direction: Direction, *args: Any) -> None:
+        """Runs what make(windows, *args) gives; on the CPU with those of all ranks. The same memory gives the
+        same launch again."""
         if self.device is None:
-            self.world.together(made)
-        else:
-            made.run()
+            self.world.together(make(self.members(direction), *args))
+            return
+        key = make, direction, *map(_place, args)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = make(self.members(direction), *args)
+            self._known[key].keep()
+        self._known[key].run()
 
     def array(self, piece: Piece, dtype: Any = None) -> Array:
         return self.memory.array(piece, dtype)
@@ -73,15 +85,14 @@ class Windows(Transport):
         return (self.array(self.layout.data, data.array.dtype), of_scales,
                 None if probs is None else self.array(self.layout.probs))
 
-    def sending_back(self, windows: dict[str, int], routing: RankRouting, rows: Array, probs: Array | None
-                     ) -> Launch:
+    def send_back(self, routing: RankRouting, rows: Array, probs: Array | None) -> None:
         layout = self.layout
         if self.facts.exact:
-            assert routing.back is not None
-            return exchange.send_rows(windows, routing.received, routing.back, self.split,
-                                      Sent(Part.rows(rows), layout.returned), probs, layout.gradients)
-        return exchange.send_sums(windows, routing.received, routing.counts, self.split, rows, layout.returned,
-                                  probs, layout.gradients)
+            self.launch(exchange.send_rows, Direction.RETURN, routing.received, routing.back, self.split,
+                        Sent(Part.rows(rows), layout.returned), probs, layout.gradients)
+        else:
+            self.launch(exchange.send_sums, Direction.RETURN, routing.received, routing.counts, self.split, rows,
+                        layout.returned, probs, layout.gradients)
 
     def check(self) -> None:
         if late := self.late.ranks():
@@ -165,18 +176,18 @@ class Direct(Windows):
     # ---- exchanges ----
     def route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
         layout = self.layout
-        self.launch(exchange.send_tokens(self.members(Direction.ROUTE), route.sent, self.split,
-                                         self.parts_of_route(route), layout.sizes, counts))
+        self.launch(exchange.send_tokens, Direction.ROUTE, route.sent, self.split, self.parts_of_route(route),
+                    layout.sizes, counts)
         return self.array(layout.experts), None if layout.back is None else self.array(layout.back)
 
     def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
                  ) -> tuple[Array, Array | None, Array | None]:
-        self.launch(exchange.send_tokens(self.members(Direction.DISPATCH), routing.sent, self.split,
-                                         self.parts_of_tokens(data, scales, probs)))
+        self.launch(exchange.send_tokens, Direction.DISPATCH, routing.sent, self.split,
+                    self.parts_of_tokens(data, scales, probs))
         return self.came(data, scales, probs)
 
     def combine(self, routing: RankRouting, rows: Array, probs: Array | None) -> tuple[Array, Array]:
-        self.launch(self.sending_back(self.members(Direction.RETURN), routing, rows, probs))
+        self.send_back(routing, rows, probs)
         return self.array(self.layout.returned), self.array(self.layout.gradients)
 
     # ---- the end ----
@@ -198,6 +209,19 @@ class Direct(Windows):
                     pass                        # of this process
         self._opened = {}
         self.memory.free()
+
+
+def _place(given: Any) -> Any:
+    """What a launch depends on: where arrays are, and their shapes."""
+    if isinstance(given, (Piece, Split)) or given is None:
+        return given
+    if isinstance(given, Routing):
+        return address(given.row_map), address(given.sources), address(given.splits), given.row_map.shape
+    if isinstance(given, Part):
+        return address(given.array), given.array.shape, given.array.dtype, *given[1:]
+    if isinstance(given, (list, tuple)):
+        return tuple(map(_place, given))
+    return address(given), given.shape, given.dtype
 
 
 def _host() -> bytes:

@@ -185,7 +185,9 @@ class ExpertParallel:
         if out is not None:
             return out
         returned = Routing._of_fields(**{**vars(sent), "row_map": row_map})
-        return RankRouting(experts, ranks, sent, counts, arrived, received, returned, own, back)
+        made = RankRouting(experts, ranks, sent, counts, arrived, received, returned, own, back)
+        made.__dict__["_of"] = self._facts
+        return made
 
     def dispatch(self, x: Array | Scaled | Quantized, routing: RankRouting, probs: Array | None = None, *,
                  out: tuple[Any, Any] | None = None) -> tuple[Any, TypedArray | None]:
@@ -279,6 +281,8 @@ class ExpertParallel:
     def _check_routing(self, routing: Any) -> None:
         if not isinstance(routing, RankRouting):
             raise TypeError(f"routing: expected what route() gives, got {type_name(routing)}")
+        if routing._of is self._facts:
+            return
         backend.require_module(routing.experts, self._xp, "routing")
         facts, split = self._facts, self._split
         if (routing.sent.num_experts != split.ranks or routing.received.num_experts != split.local

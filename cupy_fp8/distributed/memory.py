@@ -19,6 +19,8 @@ class Memory:
 
     def __init__(self, nbytes: int, device: int | None) -> None:
         self.nbytes, self._device = max(nbytes, _ALIGNED_TO), device
+        #: What calls have asked for: ops know a call again by its arrays.
+        self._arrays: dict[tuple[Piece, np.dtype[Any]], Array] = {}
         if device is None:
             self._buffer: Any = np.zeros(self.nbytes + _ALIGNED_TO, np.uint8)
             self.at = -(-self._buffer.ctypes.data // _ALIGNED_TO) * _ALIGNED_TO
@@ -33,7 +35,12 @@ class Memory:
 
     def array(self, piece: Piece, dtype: Any = None) -> Array:
         """The array there, as of another dtype of its size perhaps."""
-        dtype = piece.dtype if dtype is None else dtype
+        key = piece, dtype or piece.dtype
+        if key not in self._arrays:
+            self._arrays[key] = self._made(*key)
+        return self._arrays[key]
+
+    def _made(self, piece: Piece, dtype: np.dtype[Any]) -> Array:
         if self._device is None:
             begin = self.at - self._buffer.ctypes.data + piece.at
             return self._buffer[begin:begin + piece.nbytes].view(dtype).reshape(piece.shape)
@@ -44,7 +51,7 @@ class Memory:
         """Nobody may use it any more. Calls after the first one do nothing."""
         if self._device is not None and self.at:
             backend.cupy().cuda.runtime.free(self.at)
-        self.at, self._buffer = 0, None
+        self.at, self._buffer, self._arrays = 0, None, {}
 
 
 class Late:

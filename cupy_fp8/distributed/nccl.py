@@ -6,6 +6,7 @@ import os
 import struct
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from .routing import RankRouting, Route
 from .slots import Split
 from .world import World
 
+_INSTALL = "pip install 'cupy_fp8[distributed]' (CUDA 12: [distributed12])"
 _ID = struct.Struct("128b")
 _POLLS_PER_SECOND = 20_000
 
@@ -31,10 +33,10 @@ _POLLS_PER_SECOND = 20_000
 def nccl_problem() -> str | None:
     """Why NCCL cannot be used here, or None if it can."""
     try:
-        nccl = backend.cupy().cuda.nccl
-        return None if nccl.available else "CuPy finds no NCCL; pip install nvidia-nccl-cu13 (or -cu12)"
-    except (AttributeError, ImportError) as error:
-        return f"CuPy has no NCCL: {error}"
+        available = import_module("cupy.cuda.nccl").available
+    except ImportError as error:
+        return f"CuPy cannot load NCCL ({error}): {_INSTALL}"
+    return None if available else f"CuPy finds no NCCL: {_INSTALL}"
 
 
 def _nccl() -> Any:
@@ -42,7 +44,7 @@ def _nccl() -> Any:
         raise backend.DeviceError(f"transport 'nccl': {problem}")
     # Multicast can put GPUs out of service that others share.
     os.environ["NCCL_NVLS_ENABLE"] = "0"
-    return backend.cupy().cuda.nccl
+    return import_module("cupy.cuda.nccl")
 
 
 class _Nccl(World):
@@ -105,7 +107,7 @@ class Nccl(Windows):
         self._matrix = empty((split.ranks, split.ranks), INT32, like=like)
         self._firsts = empty((split.ranks, split.ranks + 1), np.int64, like=like)
         #: By the address of a routing's counts.
-        self._known: dict[int, _Counts] = {}
+        self._counts: dict[int, _Counts] = {}
         self._own = not isinstance(world, _Nccl)
         self._comm: Any = world.communicator if isinstance(world, _Nccl) else self._made(world, split)
 
@@ -120,11 +122,8 @@ class Nccl(Windows):
     # ---- exchanges ----
     def route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
         self._learn(route, counts)
-        return self._route(route, counts)
-
-    def _route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
         parts = self.parts_of_route(route)
-        self.launch(exchange.send_tokens(self.members(Direction.ROUTE), route.sent, self.split, parts))
+        self.launch(exchange.send_tokens, Direction.ROUTE, route.sent, self.split, parts)
         self._forward([part.to for part in parts], counts)
         layout = self.layout
         return self.array(layout.experts), None if layout.back is None else self.array(layout.back)
@@ -132,7 +131,7 @@ class Nccl(Windows):
     def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
                  ) -> tuple[Array, Array | None, Array | None]:
         parts = self.parts_of_tokens(data, scales, probs)
-        self.launch(exchange.send_tokens(self.members(Direction.DISPATCH), routing.sent, self.split, parts))
+        self.launch(exchange.send_tokens, Direction.DISPATCH, routing.sent, self.split, parts)
         self._forward([part.to for part in parts], routing.counts)
         return self.came(data, scales, probs)
 
@@ -141,7 +140,7 @@ class Nccl(Windows):
         if self.facts.exact and self._capturing():
             raise ValueError("reduce='exact' with NCCL sends numbers of rows that the host must know, which a "
                              "CUDA graph cannot learn; take reduce='rank', or transport='p2p'")
-        self.launch(self.sending_back(self.members(Direction.RETURN), routing, rows, probs))
+        self.send_back(routing, rows, probs)
         pieces = [layout.returned] + ([] if probs is None else [layout.gradients])
         if self.facts.exact:
             self._exact(pieces, routing.counts)
@@ -168,13 +167,13 @@ class Nccl(Windows):
             self.wait()
             firsts = self._firsts.get()
         self.wait()
-        self._known[address(counts)] = _Counts(self._matrix.get(), firsts)
+        self._counts[address(counts)] = _Counts(self._matrix.get(), firsts)
 
     def _numbers(self, counts: Array) -> np.ndarray:
         """Tokens from each rank to each: those of a routing, or what always suffices."""
         if self._capturing():
             return np.full((self.split.ranks, self.split.ranks), self.split.region)
-        return self._known[address(counts)].tokens
+        return self._counts[address(counts)].tokens
 
     # ---- sends ----
     def _forward(self, pieces: Sequence[Piece], counts: Array) -> None:
@@ -190,7 +189,7 @@ class Nccl(Windows):
                     self._staging)
 
     def _exact(self, pieces: Sequence[Piece], counts: Array) -> None:
-        firsts, me = self._known[address(counts)].firsts, self.split.me
+        firsts, me = self._counts[address(counts)].firsts, self.split.me
         assert firsts is not None and self._rows is not None
         at = self._rows.at - self.layout.returned.at
         with _Group(self._lib):

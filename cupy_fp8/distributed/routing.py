@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..arrays import Array, Result
 from ..routing import Routing
@@ -47,6 +47,8 @@ class RankRouting(Result):
     returned: Routing
     own: Routing | None = None
     back: TypedArray | None = None
+    #: The facts of the ExpertParallel that has made it.
+    _of: ClassVar[Any] = None
 
     @property
     def splits(self) -> TypedArray:
