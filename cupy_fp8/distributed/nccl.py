@@ -26,7 +26,6 @@ from .slots import Split
 from .world import World
 
 _INSTALL = "pip install 'cupy_fp8[distributed]' (CUDA 12: [distributed12])"
-_ID = struct.Struct("128b")
 _POLLS_PER_SECOND = 20_000
 
 
@@ -112,9 +111,9 @@ class Nccl(Windows):
         self._comm: Any = world.communicator if isinstance(world, _Nccl) else self._made(world, split)
 
     def _made(self, world: World, split: Split) -> Any:
-        own = _ID.pack(*self._lib.get_unique_id()) if split.me == 0 else b""
+        own = bytes(each % 256 for each in self._lib.get_unique_id()) if split.me == 0 else b""
         first = world.gather(own)[0]
-        return self._lib.NcclCommunicator(split.ranks, _ID.unpack(first), split.me)
+        return self._lib.NcclCommunicator(split.ranks, tuple(first), split.me)
 
     def members(self, direction: Direction) -> dict[str, int]:
         return {**self._common(direction), "at": address(self._tables[direction]), "staged": 1}
