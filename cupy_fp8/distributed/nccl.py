@@ -111,9 +111,8 @@ class Nccl(Windows):
         self._comm: Any = world.communicator if isinstance(world, _Nccl) else self._made(world, split)
 
     def _made(self, world: World, split: Split) -> Any:
-        own = bytes(each % 256 for each in self._lib.get_unique_id()) if split.me == 0 else b""
-        first = world.gather(own)[0]
-        return self._lib.NcclCommunicator(split.ranks, tuple(first), split.me)
+        own = self._lib.get_unique_id() if split.me == 0 else b""
+        return self._lib.NcclCommunicator(split.ranks, world.gather(own)[0], split.me)
 
     def members(self, direction: Direction) -> dict[str, int]:
         return {**self._common(direction), "at": address(self._tables[direction]), "staged": 1}
