@@ -18,10 +18,19 @@ __all__ = ["Routing"]
 
 #: The most experts, and the most slots of a token: kernels keep these in shared memory.
 MOST_EXPERTS = 1024
+#: The most slots of all tokens, and rows: indices are int32.
+MOST_SLOTS = 2**31 - 1
 
 _ALIGNS = tuple(1 << i for i in range(8))
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+def as_align(align: Any) -> int:
+    """ValueError unless it is one of those that there are."""
+    if integer(align, "align") not in _ALIGNS:
+        raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got {shown(align)}")
+    return integer(align, "align")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +73,7 @@ class Routing(Result):
         backend.require_module(self.splits, xp, "splits")
         if integer(self.rows, "rows") < 0:
             raise ValueError(f"rows: expected an integer of 0 or more, got {shown(self.rows)}")
-        if integer(self.align, "align") not in _ALIGNS:
-            raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got "
-                             f"{shown(self.align)}")
-        self.__dict__.update(rows=integer(self.rows, "rows"), align=integer(self.align, "align"))
+        self.__dict__.update(rows=integer(self.rows, "rows"), align=as_align(self.align))
         if self.row_map.ndim != 2:
             raise ValueError(f"row_map: expected shape [T, topk], got {self.row_map.shape}")
         if self.splits.ndim != 1:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,16 +156,19 @@ def compare(actual: dict[str, Any], desired: dict[str, Any]) -> None:
                 raise AssertionError(f"{name}: {error}") from None
 
 
-def check(world: World, case: Case, like: Any, transport: Any = "auto", repeats: int = 2) -> None:
+def check(world: World, case: Case, like: Any, transport: Any = "auto", repeats: int = 2,
+          others: testing.ExecutorName | None = None) -> None:
     """Raises AssertionError unless every step gives the bytes of NumPy arrays: new, into poisoned results, and
-    (on a GPU) from five replays of a graph."""
+    (on a GPU) from five replays of a graph. others: what runs all kernels but the exchanges; None: what runs
+    these."""
     gpu = like is not np
     with testing.executor("reference"), parallel(world, case, np) as ep:
         data, wanted = [], []
         for index in range(len(case.tokens) * repeats):
             data.append(given(case, world.size, world.rank, ep._facts.rows, index))
             wanted.append(step(ep, data[-1], case))
-    with parallel(world, case, like, transport) as ep:
+    with (parallel(world, case, like, transport) as ep,
+          nullcontext() if others is None else testing.executor(others)):
         last: dict[int, dict[str, Any]] = {}
         for index, (g, desired) in enumerate(zip(data, wanted, strict=True)):
             count = len(g.x)

@@ -18,7 +18,7 @@ from ..ops.moe.permute import permute, permute_backward, unpermute
 from ..ops.moe.route import route
 from ..recipes import BlockScaling, Recipe
 from ..results import Quantized, Scaled
-from ..routing import MOST_EXPERTS, Routing
+from ..routing import MOST_EXPERTS, MOST_SLOTS, Routing, as_align
 from ..typed_array import TypedArray
 from . import slots, tokens
 from .direct import Direct
@@ -112,12 +112,15 @@ class ExpertParallel:
         if max(number, slots_of_token, self.size) > MOST_EXPERTS:
             raise ValueError(f"num_experts, topk: expected at most {MOST_EXPERTS}, got {number} and "
                              f"{slots_of_token}")
-        self.experts = number // self.size
+        if self.size * region * slots_of_token > MOST_SLOTS:
+            raise ValueError(f"max_tokens: {self.size} ranks with {region} tokens of {slots_of_token} slots are "
+                             "more slots than int32 counts (2**31 - 1)")
+        align, self.experts = as_align(align), number // self.size
         self._split = Split(self.size, self.rank, self.experts, region)
         if rows is None:
             most = self.size * region * min(slots_of_token, self.experts)
-            rows = padded_rows(most, self.experts, integer(align, "align"))
-        self._facts = Facts(number, region, width, slots_of_token, align, integer(rows, "rows"), recipe,
+            rows = padded_rows(most, self.experts, align)
+        self._facts = Facts(number, region, width, slots_of_token, align, _positive(rows, "rows"), recipe,
                             lookup(dtype, INPUT_DTYPES, "dtype").dtype,
                             choice(reduce, "reduce", get_args(Reduce)) == "exact")
         tokens.check_options(self._facts)

@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class Nccl(Windows):
     name = "nccl"
 
     def __init__(self, world: World, facts: Facts, split: Split, device: int, timeout: float) -> None:
-        self._lib, self._timeout = _nccl(), timeout
+        self.lib, self._timeout = _nccl(), timeout
         super().__init__(world, facts, split, device)
         self._staging = Memory(self.layout.nbytes, device)
         self._tables = [asarray(np.full(split.ranks, self._staging.at, np.uint64), like="cupy")] * len(Direction)
@@ -111,8 +111,8 @@ class Nccl(Windows):
         self._comm: Any = world.communicator if isinstance(world, _Nccl) else self._made(world, split)
 
     def _made(self, world: World, split: Split) -> Any:
-        own = self._lib.get_unique_id() if split.me == 0 else b""
-        return self._lib.NcclCommunicator(split.ranks, world.gather(own)[0], split.me)
+        own = self.lib.get_unique_id() if split.me == 0 else b""
+        return self.lib.NcclCommunicator(split.ranks, world.gather(own)[0], split.me)
 
     def members(self, direction: Direction) -> dict[str, int]:
         return {**self._common(direction), "at": address(self._tables[direction]), "staged": 1}
@@ -153,19 +153,23 @@ class Nccl(Windows):
 
     def _learn(self, route: Route, counts: Array) -> None:
         """The numbers of rows between all ranks, on the device, and on the host unless a graph is captured."""
-        stream, lib, ranks = self._stream(), self._lib, self.split.ranks
-        self._comm.allGather(address(route.sent.splits), address(self._matrix), ranks, lib.NCCL_INT32, stream)
+        lib, ranks = self.lib, self.split.ranks
+        self._all(route.sent.splits, self._matrix, ranks, lib.NCCL_INT32)
         counts[...] = self._matrix[:, self.split.me]
         if self._capturing():
             return
         firsts = None
         if route.own is not None:
             own = route.own.offsets[::self.split.local].copy()
-            self._comm.allGather(address(own), address(self._firsts), ranks + 1, lib.NCCL_INT64, stream)
+            self._all(own, self._firsts, ranks + 1, lib.NCCL_INT64)
             self.wait()
             firsts = self._firsts.get()
         self.wait()
         self._counts[address(counts)] = _Counts(self._matrix.get(), firsts)
+
+    def _all(self, own: Array, every: Array, count: int, kind: int) -> None:
+        with _Group(self):
+            self._comm.allGather(address(own), address(every), count, kind, self._stream())
 
     def _numbers(self, counts: Array) -> np.ndarray:
         """Tokens from each rank to each: those of a routing, or what always suffices."""
@@ -190,7 +194,7 @@ class Nccl(Windows):
         firsts, me = self._counts[address(counts)].firsts, self.split.me
         assert firsts is not None and self._rows is not None
         at = self._rows.at - self.layout.returned.at
-        with _Group(self._lib):
+        with _Group(self):
             for rank in range(self.split.ranks):
                 for piece in pieces:
                     first, end = firsts[rank, me:me + 2]
@@ -200,19 +204,19 @@ class Nccl(Windows):
 
     def _group(self, transfers: list[tuple[Piece, int, int, int, int, int]], memory: Memory) -> None:
         """Each: a piece, a rank, and from which row on how many go there, and come from there."""
-        with _Group(self._lib):
+        with _Group(self):
             for piece, rank, first, sent, first_here, came in transfers:
                 self._send(memory.at, piece, rank, first, sent)
                 self._receive(piece, rank, first_here, came)
 
     def _send(self, base: int, piece: Piece, rank: int, first: int, count: int) -> None:
         size = piece.nbytes // piece.shape[0]
-        self._comm.send(int(base + piece.at + first * size), int(count * size), self._lib.NCCL_UINT8, rank,
+        self._comm.send(int(base + piece.at + first * size), int(count * size), self.lib.NCCL_UINT8, rank,
                         self._stream())
 
     def _receive(self, piece: Piece, rank: int, first: int, count: int) -> None:
         size = piece.nbytes // piece.shape[0]
-        self._comm.recv(int(self.memory.at + piece.at + first * size), int(count * size), self._lib.NCCL_UINT8,
+        self._comm.recv(int(self.memory.at + piece.at + first * size), int(count * size), self.lib.NCCL_UINT8,
                         rank, self._stream())
 
     def _stream(self) -> int:
@@ -227,7 +231,7 @@ class Nccl(Windows):
         while not event.done:
             self.check()
             if time.monotonic() > end:
-                self._abort(f"an exchange did not end in {self._timeout:g} s")
+                self.abort(f"an exchange did not end in {self._timeout:g} s")
             time.sleep(1 / _POLLS_PER_SECOND)
 
     def check(self) -> None:
@@ -235,10 +239,11 @@ class Nccl(Windows):
             raise RankError("NCCL was aborted")
         try:
             self._comm.check_async_error()
-        except self._lib.NcclError as error:
-            self._abort(str(error))
+        except self.lib.NcclError as error:
+            self.abort(str(error))
 
-    def _abort(self, reason: str) -> None:
+    def abort(self, reason: str) -> NoReturn:
+        """A rank is lost: whatever still waits for it ends."""
         comm, self._comm = self._comm, None
         comm.abort()
         raise RankError(f"NCCL: {reason}; a rank has ended or is late (NCCL does not say which): this "
@@ -260,13 +265,20 @@ class Nccl(Windows):
 
 
 class _Group:
-    """Sends and receives that start together."""
+    """Sends and receives that start together. NCCL's errors are those of ranks."""
 
-    def __init__(self, lib: Any) -> None:
-        self._lib = lib
+    def __init__(self, nccl: Nccl) -> None:
+        self._nccl = nccl
 
     def __enter__(self) -> None:
-        self._lib.groupStart()
+        self._nccl.check()
+        self._nccl.lib.groupStart()
 
-    def __exit__(self, *_: Any) -> None:
-        self._lib.groupEnd()
+    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
+        failure = self._nccl.lib.NcclError
+        try:
+            self._nccl.lib.groupEnd()
+        except failure as of_group:
+            error = error or of_group
+        if isinstance(error, failure):
+            self._nccl.abort(str(error))

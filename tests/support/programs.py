@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 from cupy_fp8.cases import OPS, Registration
 from cupy_fp8.diagnostics import on_gpu
+from cupy_fp8.distributed import exchange, slots
 from cupy_fp8.kernels import Variant
 
-#: No op launches the kernels of these sources: the benchmark's delay, and the sums of diagnostics.error.
-WITHOUT_OP = frozenset({"bench/delay", "diagnostics/error_sums"})
+#: No op launches the kernels of these sources: the benchmark's delay, the sums of diagnostics.error, and the
+#: exchanges of ranks.
+WITHOUT_OP = frozenset({"bench/delay", "diagnostics/error_sums", "distributed/exchange", "distributed/slots",
+                        "distributed/sums"})
 
 
 class Program(NamedTuple):
@@ -39,4 +42,5 @@ def launched_variants() -> dict[Program, Variant]:
 
 def all_programs() -> tuple[Program, ...]:
     """The programs of all ops, and those in WITHOUT_OP."""
-    return (*launched_variants(), *map(Program.of, on_gpu.variants()), Program("bench/delay", "delay", ()))
+    others = (*on_gpu.variants(), *exchange.variants(), *slots.variants())
+    return (*launched_variants(), *map(Program.of, others), Program("bench/delay", "delay", ()))

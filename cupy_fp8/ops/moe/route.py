@@ -16,13 +16,11 @@ from ...calls.descriptions import Description, Written
 from ...formats import flag, integer
 from ...kernels import Kernel, Launch, Variant
 from ...layouts import cdiv, padded_rows, round_up
-from ...routing import MOST_EXPERTS, Routing
+from ...routing import MOST_EXPERTS, MOST_SLOTS, Routing, as_align
 
 _WARPS = 8
 _COUNT, _RANK = (Kernel("moe/route", entry, block=32 * _WARPS) for entry in ("route_count", "route_rank"))
 _ROUTES = 64                # routes that a warp takes, at least
-_MOST_ALIGN = 128
-_MOST = 2**31 - 1           # the largest number of row_map
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 
 
@@ -109,13 +107,11 @@ def _extents(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, top
         raise ValueError(f"num_experts: expected 1 to {MOST_EXPERTS}, got {shown(experts)}")
     if not 0 <= slots <= MOST_EXPERTS:
         raise ValueError(f"topk: expected 0 to {MOST_EXPERTS}, got {shown(slots)}")
-    align = integer(align, "align")
-    if not 1 <= align <= _MOST_ALIGN or align & align - 1:
-        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {shown(align)}")
+    align = as_align(align)
     bound = padded_rows(tokens * slots, experts, align) if rows is None else integer(rows, "rows")
     if bound < 0:
         raise ValueError(f"rows: expected 0 or more, got {shown(bound)}")
-    if max(bound, tokens * slots) > _MOST:
+    if max(bound, tokens * slots) > MOST_SLOTS:
         raise ValueError(f"rows: {shown(bound)} rows of {tokens * slots} routes are more than int32 holds "
                          "(2**31 - 1); split the tokens")
     return _RoutingShape(mask, tokens, slots, experts, bound, align)

@@ -87,15 +87,18 @@ public:
     __device__ __forceinline__ bool end(bool fine) {
         if (w.staged) return false;
         __shared__ bool last;
-        __threadfence_system();
-        if (!is_last_block(last, w.state + kDone, gridDim.x)) return false;
-        __threadfence_system();
+        __threadfence_system();                         // What this thread has written comes before flags.
+        __syncthreads();
+        if (threadIdx.x == 0) last = atomicAdd(w.state + kDone, 1u) == gridDim.x - 1;
+        __syncthreads();
+        if (!last) return false;
         if (fine) {
             tell(0);
             fine = all_came(0);
         }
         fine = __syncthreads_and(fine);
         if (threadIdx.x == 0) {
+            atomicExch(w.state + kDone, 0u);
             atomicExch(w.state + kUsed + w.direction, number);
             atomicExch(w.state + kExchanges, number);
         }
