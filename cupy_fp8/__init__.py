@@ -58,7 +58,7 @@ __all__ = [
     "asarray", "asnumpy", "bytes_equal", "concatenate", "device_errors", "empty", "empty_like",
     "from_dlpack", "full", "load", "quantize", "save", "to_dlpack", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
-    "diagnostics", "io", "moe", "plot",
+    "diagnostics", "distributed", "io", "moe", "plot",
 ]  # fmt: skip
 # The ops. `python -m cupy_fp8 list --write` writes this list and their imports.
 __all__ += [

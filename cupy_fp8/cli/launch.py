@@ -1,8 +1,8 @@
-"""python -m cupy_fp8 launch -n 4 script.py …: a process for each GPU, which `cupy_fp8.distributed.init` finds.
+"""python -m cupy_fp8 launch -n 4 script.py …: a process for each GPU, which `distributed.init` finds.
 
-Each gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them, and a token that no
-other job has. SIGINT and SIGTERM are passed on. When a process fails, the others are told to end (SIGTERM, and
-SIGKILL after some seconds), and the exit code is that of the first one that failed.
+Each gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them, and a token that
+no other job has. SIGINT and SIGTERM are passed on. When a process fails, the others are told to end (SIGTERM,
+and SIGKILL after some seconds), and the exit code is that of the first one that failed.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ _BLOCKS = BlockScaling()
 
 
 class Case(NamedTuple):
-    """tokens: of each rank, in each step; a rank beyond the list has those of the first. dropped: the share of
-    slots that are nowhere; to: the one expert that all tokens take first."""
+    """tokens: of each rank, in each step; a rank beyond the list has those of the first. dropped: the share
+    of slots that are nowhere; to: the one expert that all tokens take first."""
 
     name: str
     tokens: tuple[tuple[int, ...], ...] = ((9, 4, 0, 7),)
@@ -59,7 +59,8 @@ CASES = (
     Case("float16, odd width", recipe=None, dtype=float16, hidden=33, align=8),
     Case("blocks, odd width", hidden=200, topk=1, probs=False),
     Case("blocks, odd width, exact", hidden=203, exact=True, dtype=float32),
-    Case("fewer tokens each time", tokens=((9, 9, 9, 9), (3, 9, 0, 1), (0, 0, 2, 0), (0, 0, 0, 0), (9, 1, 9, 1))),
+    Case("fewer tokens each time", tokens=((9, 9, 9, 9), (3, 9, 0, 1), (0, 0, 2, 0), (0, 0, 0, 0), (9, 1, 9,
+                                                                                                    1))),
     Case("fewer tokens each time, exact", exact=True,
          tokens=((9, 9, 9, 9), (3, 9, 0, 1), (0, 0, 2, 0), (0, 0, 0, 0), (9, 1, 9, 1))),
     Case("all to one rank", to=2, topk=1, dropped=0.0),
@@ -105,7 +106,8 @@ def given(case: Case, ranks: int, rank: int, rows: int, step: int, seed: int = 0
 def parallel(world: World, case: Case, like: Any, transport: Any = "auto", **options: Any) -> ExpertParallel:
     tokens = max(max(counts) for counts in case.tokens)
     return ExpertParallel(
-        world, num_experts=world.size * case.local, max_tokens=max(1, tokens), hidden=case.hidden, topk=case.topk,
+        world, num_experts=world.size * case.local, max_tokens=max(1, tokens), hidden=case.hidden,
+        topk=case.topk,
         align=case.align, rows=case.rows, recipe=case.recipe, dtype=case.dtype,
         reduce="exact" if case.exact else "rank", transport=transport, like=like, **options)
 
@@ -127,10 +129,8 @@ def quantised(x: Array | Scaled, case: Case) -> Any:
 
 def arrays(made: Any) -> Iterator[Array]:
     """All arrays of a step's results."""
-    if isinstance(made, dict):
-        made = tuple(made.values())
-    if isinstance(made, tuple) and not isinstance(made, Scaled):
-        for part in made:
+    if isinstance(made, (dict, tuple)):
+        for part in made.values() if isinstance(made, dict) else made:
             yield from arrays(part)
     elif isinstance(made, RankRouting):
         for part in made.__getstate__().values():
@@ -158,9 +158,9 @@ def compare(actual: dict[str, Any], desired: dict[str, Any]) -> None:
 
 def check(world: World, case: Case, like: Any, transport: Any = "auto", repeats: int = 2,
           others: testing.ExecutorName | None = None) -> None:
-    """Raises AssertionError unless every step gives the bytes of NumPy arrays: new, into poisoned results, and
-    (on a GPU) from five replays of a graph. others: what runs all kernels but the exchanges; None: what runs
-    these."""
+    """Raises AssertionError unless every step gives the bytes of NumPy arrays: new, into poisoned results,
+    and (on a GPU) from five replays of a graph. others: what runs all kernels but the exchanges; None: what
+    runs these."""
     gpu = like is not np
     with testing.executor("reference"), parallel(world, case, np) as ep:
         data, wanted = [], []
@@ -170,7 +170,7 @@ def check(world: World, case: Case, like: Any, transport: Any = "auto", repeats:
     with (parallel(world, case, like, transport) as ep,
           nullcontext() if others is None else testing.executor(others)):
         last: dict[int, dict[str, Any]] = {}
-        for index, (g, desired) in enumerate(zip(data, wanted, strict=True)):
+        for g, desired in zip(data, wanted, strict=True):
             count = len(g.x)
             for each in arrays(last.get(count, ())):
                 cases.poison(each)

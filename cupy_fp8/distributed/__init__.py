@@ -8,8 +8,9 @@ _Processes(rank 0 of 1)
 
 from .errors import RankError
 from .expert_parallel import ExpertParallel
-from .routing import RankRouting
 from .nccl import from_nccl
+from .routing import RankRouting
 from .world import Local, World, from_mpi, init, local
 
-__all__ = ["ExpertParallel", "Local", "RankError", "RankRouting", "World", "from_mpi", "from_nccl", "init", "local"]
+__all__ = ["ExpertParallel", "Local", "RankError", "RankRouting", "World", "from_mpi", "from_nccl", "init",
+           "local"]

@@ -6,6 +6,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Windows(Transport):
         self._state = zeros(4 + len(Direction), np.uint32, like=like)
         self.late = Late(split.ranks, device)
         self._known: dict[tuple[Any, ...], Launch] = {}
+        self.nbytes = self.memory.nbytes
 
     def members(self, direction: Direction) -> dict[str, int]:
         """The struct Windows."""
@@ -51,7 +53,7 @@ class Windows(Transport):
         """Runs what make(windows, *args) gives; on the CPU with those of all ranks. The same memory gives the
         same launch again."""
         if self.device is None:
-            self.world.together(make(self.members(direction), *args))
+            self.world._together(make(self.members(direction), *args))
             return
         key = make, direction, *map(_place, args)
         if key not in self._known:
@@ -89,9 +91,10 @@ class Windows(Transport):
         layout = self.layout
         if self.facts.exact:
             self.launch(exchange.send_rows, Direction.RETURN, routing.received, routing.back, self.split,
-                        Sent(Part.rows(rows), layout.returned), probs, layout.gradients)
+                        routing.arrived, Sent(Part.rows(rows), layout.returned), probs, layout.gradients)
         else:
-            self.launch(exchange.send_sums, Direction.RETURN, routing.received, routing.counts, self.split, rows,
+            self.launch(exchange.send_sums, Direction.RETURN, routing.received, routing.counts, self.split,
+                        rows,
                         layout.returned, probs, layout.gradients)
 
     def check(self) -> None:
@@ -111,7 +114,8 @@ class Direct(Windows):
 
     def __init__(self, world: World, facts: Facts, split: Split, device: int | None, timeout: float) -> None:
         super().__init__(world, facts, split, device)
-        self._timeout, self._opened = int(timeout * 1e9), {}
+        self._timeout = int(timeout * 1e9)
+        self._opened: dict[int, int] = {}
         try:
             problems = [text.decode() for text in world.gather(self._open().encode())]
             if any(problems):
@@ -203,10 +207,8 @@ class Direct(Windows):
         if self.device is not None:
             runtime = backend.cupy().cuda.runtime
             for at in self._opened.values():
-                try:
+                with suppress(runtime.CUDARuntimeError):        # An address of this process is no handle.
                     runtime.ipcCloseMemHandle(at)
-                except runtime.CUDARuntimeError:
-                    pass                        # of this process
         self._opened = {}
         self.memory.free()
 

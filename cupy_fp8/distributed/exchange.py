@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -78,15 +78,15 @@ class Sent(NamedTuple):
 
 def send_tokens(windows: dict[str, int], sent: Routing, split: Split, parts: list[Sent],
                 sizes: Piece | None = None, counts: Array | None = None) -> Launch:
-    """Tokens to the ranks that `sent` gives them to. sizes, counts: where a window has how many came from each
-    rank, and the array that gets them."""
+    """Tokens to the ranks that `sent` gives them to. sizes, counts: where a window has how many came from
+    each rank, and the array that gets them."""
     members = [part.members for part in parts]
     units = sent.tokens * min(sent.topk, split.ranks) * sum(part["pieces"] for part in members)
     telling = {} if sizes is None or counts is None else {"sizes": sizes.at, "counts": address(counts)}
+    given: dict[str, Any] = dict(zip(("data", "scales", "probs"), members, strict=False)) | telling
     return _TOKENS.variant().bind(
         sent.row_map, _grid(sent.row_map, units), windows=windows, routes=routes(sent, 0),
-        **dict(zip(("data", "scales", "probs"), members, strict=False)), splits=address(sent.splits),
-        offsets=address(sent.offsets), region=split.region, **telling)
+        splits=address(sent.splits), offsets=address(sent.offsets), region=split.region, **given)
 
 
 def send_sums(windows: dict[str, int], received: Routing, counts: Array, split: Split, y: Array, to: Piece,
@@ -101,14 +101,15 @@ def send_sums(windows: dict[str, int], received: Routing, counts: Array, split: 
         counts=address(counts), region=split.region, columns=columns, pieces=pieces, vector=int(vector))
 
 
-def send_rows(windows: dict[str, int], received: Routing, back: Array, split: Split, rows: Sent,
-              probs: Array | None, probs_to: Piece) -> Launch:
-    """Each row back to the rank that its token came from."""
+def send_rows(windows: dict[str, int], received: Routing, back: Array, split: Split, arrived: Array,
+              rows: Sent, probs: Array | None, probs_to: Piece) -> Launch:
+    """Each row back to the rank that its token came from. arrived: this rank's experts of the slots that came,
+    -1 for none."""
     data, y = rows.members, rows.part.array
     return _ROWS.variant().bind(
         y, _grid(y, received.rows * max(1, data["pieces"])), windows=windows, data=data,
         probs=0 if probs is None else address(probs), probs_to=probs_to.at, routes=routes(received, 0),
-        back=address(back), region=split.region)
+        back=address(back), arrived=address(arrived), region=split.region)
 
 
 def _grid(like: Array, units: int) -> int:

@@ -1,4 +1,5 @@
-"""The experts of a layer, spread over ranks: tokens go to the ranks that have their experts, and results back."""
+"""The experts of a layer, spread over ranks: tokens go to the ranks that have their experts, and results
+back."""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ from .slots import Split
 from .transport import Messages, Transport
 from .world import World
 
+_BLOCKS = BlockScaling()
 Reduce: TypeAlias = Literal["rank", "exact"]
 TransportName: TypeAlias = Literal["auto", "nccl", "p2p"]
 
 
 class ExpertParallel:
     """Sends tokens to the ranks that have their experts, and results back: rank r of R has experts
-    r · E / R to (r + 1) · E / R - 1. Tokens are quantised *before* they are sent; each crosses a link once for
-    each rank that has one of its experts, and becomes the rows of these experts there.
+    r · E / R to (r + 1) · E / R - 1. Tokens are quantised *before* they are sent; each crosses a link once
+    for each rank that has one of its experts, and becomes the rows of these experts there.
 
         rows, row_probs = ep.dispatch(x, routing, probs)          # routing = ep.route(topk_ids)
         y_rows, saved = experts.forward_rows(rows, routing.splits, row_probs)
@@ -50,29 +52,31 @@ class ExpertParallel:
         dx_rows, row_dprobs, d_up, d_down = experts.backward_rows(grad_rows, saved)
         dx, dprobs = ep.dispatch_backward(dx_rows, row_dprobs, routing)
 
-    Every method but `close` is collective: all ranks call the same ones in the same order, also a rank without
-    tokens. Counts stay on the device, and nothing waits for it (but for NCCL, see `transport`); with `out` the
-    calls can be captured into a CUDA graph, once they have been made before. What a rank's rows hold are the
-    bytes of one rank that has all tokens, in the order of the ranks, and these experts.
+    Every method but `close` is collective: all ranks call the same ones in the same order, also a rank
+    without tokens. Counts stay on the device, and nothing waits for it (but for NCCL, see `transport`); with
+    `out` the calls can be captured into a CUDA graph, once they have been made before. What a rank's rows
+    hold are the bytes of one rank that has all tokens, in the order of the ranks, and these experts.
 
     Parameters
     ----------
     world : of `init`, `from_nccl`, `from_mpi` or `local`, which stays the caller's
     num_experts, topk : of all ranks, a multiple of their number; experts of a token
-    max_tokens, hidden : the most tokens that a rank sends at once, which windows have room for; values of each
+    max_tokens, hidden : the most tokens that a rank sends at once, for which windows have room; values of
+        each token
     align : what the rows of an expert begin at multiples of, as for `route`
     rows : the bound of a rank's rows. None: what always suffices. Routes to rows beyond it are dropped, and
         noted (`device_errors`)
     recipe : what tokens are quantised by: BlockScaling of blocks (1, n), MXScaling, or DelayedScaling (whose
-        scale has to be the same on all ranks); None: they are sent as they are, in `dtype`. The experts' recipe
+        scale has to be the same on all ranks): the experts' recipe. None: they are sent as they are, in
+        `dtype`
     dtype : of results and of gradients, bfloat16, float16 or float32: the experts' dtype_out
-    reduce : 'rank': a rank adds up a token's rows in f32, rounds once to dtype and sends the sum, and the sums
-        are added up alike. 'exact': every row comes back, which gives the bytes of one rank; about k / R times
-        as many bytes
-    transport : 'p2p': kernels write into the memory of other GPUs of the host (CUDA IPC). 'nccl': cupy.cuda.nccl
-        sends, to any host; a step first waits for the counts, but in a CUDA graph sends all of max_tokens
-        instead ('exact' cannot). 'auto': p2p if every rank reaches every other. NumPy arrays have a transport
-        of their own, through the world
+    reduce : 'rank': a rank adds up a token's rows in f32, rounds once to dtype and sends the sum, and the
+        sums are added up alike. 'exact': every row comes back, which gives the bytes of one rank, and moves
+        more of them (2.2 times as many with 4 ranks, 1.5 with 8, of 8 experts a token)
+    transport : 'p2p': kernels write into the memory of other GPUs of the host (CUDA IPC). 'nccl':
+        cupy.cuda.nccl sends, to any host; a step first waits for the counts, but in a CUDA graph sends all of
+        max_tokens instead ('exact' cannot). 'auto': p2p if every rank reaches every other. NumPy arrays have
+        a transport of their own, through the world
     timeout : seconds that a rank is waited for
     like : the kind of arrays, as for `empty`; default `cupy_fp8.xp`
 
@@ -80,22 +84,24 @@ class ExpertParallel:
     ----------
     world, rank, size, experts : the world, this rank, the number of ranks, and the experts of a rank
     transport : the name of what moves rows: 'p2p', 'nccl', or 'messages' of NumPy arrays
-    nbytes : of this rank's windows
+    nbytes : of this rank's windows, and of what NCCL sends from
 
-    Raises TypeError, ValueError (also where ranks do not agree), DeviceError (no way to the others), RankError.
+    Raises TypeError, ValueError (also where ranks do not agree), DeviceError (no way to the others),
+    RankError.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> def layer(world):
-    ...     ep = fp8.distributed.ExpertParallel(world, num_experts=4, max_tokens=2, hidden=128, topk=1, like=np)
-    ...     routing = ep.route(np.array([[3], [world.rank]]))
-    ...     rows, _ = ep.dispatch(np.ones((2, 128), np.float32), routing)
-    ...     return routing.splits.tolist(), rows.shape
+    ...     with fp8.distributed.ExpertParallel(world, num_experts=4, max_tokens=2, hidden=128, topk=1,
+    ...                                         like=np) as ep:
+    ...         routing = ep.route(np.array([[3], [world.rank]]))
+    ...         rows, _ = ep.dispatch(np.ones((2, 128), np.float32), routing)
+    ...         return routing.splits.tolist(), rows.shape
     >>> fp8.distributed.local(2).run(layer)
     [([128, 128], (256, 128)), ([0, 128], (256, 128))]
     """
 
     def __init__(self, world: World, *, num_experts: int, max_tokens: int, hidden: int, topk: int,
-                 align: int = 128, rows: int | None = None, recipe: Recipe | None = BlockScaling(),
+                 align: int = 128, rows: int | None = None, recipe: Recipe | None = _BLOCKS,
                  dtype: DType = bfloat16, reduce: Reduce = "rank", transport: TransportName = "auto",
                  timeout: float = 30.0, like: Any = None) -> None:
         self._transport: Transport | None = None
@@ -113,8 +119,8 @@ class ExpertParallel:
             raise ValueError(f"num_experts, topk: expected at most {MOST_EXPERTS}, got {number} and "
                              f"{slots_of_token}")
         if self.size * region * slots_of_token > MOST_SLOTS:
-            raise ValueError(f"max_tokens: {self.size} ranks with {region} tokens of {slots_of_token} slots are "
-                             "more slots than int32 counts (2**31 - 1)")
+            raise ValueError(f"max_tokens: {self.size} ranks with {region} tokens of {slots_of_token} slots "
+                             "are more slots than int32 counts (2**31 - 1)")
         align, self.experts = as_align(align), number // self.size
         self._split = Split(self.size, self.rank, self.experts, region)
         if rows is None:
@@ -149,7 +155,7 @@ class ExpertParallel:
 
     @property
     def nbytes(self) -> int:
-        return self._usable().layout.nbytes
+        return self._usable().nbytes
 
     def __repr__(self) -> str:
         kind = "closed" if self._transport is None else self._transport.name
@@ -162,29 +168,31 @@ class ExpertParallel:
 
         topk_ids : int32 or int64 array [T, topk], the experts of all ranks that each of this rank's tokens
             takes, T from 0 to max_tokens; -1: none
-        out : an earlier result for as many tokens, written and returned; needed while a CUDA graph is captured
+        out : an earlier result for as many tokens, written and returned; needed while a CUDA graph is
+            captured
 
-        Returns a RankRouting. Raises TypeError, ValueError, RankError. An index of no expert counts as -1: NumPy
-        arrays are refused, those of the device noted (`device_errors`).
+        Returns a RankRouting. Raises TypeError, ValueError, RankError. An index of no expert counts as -1:
+        NumPy arrays are refused, those of the device noted (`device_errors`).
         """
         transport, facts = self._usable(), self._facts
         tokens.check_ids(topk_ids, facts, self._xp)
         if out is not None and (not isinstance(out, RankRouting) or out.tokens != len(topk_ids)):
             raise ValueError(f"out: expected a RankRouting of {len(topk_ids)} tokens, got {shown(out)}")
         number, window_rows = facts.num_experts, self.size * facts.max_tokens
-        experts, ranks = slots.rank_slots(topk_ids, self._split, out and (out.experts, out.ranks))
-        sent = route(ranks, num_experts=self.size, rows=window_rows, out=out and out.sent)
+        had: Any = out
+        experts, ranks = slots.rank_slots(topk_ids, self._split, had and (had.experts, had.ranks))
+        sent = route(ranks, num_experts=self.size, rows=window_rows, out=had and had.sent)
         own = None
         if facts.exact:
-            own = route(experts, num_experts=number, rows=experts.size, out=out and out.own)
-        counts = empty((self.size,), INT32, like=experts) if out is None else out.counts
+            own = route(experts, num_experts=number, rows=experts.size, out=had and had.own)
+        counts = empty((self.size,), INT32, like=experts) if out is None else had.counts
         came, back = self._told(transport.route, Route(experts, sent, own), counts)
-        arrived, row_map = slots.arrived_slots(came, counts, back, experts, sent, self._split, out and (
-            out.arrived if back is None else (out.arrived, out.back), out.returned.row_map))
+        arrived, row_map = slots.arrived_slots(came, counts, back, experts, sent, self._split, had and (
+            had.arrived if back is None else (had.arrived, had.back), had.returned.row_map))
         if back is not None:
             arrived, back = arrived
         received = route(arrived, num_experts=self.experts, rows=facts.rows, align=facts.align,
-                         out=out and out.received)
+                         out=had and had.received)
         if out is not None:
             return out
         returned = Routing._of_fields(**{**vars(sent), "row_map": row_map})
@@ -196,8 +204,8 @@ class ExpertParallel:
                  out: tuple[Any, Any] | None = None) -> tuple[Any, TypedArray | None]:
         """Send tokens to their experts.
 
-        x : [T, hidden]: an array, which the recipe quantises first, or what it has quantised, row-wise; without
-            a recipe an array of dtype
+        x : [T, hidden]: an array, which the recipe quantises first, or what it has quantised, row-wise;
+            without a recipe an array of dtype
         routing : of these tokens
         probs : f32 array [T, topk]
         out : an earlier result, written and returned; needed while a CUDA graph is captured (x is quantised
@@ -214,15 +222,16 @@ class ExpertParallel:
         rows : array [rows, hidden] of dtype, what the experts made of dispatched rows, with probs applied
         out : an earlier result, written and returned; needed while a CUDA graph is captured
 
-        Returns [T, hidden] of dtype: by rank, sums in f32 of a rank's rows, from the last to the first, rounded
-        to dtype, and sums of these, from the last rank to the first, rounded again; exact: sums of all rows, as
-        `unpermute` makes them on one rank. Raises TypeError, ValueError, RankError.
+        Returns [T, hidden] of dtype: by rank, sums in f32 of a rank's rows, from the last to the first,
+        rounded to dtype, and sums of these, from the last rank to the first, rounded again; exact: sums of
+        all rows, as `unpermute` makes them on one rank. Raises TypeError, ValueError, RankError.
         """
         came, _ = self._come_back(rows, None, routing, "rows")
         return unpermute(came, self._back(routing), out=out)
 
     # ---- the way back ----
-    def combine_backward(self, grad: Array | Scaled | Quantized, routing: RankRouting, *, out: Any = None) -> Any:
+    def combine_backward(self, grad: Array | Scaled | Quantized, routing: RankRouting, *,
+                         out: Any = None) -> Any:
         """The gradient of `combine`'s rows, [rows, hidden], from that of its result [T, hidden], which is
         dispatched as x is: an array that the recipe quantises, or what it has quantised."""
         rows, _ = self._dispatch(grad, routing, None, None if out is None else (out, None), "grad")
@@ -233,8 +242,8 @@ class ExpertParallel:
         """The gradients of `dispatch`'s x and probs, from those of its rows, [rows, hidden] of dtype, and of
         row_probs, f32 [rows] or None.
 
-        Returns (dx [T, hidden] of dtype, summed as `combine` does; dprobs f32 [T, topk] or None). out, errors:
-        as for `combine`.
+        Returns (dx [T, hidden] of dtype, summed as `combine` does; dprobs f32 [T, topk] or None). out,
+        errors: as for `combine`.
         """
         came, probs = self._come_back(dx_rows, row_dprobs, routing, "dx_rows")
         back = self._back(routing)
@@ -245,15 +254,16 @@ class ExpertParallel:
             made: tuple[TypedArray, TypedArray] = permute_backward(came, back, probs_grad=probs, out=out)
             return made
         dx = unpermute(came, back, out=dx_out)
-        return dx, slots.returned_probs(probs, routing.experts, routing.returned.row_map, self._split, probs_out)
+        return dx, slots.returned_probs(probs, routing.experts, routing.returned.row_map, self._split,
+                                        probs_out)
 
     def _dispatch(self, x: Any, routing: RankRouting, probs: Any, out: Any, name: str) -> tuple[Any, Any]:
         transport, facts = self._usable(), self._facts
         self._check_routing(routing)
         tokens.check_probs(probs, routing.tokens, facts, self._xp)
         given = tokens.read(x, routing.tokens, facts, self._xp, name)
-        data, scales, came_probs = self._told(
-            transport.dispatch, routing, given.data, given.scales, None if probs is None else Part.rows(probs))
+        of_probs = None if probs is None else Part.rows(probs)
+        data, scales, came_probs = self._told(transport.dispatch, routing, given.data, given.scales, of_probs)
         came, out = given.came(data, scales), self._rows_of(out)
         if probs is None:
             return given.rows(permute(came, routing.received, out=out and out[0])), None
@@ -332,8 +342,8 @@ class ExpertParallel:
 
     def __del__(self) -> None:
         if getattr(self, "_transport", None) is not None:
-            warnings.warn(f"{self!r} was not closed: its windows stay until the process ends", ResourceWarning,
-                          stacklevel=2, source=self)
+            warnings.warn(f"{self!r} was not closed: its windows stay until the process ends",
+                          ResourceWarning, stacklevel=2, source=self)
 
 
 def _positive(value: Any, name: str) -> int:

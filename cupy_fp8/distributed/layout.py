@@ -38,8 +38,8 @@ class Piece(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What all ranks agree on. dtype: of rows that come back, and of tokens without a recipe; exact: each slot's
-    row comes back, not sums by rank."""
+    """What all ranks agree on. dtype: of rows that come back, and of tokens without a recipe; exact: each
+    slot's row comes back, not sums by rank."""
 
     num_experts: int
     max_tokens: int

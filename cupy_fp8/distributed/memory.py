@@ -55,8 +55,8 @@ class Memory:
 
 
 class Late:
-    """A word for each rank, which kernels write and the host reads without waiting: the exchange for which the
-    rank did not come."""
+    """A word for each rank, which kernels write and the host reads without waiting: the exchange for which
+    the rank did not come."""
 
     def __init__(self, ranks: int, device: int | None) -> None:
         if device is None:

@@ -67,13 +67,14 @@ class _Nccl(World):
         stream = backend.cupy().cuda.get_current_stream()
         own = asarray(np.frombuffer(value, np.uint8), like="cupy")
         found = empty((self.size, len(value)), np.uint8, like=own)
-        self.communicator.allGather(address(own), address(found), len(value), self._nccl.NCCL_UINT8, stream.ptr)
+        self.communicator.allGather(address(own), address(found), len(value), self._nccl.NCCL_UINT8,
+                                    stream.ptr)
         return [row.tobytes() for row in found.get()]
 
 
 def from_nccl(comm: Any) -> World:
-    """The ranks of a `cupy.cuda.nccl.NcclCommunicator`, which stays the caller's. The current device is that of
-    its rank."""
+    """The ranks of a `cupy.cuda.nccl.NcclCommunicator`, which stays the caller's. The current device is that
+    of its rank."""
     return _Nccl(comm)
 
 
@@ -94,7 +95,8 @@ class Nccl(Windows):
         self.lib, self._timeout = _nccl(), timeout
         super().__init__(world, facts, split, device)
         self._staging = Memory(self.layout.nbytes, device)
-        self._tables = [asarray(np.full(split.ranks, self._staging.at, np.uint64), like="cupy")] * len(Direction)
+        table = asarray(np.full(split.ranks, self._staging.at, np.uint64), like="cupy")
+        self._tables = [table] * len(Direction)
         self._rows: Memory | None = None
         if facts.exact:
             returned, gradients = self.layout.returned, self.layout.gradients
@@ -102,6 +104,7 @@ class Nccl(Windows):
             self._stride, self._rows = stride, Memory(stride * split.ranks, device)
             ats = self._rows.at - returned.at + stride * np.arange(split.ranks)
             self._tables[Direction.RETURN] = asarray(ats.astype(np.uint64), like="cupy")
+        self.nbytes += self._staging.nbytes + (0 if self._rows is None else self._rows.nbytes)
         like = self._state
         self._matrix = empty((split.ranks, split.ranks), INT32, like=like)
         self._firsts = empty((split.ranks, split.ranks + 1), np.int64, like=like)
@@ -136,8 +139,8 @@ class Nccl(Windows):
     def combine(self, routing: RankRouting, rows: Array, probs: Array | None) -> tuple[Array, Array]:
         layout = self.layout
         if self.facts.exact and self._capturing():
-            raise ValueError("reduce='exact' with NCCL sends numbers of rows that the host must know, which a "
-                             "CUDA graph cannot learn; take reduce='rank', or transport='p2p'")
+            raise ValueError("reduce='exact' with NCCL sends numbers of rows that the host must know, which "
+                             "a CUDA graph cannot learn; take reduce='rank', or transport='p2p'")
         self.send_back(routing, rows, probs)
         pieces = [layout.returned] + ([] if probs is None else [layout.gradients])
         if self.facts.exact:
@@ -152,7 +155,8 @@ class Nccl(Windows):
         return capturing(self.device)
 
     def _learn(self, route: Route, counts: Array) -> None:
-        """The numbers of rows between all ranks, on the device, and on the host unless a graph is captured."""
+        """The numbers of rows between all ranks, on the device, and unless a graph is captured on the host.
+        """
         lib, ranks = self.lib, self.split.ranks
         self._all(route.sent.splits, self._matrix, ranks, lib.NCCL_INT32)
         counts[...] = self._matrix[:, self.split.me]
@@ -192,7 +196,8 @@ class Nccl(Windows):
 
     def _exact(self, pieces: Sequence[Piece], counts: Array) -> None:
         firsts, me = self._counts[address(counts)].firsts, self.split.me
-        assert firsts is not None and self._rows is not None
+        assert firsts is not None
+        assert self._rows is not None
         at = self._rows.at - self.layout.returned.at
         with _Group(self):
             for rank in range(self.split.ranks):

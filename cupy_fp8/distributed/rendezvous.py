@@ -36,8 +36,8 @@ class Rendezvous:
             self._peers = _accept(place, timeout) if place.rank == 0 else {0: _connect(place, timeout)}
 
     def gather(self, value: bytes = b"", timeout: float | None = None) -> list[bytes]:
-        """The values of all ranks, by rank. It is also a barrier. Raises RankError if a rank has ended or does
-        not come in time; every later call does too."""
+        """The values of all ranks, by rank. It is also a barrier. Raises RankError if a rank has ended or
+        does not come in time; every later call does too."""
         if self._failed is not None:
             raise RankError(f"a call before has failed: {self._failed}", self._failed.ranks)
         if len(value) > _MOST_BYTES:
@@ -58,7 +58,7 @@ class Rendezvous:
             peer.close()
         self._peers = {}
         if self.size > 1 and self._failed is None:
-            self._failed = RankError("closed")
+            self._failed = RankError("the world was closed")
 
     # ---- rank 0 ----
     def _collect(self, own: bytes, deadline: float) -> list[bytes]:
@@ -195,8 +195,9 @@ def _connect(place: Place, timeout: float) -> socket.socket:
         _receive(server, 0, deadline + _SLACK)
     except (OSError, EOFError, ValueError) as error:
         server.close()
-        raise RankError(f"rank 0 at {place.address}:{place.port} has turned rank {place.rank} away, or not all "
-                        f"ranks came ({error}); do all belong to one job, with as many ranks?", [0]) from None
+        raise RankError(f"rank 0 at {place.address}:{place.port} has turned rank {place.rank} away, or not "
+                        f"all ranks came ({error}); do all belong to one job, with as many ranks?", [0]
+                        ) from None
     return server
 
 

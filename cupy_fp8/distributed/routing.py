@@ -20,8 +20,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RankRouting(Result):
-    """Two hops: from this rank's T tokens to ranks, each once; and there from the tokens that came to the rows
-    of experts. Everything is on the device, and nothing waits for it.
+    """Two hops: from this rank's T tokens to ranks, each once; and there from the tokens that came to the
+    rows of experts. Everything is on the device, and nothing waits for it.
 
     experts   int32 [T, topk]: the expert of each slot, of all ranks'; -1: none
     ranks     int32 [T, topk]: its rank; -1 where an earlier slot of the token has the same
@@ -29,13 +29,15 @@ class RankRouting(Result):
     counts    int32 [ranks]: tokens that came from each rank
     arrived   int32 [ranks * max_tokens, topk]: experts of the tokens that came, of this rank's; -1: others
     received  Routing of the tokens that came, a region of max_tokens for each rank, by this rank's experts
-    returned  Routing of this rank's tokens to the rows in which sums come back (`sources` are those of `sent`)
+    returned  Routing of this rank's tokens to the rows in which sums come back (its `sources` are `sent`'s)
     own       Routing of this rank's tokens by all experts, and
-    back      int32 [ranks * max_tokens, topk]: the row of each slot that came, where it came from; if rows come
-              back one by one (``reduce='exact'``), else None
+    back      int32 [ranks * max_tokens, topk]: the row of each slot that came, where it came from; if rows
+              come back one by one (``reduce='exact'``), else None
 
-    splits    int32 [experts of this rank]: rows of each, with the unused ones, as `Experts.forward_rows` takes
-              them; rows, tokens, align: how many rows there are, T, and what experts begin at multiples of
+    splits    int32 [experts of this rank]: rows of each, with the unused ones, for `Experts.forward_rows`
+    rows      how many rows there are
+    tokens    T
+    align     what the rows of an expert begin at multiples of
     """
 
     experts: TypedArray
@@ -67,5 +69,6 @@ class RankRouting(Result):
         return self.received.align
 
     def __repr__(self) -> str:
-        return (f"RankRouting({self.tokens} tokens x {self.sent.topk} slots -> {self.sent.num_experts} ranks; "
-                f"here {self.rows} rows of {self.received.num_experts} experts, aligned to {self.align})")
+        return (f"RankRouting({self.tokens} tokens x {self.sent.topk} slots -> {self.sent.num_experts} "
+                f"ranks; here {self.rows} rows of {self.received.num_experts} experts, aligned to "
+                f"{self.align})")

@@ -1,5 +1,5 @@
-"""The slots of tokens, from experts of all ranks to rows. Kernels: kernels_cu/distributed/slots.cu; rank r has
-experts r * local to (r + 1) * local - 1."""
+"""The slots of tokens, from experts of all ranks to rows. Kernels: kernels_cu/distributed/slots.cu; rank r
+has experts r * local to (r + 1) * local - 1."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 class Split(NamedTuple):
-    """How experts and windows are divided among ranks: `local` experts for each, `region` rows of a window for
-    the tokens of each."""
+    """How experts and windows are divided among ranks: `local` experts for each, `region` rows of a window
+    for the tokens of each."""
 
     ranks: int
     me: int
@@ -33,8 +33,8 @@ class Split(NamedTuple):
 
 
 def rank_slots(assignment: Array, split: Split, out: Any = None) -> tuple[Array, Array]:
-    """Experts [T, topk] -> (the same in int32, the rank of each slot's expert: -1 where an earlier slot of the
-    token has that rank, and for no expert)."""
+    """Experts [T, topk] -> (the same in int32, the rank of each slot's expert: -1 where an earlier slot of
+    the token has that rank, and for no expert)."""
     made: tuple[Array, Array] = run(_RANK_SLOTS, (assignment, split.ranks, split.local), out)
     return made
 
@@ -43,7 +43,8 @@ def arrived_slots(came: Array, counts: Array, back: Array | None, experts: Array
                   out: Any = None) -> Any:
     """(what the tokens that came say, the rows [T, topk] in which this rank's own tokens come back). Of the
     tokens that came, counts[r] of rank r: their slots' experts here, -1 for another rank's; with back, (that,
-    back as it is, -1 where nothing came). experts, sent: of this rank's own tokens, and their rows by rank."""
+    back as it is, -1 where nothing came). experts, sent: of this rank's own tokens, and their rows by rank.
+    """
     return run(_ARRIVED_SLOTS, (came, counts, back, experts, sent.row_map, sent.offsets, split), out)
 
 
@@ -107,8 +108,8 @@ class _ArrivedInputs(NamedTuple):
 
 
 class _ArrivedSlots(Op[_ArrivedInputs]):
-    def arguments(self, call: Call, came: Any, counts: Any, back: Any, experts: Any, row_map: Any, offsets: Any,
-                  split: Split) -> _ArrivedInputs:
+    def arguments(self, call: Call, came: Any, counts: Any, back: Any, experts: Any, row_map: Any,
+                  offsets: Any, split: Split) -> _ArrivedInputs:
         return _ArrivedInputs(
             call.read("came", came, (_INT32,)), call.read("counts", counts, (_INT32,)),
             None if back is None else call.read("back", back, (_INT32,), came.shape),

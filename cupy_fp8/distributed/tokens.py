@@ -1,4 +1,4 @@
-"""What a rank is given: its tokens, their experts, and rows of its experts. Checked before anything is sent."""
+"""What a rank is given: its tokens, their experts, and rows of its experts."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def read(x: Any, count: int, facts: Facts, xp: Any, name: str) -> Tokens:
         raise ValueError(f"{name}: expected shape {(count, facts.hidden)}, got {tuple(x.shape)}")
     if recipe is not None and not quantised:
         if isinstance(recipe, DelayedScaling):
-            raise TypeError(f"{name}: expected a Scaled, quantised with the scale that all ranks have, got an "
-                            "array")
+            raise TypeError(f"{name}: expected a Scaled, quantised with the scale that all ranks have, got "
+                            "an array")
         x = quantize(x, recipe)
     if isinstance(x, (Scaled, Quantized)):
         return _of_scaled(x.rowwise if isinstance(x, Quantized) else x, facts, xp, name)

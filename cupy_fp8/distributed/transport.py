@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+
 import numpy as np
 
 from .. import reference
@@ -23,6 +24,8 @@ class Transport:
     """Moves rows. What comes is overwritten by the next call of the same method."""
 
     name = ""
+    #: Of all windows, and of what is sent from.
+    nbytes = 0
 
     def __init__(self, world: World, facts: Facts, split: Split) -> None:
         self.world, self.facts, self.split, self.layout = world, facts, split, Layout(facts, split)

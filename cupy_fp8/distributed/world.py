@@ -35,9 +35,10 @@ class World:
         raise NotImplementedError
 
     def barrier(self) -> None:
+        """Waits for all ranks' programs; raises as `gather` does."""
         self.gather()
 
-    def together(self, launch: Launch) -> None:
+    def _together(self, launch: Launch) -> None:
         """Runs a kernel of NumPy arrays with those of all ranks: they wait for each other."""
         if self.size > 1:
             raise RuntimeError("kernels of several processes cannot run together on the CPU; local() can")
@@ -67,7 +68,7 @@ class World:
         self.close()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+        return f"World(rank {self.rank} of {self.size})"
 
 
 class _Processes(World):
@@ -83,9 +84,10 @@ class _Processes(World):
 
 
 def init(*, timeout: float = _TIMEOUT) -> World:
-    """The ranks that a starter of processes has started: torchrun, `python -m cupy_fp8 launch`, mpirun or srun
-    (see `environment.place`). The current GPU becomes that of local_rank. A process without their variables
-    is the only rank.
+    """The ranks that a starter of processes has started: torchrun, `python -m cupy_fp8 launch`, mpirun or
+    srun. It reads RANK, WORLD_SIZE and LOCAL_RANK, or Open MPI's or Slurm's variables, and MASTER_ADDR and
+    MASTER_PORT. The current GPU becomes that of the local rank, or the one that the process can see. A process
+    without these variables is the only rank.
 
     timeout : seconds that ranks wait for one another, here and in later calls
     Raises ValueError for variables that do not fit one another, RankError for ranks that do not come.
@@ -98,9 +100,12 @@ def init(*, timeout: float = _TIMEOUT) -> World:
 
 def _gpu_of(local_rank: int) -> int:
     count = int(backend.cupy().cuda.runtime.getDeviceCount())
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return 0                        # its own, as Slurm shows it to each process
     if local_rank >= count and os.environ.get("CUPY_FP8_SHARE_GPUS") != "1":
-        raise ValueError(f"rank {local_rank} of this host has no GPU of its own: {count} visible; start as many "
-                         "ranks, or set CUPY_FP8_SHARE_GPUS=1 (launch --share-gpus) to try something out")
+        raise ValueError(f"rank {local_rank} of this host has no GPU of its own: {count} visible; start as "
+                         "many ranks, or set CUPY_FP8_SHARE_GPUS=1 (launch --share-gpus) to try something "
+                         "out")
     return local_rank % count
 
 
@@ -173,9 +178,9 @@ class _Threads(World):
             with meeting.lock:
                 meeting.missing = meeting.missing or tuple(
                     rank for rank in range(self.size) if rank not in meeting.came)
-            raise RankError(f"{named(meeting.missing)} have ended or are late", meeting.missing) from None
+            raise RankError(f"ended, or late: {named(meeting.missing)}", meeting.missing) from None
 
-    def together(self, launch: Launch) -> None:
+    def _together(self, launch: Launch) -> None:
         meeting = self._meeting
         meeting.launches[self.rank] = launch
         self.gather()
@@ -207,8 +212,8 @@ class Local(list[World]):
                     leave()
 
         # What the caller has chosen (an executor) is chosen in the threads too.
-        threads = [threading.Thread(target=contextvars.copy_context().run, args=(one, rank), name=f"rank {rank}")
-                   for rank in range(len(self))]
+        threads = [threading.Thread(target=contextvars.copy_context().run, args=(one, rank),
+                                    name=f"rank {rank}") for rank in range(len(self))]
         for thread in threads:
             thread.start()
         for thread in threads:

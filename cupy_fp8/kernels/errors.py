@@ -48,8 +48,8 @@ MESSAGES = {
     Fact.SPLIT_OTHER: "splits: other sizes than an operand is laid out by (a result of group_quantize, or of "
                       "scaling_aware_transpose with splits); its groups are not those that were multiplied",
     Fact.GATE_EXPERT: "indices: an expert that does not exist; it counted as -1, none",
-    Fact.RANK_LATE: "distributed: a rank that did not come in time; nothing of that exchange is to be used, and "
-                    "later ones send nothing",
+    Fact.RANK_LATE: "distributed: a rank that did not come in time; nothing of that exchange is to be used, "
+                    "and later ones send nothing",
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU

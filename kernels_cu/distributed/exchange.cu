@@ -41,6 +41,7 @@ struct SendRowsParams {
     i64 probs_to;                // where a window has them
     Routes routes;               // by expert, of region tokens of each rank
     const i32* back;             // [tokens, topk] rows in the window of the rank that sent the token
+    const i32* arrived;          // [tokens, topk] own experts, or -1
     i64 region;
 };
 
@@ -92,6 +93,18 @@ send_tokens(const __grid_constant__ SendTokensParams p) {
             p.counts[rank] = reinterpret_cast<const i32*>(exchange.window(p.windows.me) + p.sizes)[rank];
 }
 
+// Zeros for slots whose rows were beyond the routing's bound: windows have what an earlier exchange left.
+__device__ __forceinline__ void send_zeros(const SendRowsParams& p, const Exchange& exchange) {
+    const i64 slots = p.routes.tokens * p.routes.topk, step = (i64)gridDim.x * kThreads;
+    for (i64 slot = (i64)blockIdx.x * kThreads + threadIdx.x; slot < slots; slot += step) {
+        const i64 to = load_read_only(p.back + slot);
+        if (to < 0 || load_read_only(p.arrived + slot) < 0 || p.routes.row(slot) >= 0) continue;
+        u8* const window = exchange.window((int)(slot / p.routes.topk / p.region));
+        for (i64 i = 0; i < p.data.row_bytes; i++) window[p.data.to + to * p.data.row_bytes + i] = 0;
+        if (p.probs) reinterpret_cast<u32*>(window + p.probs_to)[to] = 0;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 send_rows(const __grid_constant__ SendRowsParams p) {
     Exchange exchange(p.windows);
@@ -109,5 +122,6 @@ send_rows(const __grid_constant__ SendRowsParams p) {
         if (p.probs && piece == 0 && threadIdx.x % 32 == 0)
             reinterpret_cast<u32*>(window + p.probs_to)[to] = load_read_only(p.probs + row);
     }
+    if (fine) send_zeros(p, exchange);
     exchange.end(fine);
 }

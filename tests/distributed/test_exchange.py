@@ -23,8 +23,8 @@ pytestmark = needs_host
 RANKS, TOKENS, HIDDEN = 3, 4, 64
 #: Polls of a flag stand for nanoseconds on the CPU: so many if somebody does not come, and if all do.
 FEW, MANY = 400, 1 << 40
-LATE = ("distributed: a rank that did not come in time; nothing of that exchange is to be used, and later ones "
-        "send nothing",)
+LATE = ("distributed: a rank that did not come in time; nothing of that exchange is to be used, and later "
+        "ones send nothing",)
 
 
 class Exchanges:
@@ -44,8 +44,9 @@ class Exchanges:
         transport, routing = self.transports[rank], self.routings[rank]
         windows = {**transport.members(direction), "timeout": polls}
         if direction == Direction.RETURN:
-            return exchange.send_sums(windows, routing.received, routing.counts, transport.split, self.rows[rank],
-                                      transport.layout.returned, None, transport.layout.gradients)
+            return exchange.send_sums(windows, routing.received, routing.counts, transport.split,
+                                      self.rows[rank], transport.layout.returned, None,
+                                      transport.layout.gradients)
         return exchange.send_tokens(windows, routing.sent, transport.split,
                                     transport.parts_of_tokens(Part.rows(self.x[rank]), None, None))
 

@@ -22,7 +22,8 @@ def start(folder: Path, text: str, *options: str, **how: Any) -> subprocess.Pope
     script = folder / "script.py"
     script.write_text(HEAD + text, encoding="utf-8")
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([sys.executable, "-m", "cupy_fp8", "launch", *options, str(script), "word"], env=env,
+    return subprocess.Popen([sys.executable, "-m", "cupy_fp8", "launch", *options, str(script), "word"],
+                            env=env,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
 
@@ -38,7 +39,8 @@ with fp8.distributed.ExpertParallel(world, num_experts=4, max_tokens=2, hidden=1
     routing = ep.route(np.array([[3], [world.rank]]))
     rows, _ = ep.dispatch(np.full((2, 128), 1 + world.rank, np.float32), routing)
     y = ep.combine(rows.dequantize("bfloat16"), routing)
-    sys.stdout.write(f"{world.rank} {routing.splits.tolist()} {y[:, 0].astype(int).tolist()} {sys.argv[1]}\\n")
+    sys.stdout.write(f"{world.rank} {routing.splits.tolist()} {y[:, 0].astype(int).tolist()}
+    {sys.argv[1]}\\n")
 """
     code, lines, err = ended(tmp_path, text, "-n", "2")
     assert (code, lines) == (0, ["0 [128, 128] [1, 1] word", "1 [0, 128] [2, 2] word"]), err
@@ -53,7 +55,8 @@ def test_one_that_fails_ends_all(tmp_path):
 
 
 def test_one_that_is_killed(tmp_path):
-    code, _, err = ended(tmp_path, "os.kill(os.getpid(), 9) if world.rank == 0 else time.sleep(60)", "-n", "2")
+    code, _, err = ended(tmp_path, "os.kill(os.getpid(), 9) if world.rank == 0 else time.sleep(60)", "-n",
+                         "2")
     assert code == 128 + signal.SIGKILL
     assert "launch: rank 0 ended with SIGKILL" in err
 

@@ -133,7 +133,8 @@ def child(mode: str, background: Background) -> subprocess.CompletedProcess[str]
     package = str(Path(fp8.__file__).resolve().parent.parent)
     path = os.pathsep.join(p for p in (package, str(SUPPORT), os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_HOST_MODE": mode, "PYTHONPATH": path} | hostexec.sanitizer_env(mode)
-    return background.run(hostexec.sanitizer_command(mode, [sys.executable, __file__, mode]), env, timeout=1200)
+    return background.run(hostexec.sanitizer_command(mode, [sys.executable, __file__, mode]), env,
+                          timeout=1200)
 
 
 def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,8 @@ def alone(**options: Any) -> ExpertParallel:
     ({"reduce": "sum"}, "reduce: "), ({"transport": "mpi"}, "transport: "),
     ({"align": 3}, "align: expected a power of two from 1 to 128, got 3"),
     ({"rows": 0}, "rows: expected 1 or more, got 0"),
-    ({"max_tokens": 1 << 30}, r"max_tokens: 1 ranks with 1073741824 tokens of 2 slots are more slots than int32")])
+    ({"max_tokens": 1 << 30},
+     r"max_tokens: 1 ranks with 1073741824 tokens of 2 slots are more slots than int32")])
 def test_options(options, message):
     with pytest.raises(ValueError, match=message):
         alone(**options)
@@ -39,7 +39,8 @@ def test_options(options, message):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"recipe": "mx"}, "recipe: expected a BlockScaling, MXScaling, DelayedScaling"),
-    ({"topk": 1.5}, "topk: "), ({"dtype": "float8_e4m3fn"}, "dtype: "), ({"world": 4}, "world: expected a World")])
+    ({"topk": 1.5}, "topk: "), ({"dtype": "float8_e4m3fn"}, "dtype: "), ({"world": 4},
+                                                                         "world: expected a World")])
 def test_types_of_options(options, message):
     (world,) = fp8.distributed.local(1)
     with pytest.raises(TypeError, match=message):
@@ -54,7 +55,8 @@ def test_experts_that_do_not_divide():
     of_ranks(3, refused)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "hidden", "topk", "num_experts", "rows", "align", "reduce", "dtype",
+@pytest.mark.parametrize("name", ["max_tokens", "hidden", "topk", "num_experts", "rows", "align", "reduce",
+                                  "dtype",
                                   "recipe"])
 def test_ranks_that_do_not_agree_are_told(name):
     other = {"max_tokens": 9, "hidden": 256, "topk": 1, "num_experts": 8, "rows": 512, "align": 16,
@@ -65,7 +67,8 @@ def test_ranks_that_do_not_agree_are_told(name):
             ExpertParallel(world, **{**FINE, **({name: other} if world.rank else {})})
         return str(caught.value)
 
-    assert all(text.startswith("exact: " if name == "reduce" else f"{name}: ") or name in ("topk", "max_tokens",
+    assert all(text.startswith("exact: " if name == "reduce" else f"{name}: ") or name in ("topk",
+                                                                                           "max_tokens",
                "num_experts", "align") for text in of_ranks(2, told))
 
 
@@ -75,7 +78,8 @@ def test_ranks_that_do_not_agree_are_told(name):
     (np.zeros(4, np.int32), ValueError, r"got \(4,\)"),
     (np.zeros((2, 2), np.float32), TypeError, "topk_ids: expected int32 or int64, got float32"),
     ([[0, 1]], TypeError, "topk_ids: expected a numpy.ndarray"),
-    (np.array([[0, 4]], np.int32), ValueError, r"expected experts 0 to 3, or -1 for none, got 4 at \[0, 1\]")])
+    (np.array([[0, 4]], np.int32), ValueError,
+     r"expected experts 0 to 3, or -1 for none, got 4 at \[0, 1\]")])
 def test_ids(ids, error, message):
     with alone() as ep, pytest.raises(error, match=message):
         ep.route(ids)
@@ -106,11 +110,12 @@ def test_what_is_dispatched():
             ep.dispatch_backward(fp8.zeros((3, 128), fp8.bfloat16, like=np), None, routing)
     with alone(recipe=None) as ep:
         routing = ep.route(IDS)
-        with pytest.raises(TypeError, match="x: expected an array of bfloat16, since recipe=None, got Quantized"):
+        with pytest.raises(TypeError,
+                           match="x: expected an array of bfloat16, since recipe=None, got Quantized"):
             ep.dispatch(fp8.quantize_block(x), routing)
-    with alone(recipe=fp8.DelayedScaling()) as ep:
-        with pytest.raises(TypeError, match="x: expected a Scaled, quantised with the scale that all ranks have"):
-            ep.dispatch(x, ep.route(IDS))
+    with alone(recipe=fp8.DelayedScaling()) as ep, pytest.raises(TypeError,
+                       match="x: expected a Scaled, quantised with the scale that all ranks have"):
+        ep.dispatch(x, ep.route(IDS))
 
 
 def test_routings_of_others():
@@ -147,10 +152,9 @@ def test_closed_twice_and_then_used():
 
 
 def test_not_closed():
-    ep = alone()
+    held = [alone()]
     with pytest.warns(ResourceWarning, match="was not closed: its windows stay until the process ends"):
-        del ep
-        gc.collect()
+        held.clear()
 
 
 def test_a_rank_that_fails_leaves_the_others_with_an_error():

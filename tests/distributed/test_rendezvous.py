@@ -141,7 +141,8 @@ def test_other_jobs_and_other_numbers_of_ranks(port):
      (2, 4, 2, "a", 8)),
     ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
       "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (1, 2, 1, "127.0.0.1", 29_513)),
-    ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3", "MASTER_ADDR": "n", "CUPY_FP8_PORT": "9"},
+    ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3", "MASTER_ADDR": "n",
+      "CUPY_FP8_PORT": "9"},
      (3, 8, 3, "n", 9)),
     ({}, (0, 1, 0, "127.0.0.1", 29_513))])
 def test_what_starters_say(environ, want):

@@ -87,7 +87,7 @@ public:
     __device__ __forceinline__ bool end(bool fine) {
         if (w.staged) return false;
         __shared__ bool last;
-        __threadfence_system();                         // What this thread has written comes before flags.
+        __threadfence_system();          // What this thread has written comes before flags.
         __syncthreads();
         if (threadIdx.x == 0) last = atomicAdd(w.state + kDone, 1u) == gridDim.x - 1;
         __syncthreads();
