@@ -58,7 +58,7 @@ __all__ = [
     "asarray", "asnumpy", "bytes_equal", "concatenate", "device_errors", "empty", "empty_like",
     "from_dlpack", "full", "load", "quantize", "save", "to_dlpack", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
-    "diagnostics", "io", "moe", "plot",
+    "diagnostics", "distributed", "io", "moe", "plot",
 ]  # fmt: skip
 # The ops. `python -m cupy_fp8 list --write` writes this list and their imports.
 __all__ += [
@@ -84,8 +84,8 @@ else:
             return _backend.default_module()
         if name == "testing":
             return import_module(".testing", __name__)
-        inside = (f"{module.__name__.rpartition('.')[2]}.{public}" for module in (diagnostics, io, moe, plot)
-                  for public in module.__all__)
+        inside = (f"{module.__name__.rpartition('.')[2]}.{public}"
+                  for module in (diagnostics, distributed, io, moe, plot) for public in module.__all__)
         raise _advice.no_attribute("module 'cupy_fp8'", name, [*__all__, "xp", "testing", *inside])
 
 
