@@ -40,9 +40,9 @@ PAGES = {
         ``fp8.moe``: the experts of a mixture of experts in FP8, forward and backward (docs/experts.md).
         [The gate, routing, permutation and padding](moe.md) are functions of their own."""),
     "distributed": ("Several GPUs", ("distributed",), """
-        ``fp8.distributed``: experts over the GPUs of one or more hosts, a rank for each (docs/several-gpus.md).
-        `ExpertParallel` sends tokens to the ranks that have their experts, and results back; what the experts
-        compute between is [the expert layer](experts.md)."""),
+        ``fp8.distributed``: experts over the GPUs of one or more hosts, a rank for each
+        (docs/several-gpus.md). `ExpertParallel` sends tokens to the ranks that have their experts, and
+        results back; what the experts compute between is [the expert layer](experts.md)."""),
     "matmul": ("Matrix products", ("ops.matmul",), """
         Products of FP8 matrices with their scales, dense and for groups of rows. They are the only functions
         that have an error bound instead of exact bytes (docs/numerics.md, section 10)."""),
