@@ -86,9 +86,10 @@ class ExpertParallel:
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> def layer(world):
-    ...     ep = fp8.distributed.ExpertParallel(world, num_experts=4, max_tokens=2, hidden=128, topk=1, like=np)
-    ...     routing = ep.route(np.array([[3], [world.rank]]))
-    ...     rows, _ = ep.dispatch(np.ones((2, 128), np.float32), routing)
+    ...     with fp8.distributed.ExpertParallel(world, num_experts=4, max_tokens=2, hidden=128, topk=1,
+    ...                                         like=np) as ep:
+    ...         routing = ep.route(np.array([[3], [world.rank]]))
+    ...         rows, _ = ep.dispatch(np.ones((2, 128), np.float32), routing)
     ...     return routing.splits.tolist(), rows.shape
     >>> fp8.distributed.local(2).run(layer)
     [([128, 128], (256, 128)), ([0, 128], (256, 128))]
