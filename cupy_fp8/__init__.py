@@ -84,8 +84,8 @@ else:
             return _backend.default_module()
         if name == "testing":
             return import_module(".testing", __name__)
-        inside = (f"{module.__name__.rpartition('.')[2]}.{public}" for module in (diagnostics, io, moe, plot)
-                  for public in module.__all__)
+        inside = (f"{module.__name__.rpartition('.')[2]}.{public}"
+                  for module in (diagnostics, distributed, io, moe, plot) for public in module.__all__)
         raise _advice.no_attribute("module 'cupy_fp8'", name, [*__all__, "xp", "testing", *inside])
 
 

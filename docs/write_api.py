@@ -39,6 +39,10 @@ PAGES = {
     "experts": ("The expert layer", ("moe",), """
         ``fp8.moe``: the experts of a mixture of experts in FP8, forward and backward (docs/experts.md).
         [The gate, routing, permutation and padding](moe.md) are functions of their own."""),
+    "distributed": ("Several GPUs", ("distributed",), """
+        ``fp8.distributed``: experts over the GPUs of one or more hosts, a rank for each
+        (docs/several-gpus.md). `ExpertParallel` sends tokens to the ranks that have their experts, and
+        results back; what the experts compute between is [the expert layer](experts.md)."""),
     "matmul": ("Matrix products", ("ops.matmul",), """
         Products of FP8 matrices with their scales, dense and for groups of rows. They are the only functions
         that have an error bound instead of exact bytes (docs/numerics.md, section 10)."""),
@@ -73,13 +77,13 @@ PAGES = {
         reports, or `check=True` raises."""),
 }
 #: Public modules, whose other names users write with the module's.
-NAMESPACES = ("diagnostics", "io", "moe", "plot", "testing")
+NAMESPACES = ("diagnostics", "distributed", "io", "moe", "plot", "testing")
 #: Classes that calls make, and users do not.
-_MADE = ("moe.Buffers", "moe.Saved")
+_MADE = ("distributed.Local", "distributed.RankRouting", "distributed.World", "moe.Buffers", "moe.Saved")
 #: An entry of a list: `name : what it is`, or a name and two spaces in a table.
 _ITEM = re.compile(r"([*\w.=-]+(?:, [*\w.=-]+)*)(?: :|  ) *(\S.*)")
 _CODE = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
-_DOC = re.compile(r"docs/(\w+)\.md(,?\ssection\s(\d+))?")
+_DOC = re.compile(r"docs/([\w-]+)\.md(,?\ssection\s(\d+))?")
 #: The space before what would be markup at the beginning of a line.
 _MARKUP = re.compile(r" (?=([-+*#>|=]+|\d+[.)])( |$))")
 _NOTE = "<!-- Written from the docstrings: python docs/write_api.py -->"
@@ -230,7 +234,8 @@ def _call(name: str, target: Any) -> str:
 def _value(default: Any, target: Any) -> str:
     """What a signature shows: of a constant in capitals its value."""
     if isinstance(default, griffe.ExprName) and default.name.isupper():
-        return str(target.module[default.name].final_target.value)
+        constant = target.module[default.name]
+        return str((constant.final_target if constant.is_alias else constant).value)
     return str(default)
 
 

@@ -6,6 +6,9 @@
 _Processes(rank 0 of 1)
 """
 
+from typing import TYPE_CHECKING
+
+from ..advice import public_only
 from .errors import RankError
 from .expert_parallel import ExpertParallel
 from .nccl import from_nccl
@@ -14,3 +17,6 @@ from .world import Local, World, from_mpi, init, local
 
 __all__ = ["ExpertParallel", "Local", "RankError", "RankRouting", "World", "from_mpi", "from_nccl", "init",
            "local"]
+
+if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+    __getattr__, __dir__ = public_only(globals())

@@ -1,4 +1,4 @@
-// An exchange of rows between ranks (distributed/windows.cuh; docs/numerics.md, section 13). Nothing is
+// An exchange of rows between ranks (distributed/windows.cuh; docs/numerics.md, section 15). Nothing is
 // computed.
 //
 // send_tokens   Each token goes once to each rank that a routing by rank gives it to: of the rows of rank d

@@ -1,4 +1,4 @@
-// The slots of tokens, from experts of all ranks to rows (docs/numerics.md, section 13). Rank r has the experts
+// The slots of tokens, from experts of all ranks to rows (docs/numerics.md, section 15). Rank r has the experts
 // r * local to (r + 1) * local - 1. A thread takes a slot. There are no defines.
 //
 // rank_slots      experts i32 or i64 [tokens, topk] -> experts i32, and ranks i32: the rank of a slot's expert,

@@ -1,5 +1,5 @@
 // send_sums adds up the rows of each token that came from another rank, and sends the sum back there
-// (distributed/windows.cuh; docs/numerics.md, section 13):
+// (distributed/windows.cuh; docs/numerics.md, section 15):
 //
 //   window of rank s [me * region + i] = narrow(sum of y[row]) over the rows of token s * region + i, the last
 //                                        row first

@@ -12,7 +12,7 @@ import pytest
 import cupy_fp8 as fp8
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("diagnostics", "io", "moe", "plot", "testing")
+MODULES = ("diagnostics", "distributed", "io", "moe", "plot", "testing")
 PAGES = {page.name: page.read_text("utf-8") for page in (ROOT / "docs/api").glob("*.md")}
 
 

@@ -28,7 +28,7 @@ LAYERS = (
     {"calls", "recipes"},
     {"reference"},
     {"ops"},
-    {"state", "cache"},
+    {"state", "cache", "distributed"},
     {"cases", "testing", "diagnostics", "io", "moe"},
     {"bench", "plot"},
     {"__init__"},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES_OF_FUNCTION, LINES_OF_FILE = 40, 400
-FOLDERS = ("cupy_fp8", "kernels_cu", "tests", "docs", "benchmarks")
+FOLDERS = ("cupy_fp8", "kernels_cu", "tests", "docs", "benchmarks", "examples")
 SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 SIGNATURE = re.compile(r"(operator.{1,2}|\w+(?:<[\w:]+>)?)\((?:[^(){};]|\([^()]*\))*\)\s*(?:const\b)?\s*"
                        r"(?::(?!:)[^{};]*)?\{")

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = 110
 #: ruff checks Python and notebooks alone.
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
-FOLDERS = ("cupy_fp8", "kernels_cu", "tests", "docs", "benchmarks")
+FOLDERS = ("cupy_fp8", "kernels_cu", "tests", "docs", "benchmarks", "examples")
 #: Files beside these folders match these patterns.
 OTHERS = ("*.md", "*.toml", ".*.yaml", ".ci/*", ".github/**/*.yml")
 
 
 @pytest.mark.parametrize("command", [
-    ["ruff", "check", "cupy_fp8", "tests", "notebooks"],
+    ["ruff", "check", "cupy_fp8", "tests", "notebooks", "examples"],
     pytest.param(["mypy"], marks=pytest.mark.full)], ids=" ".join)
 def test_clean(command):
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)

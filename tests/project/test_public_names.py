@@ -10,8 +10,8 @@ import pytest
 
 import cupy_fp8 as fp8
 
-MODULES = ("arrays", "backend", "cache", "diagnostics", "dlpack", "formats", "grouped", "io", "layouts",
-           "plot", "recipes", "reference", "results", "routing", "kernels", "state", "testing")
+MODULES = ("arrays", "backend", "cache", "diagnostics", "distributed", "dlpack", "formats", "grouped", "io",
+           "layouts", "plot", "recipes", "reference", "results", "routing", "kernels", "state", "testing")
 
 
 def shown(module: ModuleType) -> list[str]:
@@ -34,7 +34,7 @@ def test_every_public_module_says_what_is_public(name):
         assert not public.startswith("_")
 
 
-@pytest.mark.parametrize("name", ["diagnostics", "io", "plot", "testing"])
+@pytest.mark.parametrize("name", ["diagnostics", "distributed", "io", "plot", "testing"])
 def test_modules_that_users_browse_show_their_names(name):
     module = getattr(fp8, name)
     assert shown(module) == sorted(module.__all__)

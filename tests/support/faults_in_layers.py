@@ -6,8 +6,8 @@ _BOTH, _QUANTISED, _ADDED = "permute_transpose", "quantize_permute", "grouped_ma
 _GATHER, _ADDS = "GATHER=1", "ADDS=1"
 _EXAMINED = "tests/ops/moe/test_permute.py::test_few_unused_rows"
 
-_EXCHANGE, _RANKS = "tests/distributed/test_exchange.py",
-"tests/distributed/test_ranks.py::test_kernels_equal_numpy"
+_EXCHANGE = "tests/distributed/test_exchange.py"
+_RANKS = "tests/distributed/test_ranks.py::test_kernels_equal_numpy"
 _ALONE = f"{_EXCHANGE}::test_exchanges_alone"
 
 LAYER_FAULTS = (
@@ -60,7 +60,8 @@ LAYER_FAULTS = (
     Fault("include/distributed/windows.cuh", "== before) {", "!= 0) {",
           test=f"{_EXCHANGE}::test_an_exchange_between_frees_a_window", name="an exchange between"),
     Fault("include/distributed/windows.cuh", "bool fine = !load_relaxed(w.state + kFailed);",
-          "bool fine = true;", test=f"{_EXCHANGE}::test_after_a_failure_nothing_is_sent", name="after a failure"),
+          "bool fine = true;", test=f"{_EXCHANGE}::test_after_a_failure_nothing_is_sent",
+          name="after a failure"),
     Fault("include/distributed/windows.cuh", "atomicExch(w.late + rank, number);", "",
           test=f"{_EXCHANGE}::test_a_rank_that_does_not_come_is_named_by_all_others", name="who is late"),
     Fault("include/distributed/windows.cuh", "const i64 first = (i64)piece * kPieceItems;",
@@ -81,7 +82,8 @@ LAYER_FAULTS = (
     Fault("distributed/slots.cu", "expert : -1;\n    if (p.back)", "expert : 0;\n    if (p.back)",
           test=_RANKS, case="blocks", name="other ranks' experts"),
     Fault("distributed/slots.cu",
-          "while (experts[first] < 0 || (u32)experts[first] / local != rank) first++;", "", test=_RANKS, case="blocks", name="the slot that was sent"),
+          "while (experts[first] < 0 || (u32)experts[first] / local != rank) first++;", "", test=_RANKS,
+          case="blocks", name="the slot that was sent"),
     Fault("distributed/slots.cu", "row - p.offsets[rank]);", "row);", test=_RANKS, case="blocks",
           name="rows that come back"),
 )
