@@ -1,9 +1,9 @@
 """How the time of a step that several ranks take together is measured.
 
 All ranks make the same calls: how many is found from times that all of them have. The hosts meet before each
-burst, and one step that is not timed brings the GPUs together. The time is that of the slowest rank, the median
-of bursts. The queue is filled behind a delay on the device, so that the host counts only where a step waits
-for the GPU (NCCL's counts); its time is given beside. A step's arrays are the same each time, as a window's are.
+burst, and one step that is not timed brings the GPUs together. The time is that of the slowest rank, the
+median of bursts. The queue is filled behind a delay on the device, so that the host counts only where a step
+waits for the GPU (NCCL's counts); its time is given beside. Arrays are the same each time, as windows are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _DELAY_US, _MOST_DELAY_US = 200.0, 50_000.0
 
 
 class RankTime(NamedTuple):
-    """Microseconds of a step on the slowest rank, their spread ((max - min) / median of the bursts, in percent),
-    and the microseconds of the slowest host to enqueue it."""
+    """Microseconds of a step on the slowest rank, their spread ((max - min) / median of the bursts, in
+    percent), and the microseconds of the slowest host to enqueue it."""
 
     us: float
     spread: float
