@@ -2,7 +2,7 @@
 bring results back, by each transport, in FP8 and in bfloat16.
 
 Bytes are those of the busiest rank, to others or from them; times those of the slowest one (`bench.ranks`).
-All rows are checked: samples of what came are what the others have sent, and the results of each repetition, of
+Rows are checked: samples of what came are what the others have sent, and the results of each repetition, of
 a graph and of the other transport are the same bytes. NCCL's graphs send whole regions, since they know no
 counts; their GB/s count the bytes that are needed all the same.
 """
