@@ -48,9 +48,9 @@ def main(argv: list[str]) -> int:
     report = {"machine": info.facts(), "commit": _commit(), "date": datetime.date.today().isoformat(),
               "results": []}
     found: list[dict[str, Any]] = []
+    over_ranks = bench_dispatch.dispatch_rows(options) if bench_dispatch.NAME in options.ops else ()
     rows = noted(found, chain(device_rows(ops) if ops else (), host_rows(ops) if ops else (),
-                              moe_rows() if "moe" in options.ops else (),
-                              bench_dispatch.dispatch_rows(options) if bench_dispatch.NAME in options.ops else ()))
+                              moe_rows() if "moe" in options.ops else (), over_ranks))
     if options.json:
         write(options.json, report, rows)
     else:

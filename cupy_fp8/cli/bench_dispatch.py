@@ -1,4 +1,4 @@
-"""python -m cupy_fp8 bench dispatch: experts over ranks, a process for each GPU, and the lines that are printed.
+"""python -m cupy_fp8 bench dispatch: experts over ranks, a process for each GPU, and the lines they print.
 
 The command starts this module on each rank (`launch`); rank 0 prints, and leaves the rows in a file for it.
 """
@@ -44,7 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of = parser.add_argument_group("of `bench dispatch`")
     of.add_argument("--ranks", type=positive, metavar="N", help="how many processes (a GPU each)")
     of.add_argument("--quick", action="store_true", help="fewer sizes, and fewer repetitions")
-    of.add_argument("--only", action="append", choices=SECTIONS, default=[], help="a section; may be repeated")
+    of.add_argument("--only", action="append", choices=SECTIONS, default=[],
+                    help="a section; may be repeated")
     of.add_argument("--share-gpus", action="store_true",
                     help="more ranks than GPUs are fine (to try it; the times mean nothing)")
 
@@ -61,7 +62,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def dispatch_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Runs the ranks, and gives the rows that they have left: also those of a run that fails or is stopped."""
+    """Runs the ranks, and gives the rows that they have left, also where they fail or are stopped."""
     count = int(backend.cupy().cuda.runtime.getDeviceCount())
     if options.ranks > count and not options.share_gpus:
         problem = f"{options.ranks} ranks, but {count} GPUs (--share-gpus lets ranks share them)"
@@ -134,20 +135,20 @@ def measured(ranks: Any, *, quick: bool, only: Iterable[str] = ()) -> Iterator[d
     for name, problem in missing.items():
         yield {"op": NAME, "variant": name, "ranks": ranks.world.size, "skipped": problem}
     transports = [name for name in dispatch.TRANSPORTS if name not in missing]
-    for name in SECTIONS:
-        if name in only or not only:
-            yield from sections[name](ranks, sizes, transports)
+    for section, rows in sections.items():
+        if section in only or not only:
+            yield from rows(ranks, sizes, transports)
 
 
 # ---- lines ----
 def shown(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Prints rows as they come."""
-    section = size = None
+    section = size = ""
     for row in rows:
-        if row.get("section") != section:
-            section = row.get("section")
-            print(f"\n{_TITLES.get(section, section)}\n{_HEADING}", flush=True)
-        if (found := _size(row)) != size:
+        if row.get("section", section) != section:
+            section, size = row["section"], ""
+            print(f"\n{_TITLES[section]}\n{_HEADING}", flush=True)
+        if "section" in row and (found := _size(row)) != size:
             size = found
             print(size, flush=True)
         print("\n".join(lines(row)), flush=True)

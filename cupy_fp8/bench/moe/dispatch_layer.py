@@ -42,7 +42,9 @@ class Task(NamedTuple):
 
 class _Steps:
     """Steps whose results outside the experts are written again: route, dispatch, experts, combine, and back
-    the same way."""
+    the same way. name: of what computes them."""
+
+    name = ""
 
     def __init__(self, ep: ExpertParallel, given: Problem, chosen: Array) -> None:
         self._ep, self._chosen = ep, chosen
@@ -75,9 +77,11 @@ class _Steps:
 
     def _backward(self, saved: Any) -> tuple[Any, ...]:
         ep, routing = self._ep, self._made["route"]
-        grad_rows = self._call("combine backward", ep.combine_backward, self._sent("grad", self._grad), routing)
+        grad = self._sent("grad", self._grad)
+        grad_rows = self._call("combine backward", ep.combine_backward, grad, routing)
         dx_rows, row_dprobs, *weights = self._experts_backward(grad_rows, saved)
-        return (*self._call("dispatch backward", ep.dispatch_backward, dx_rows, row_dprobs, routing), *weights)
+        dx = self._call("dispatch backward", ep.dispatch_backward, dx_rows, row_dprobs, routing)
+        return (*dx, *weights)
 
     def _sent(self, name: str, x: Array) -> Any:
         """Tokens as they are dispatched."""
@@ -156,16 +160,21 @@ def _layer(ranks: Ranks, sizes: Sizes, way: Way, task: Task, to: Destinations) -
 def _timed(ranks: Ranks, sizes: Sizes, ep: ExpertParallel, way: Way, task: Task, to: Destinations) -> Row:
     shape = task.shape(ranks, sizes)
     given = problem(shape, ranks.xp, seed=ranks.world.rank)
-    layer = Fp8(ep, given, to.own, task) if way.fp8 else OfTorch(ep, given, to.own)
+    layer: _Steps = Fp8(ep, given, to.own, task) if way.fp8 else OfTorch(ep, given, to.own)
     del given
     step = layer.both if task.both else layer.forward
     row = (_of_fp8 if way.fp8 else _of_torch)(ranks, step)
-    calls = call_times(lambda: (layer.meet(), step()), ranks.clock)
+
+    def after_meeting() -> None:
+        layer.meet()
+        step()
+
+    calls = call_times(after_meeting, ranks.clock)
     row["calls_us"] = {name: round(us, 1) for name, us in zip(calls, ranks.middle(list(calls.values())),
                                                               strict=True)}
     row |= {f"{name}tflops": round(shape.flops * (3 if task.both else 1) / row[f"{name}us"] / 1e6, 1)
             for name in ("", "graph_") if f"{name}us" in row}
-    return row | {"shape": list(shape)} | ({} if way.fp8 else {"by": layer.name})
+    return row | {"shape": list(shape)} | ({"by": layer.name} if layer.name else {})
 
 
 def _of_fp8(ranks: Ranks, step: Callable[[], Any]) -> Row:
