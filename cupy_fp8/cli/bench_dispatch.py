@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import backend, kernels
 from ..distributed import init
-from . import launch
+from . import launch, terminal
 from .arguments import positive
 
 NAME = "dispatch"
@@ -33,10 +33,10 @@ _TITLES = {
     "forward and backward": "The layer, forward and backward, with as many experts on each rank",
 }
 _HEADING = (f"{'':16}{'µs':>10}{'graph':>10}{'spread':>8}{'host µs':>9}{'MB':>9}{'GB/s':>7}{'graph':>7}"
-            f"{'TFLOP/s':>9}{'graph':>7}{'÷ first':>9}{'÷ exch.':>9}{'graph':>7}")
+            f"{'TFLOP/s':>9}{'graph':>7}{'÷ first':>9}{'graph':>7}{'÷ exch.':>9}{'graph':>7}")
 _CELLS = (("us", 10, 2), ("graph_us", 10, 2), ("spread_percent", 8, 1), ("host_us", 9, 0), ("mb", 9, 2),
           ("gb_per_s", 7, 0), ("graph_gb_per_s", 7, 0), ("tflops", 9, 0), ("graph_tflops", 7, 0),
-          ("to_first", 9, 2), ("to_exchange", 9, 2), ("to_exchange_graph", 7, 2))
+          ("to_first", 9, 2), ("to_first_graph", 7, 2), ("to_exchange", 9, 2), ("to_exchange_graph", 7, 2))
 
 
 # ---- the command ----
@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", action="append", choices=SECTIONS, default=[])
     options = parser.parse_args(argv)
+    terminal.show_any_text()
     if os.environ.get("CUPY_FP8_SHARE_GPUS") == "1":
         # NCCL wants a GPU for each rank of a host; so each is a host of its own.
         os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"

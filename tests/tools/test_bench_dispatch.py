@@ -313,11 +313,12 @@ def test_a_step_that_writes_nothing_is_noticed(wrong, few, monkeypatch):
                 made[:] = 1
 
         row = dispatch.timed(ranks, step, dispatch.same_bytes(ranks, lambda: made), nbytes=2000)
-        return dispatch.finished(ranks, row, None)
+        return dispatch.finished(ranks, row, {"us": 4.0, "graph_us": 2.0})
 
     for row in local(2).run(run):
         assert row["problem"].startswith("other bytes: again" if wrong == "again" else "other bytes: graph")
         assert row["graph_gb_per_s"] == row["gb_per_s"] == 2
+        assert (row["to_first"], row["to_first_graph"]) == (0.25, 0.5)
 
 
 def test_an_exchange_that_brings_other_bytes_is_noticed(few, monkeypatch):
@@ -383,12 +384,12 @@ def test_lines(few, monkeypatch, capsys):
 
 def test_all_values_have_a_column():
     row = {"variant": "p2p FP8", "us": 98.4, "graph_us": 97.0, "spread_percent": 1.23, "host_us": 30.4,
-           "bytes": 22_800_000, "gb_per_s": 231.7, "graph_gb_per_s": 235.1, "to_first": 1.5,
+           "bytes": 22_800_000, "gb_per_s": 231.7, "graph_gb_per_s": 235.1, "to_first": 1.5, "to_first_graph": 1.4,
            "exchange_us": 90.0, "exchange_graph_us": 89.0, "to_exchange": 1.09, "to_exchange_graph": 1.08,
            "note": "a note", "problem": "other bytes: graph"}
     first, *rest = bench_dispatch.lines(row)
     assert first.split() == ["p2p", "FP8", "98.40", "97.00", "1.2", "30", "22.80", "232", "235", "1.50",
-                             "1.09", "1.08"]
+                             "1.40", "1.09", "1.08"]
     assert len(first) == len(bench_dispatch._HEADING)
     assert [line.strip() for line in rest] == ["the exchange alone: 90.00 µs, in a graph 89.00", "a note",
                                                "p2p FP8      PROBLEM: other bytes: graph"]

@@ -120,13 +120,16 @@ def timed(ranks: Ranks, step: Call, check: Callable[[Call], bool], *, nbytes: in
 
 
 def finished(ranks: Ranks, row: Row, first: Row | None) -> Row:
-    """A row with what is wrong, and its time beside that of its group's first row."""
+    """A row with what is wrong, and its times beside those of its group's first row: that of its graph, or if
+    it has none the eager one, beside that of the first one's graph."""
     wrong = [row["problem"]] if "problem" in row else []
     wrong += [f"other bytes: {name}" for name, right in row.get("checks", {}).items() if not right]
     noted = ranks.problem("; ".join(device_errors(clear=True)) or None)
     wrong += [] if noted is None else [noted]
     if first is not None and "us" in row:
         row |= {"to_first": round(row["us"] / first["us"], 3)}
+        if "graph_us" in first:
+            row |= {"to_first_graph": round(row.get("graph_us", row["us"]) / first["graph_us"], 3)}
     return row | ({"problem": "; ".join(wrong)} if wrong else {})
 
 

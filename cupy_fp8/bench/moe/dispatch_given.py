@@ -19,7 +19,7 @@ from ...results import Scaled
 from ..ranks import Ranks
 
 RECIPE = BlockScaling()
-_TIMEOUT = 120.0                    # seconds: ranks compile kernels before they come
+_TIMEOUT = 60.0                     # seconds: ranks compile kernels before they come
 _SPARE = 1.25                       # of a rank's rows, over the mean
 
 
