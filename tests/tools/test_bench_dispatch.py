@@ -384,8 +384,9 @@ def test_lines(few, monkeypatch, capsys):
 
 def test_all_values_have_a_column():
     row = {"variant": "p2p FP8", "us": 98.4, "graph_us": 97.0, "spread_percent": 1.23, "host_us": 30.4,
-           "bytes": 22_800_000, "gb_per_s": 231.7, "graph_gb_per_s": 235.1, "to_first": 1.5, "to_first_graph": 1.4,
-           "exchange_us": 90.0, "exchange_graph_us": 89.0, "to_exchange": 1.09, "to_exchange_graph": 1.08,
+           "bytes": 22_800_000, "gb_per_s": 231.7, "graph_gb_per_s": 235.1, "to_first": 1.5,
+           "to_first_graph": 1.4, "exchange_us": 90.0, "exchange_graph_us": 89.0, "to_exchange": 1.09,
+           "to_exchange_graph": 1.08,
            "note": "a note", "problem": "other bytes: graph"}
     first, *rest = bench_dispatch.lines(row)
     assert first.split() == ["p2p", "FP8", "98.40", "97.00", "1.2", "30", "22.80", "232", "235", "1.50",
