@@ -1,7 +1,8 @@
 """python -m cupy_fp8 bench: time, GB/s, share of a same-bytes device copy's speed, and host time.
 
 cupy_fp8.bench.measure tells how times are taken. Host times come with their ratios to a bare launch. `bench
-moe` times steps of the expert layer beside others' (cupy_fp8.bench.steps).
+moe` times steps of the expert layer beside others' (cupy_fp8.bench.steps), `bench dispatch --ranks N` experts
+over several GPUs (cupy_fp8.bench.ranks).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 
 from .. import backend, kernels
 from ..io.replace import check_replaceable
-from . import info, names
+from . import bench_dispatch, info, names
 from .bench_moe import moe_rows
 
 _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
 #: What is measured where it is named, and is no op.
-_LAYERS = {"moe": "steps of the expert layer, beside the same in bf16 where PyTorch is installed"}
+_LAYERS = {"moe": "steps of the expert layer, beside the same in bf16 where PyTorch is installed",
+           bench_dispatch.NAME: "experts over the GPUs of --ranks"}
 
 
 def main(argv: list[str]) -> int:
@@ -30,8 +32,10 @@ def main(argv: list[str]) -> int:
     names.add_ops(parser, _LAYERS)
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write the results there at the end, and to FILE.partial until then")
+    bench_dispatch.add_options(parser)
     options = parser.parse_intermixed_args(argv)
     ops = names.chosen_ops(parser, options.ops, _LAYERS)
+    bench_dispatch.check(parser, options)
     if options.json:
         try:
             check_replaceable(options.json)
@@ -44,8 +48,9 @@ def main(argv: list[str]) -> int:
     report = {"machine": info.facts(), "commit": _commit(), "date": datetime.date.today().isoformat(),
               "results": []}
     found: list[dict[str, Any]] = []
+    over_ranks = bench_dispatch.dispatch_rows(options) if bench_dispatch.NAME in options.ops else ()
     rows = noted(found, chain(device_rows(ops) if ops else (), host_rows(ops) if ops else (),
-                              moe_rows() if "moe" in options.ops else ()))
+                              moe_rows() if "moe" in options.ops else (), over_ranks))
     if options.json:
         write(options.json, report, rows)
     else:

@@ -28,17 +28,21 @@ _SIGNALS = signal.SIGINT, signal.SIGTERM
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 launch", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", "--ranks", type=int, required=True, help="how many processes")
+    parser.add_argument("-n", "--ranks", type=number_of_ranks, required=True, help="how many processes")
     parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module")
     parser.add_argument("--share-gpus", action="store_true",
                         help="more ranks than GPUs are fine (to try something out; NCCL refuses it)")
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(argv)
-    if options.ranks < 1:
-        parser.error(f"-n: expected 1 or more, got {options.ranks}")
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
     return run(command, options.ranks, share_gpus=options.share_gpus)
+
+
+def number_of_ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
+    return int(text)
 
 
 def run(command: Sequence[str], ranks: int, *, share_gpus: bool = False) -> int:

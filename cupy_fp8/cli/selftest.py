@@ -20,13 +20,15 @@ from .. import backend, cases, testing
 from ..cases.covering import Recorded, covering_of, record, served_by, spread
 from . import names
 from .compilers import Compilers, compilers
+from .launch import number_of_ranks
 from .progress import Progress
+from .selftest_ranks import run as run_ranks
 
 #: The quick pass checks so many cases of an op beside those that cover its entry points.
 _MOST_OTHERS = 40
 
 
-def main(argv: list[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 selftest", description=__doc__)
     names.add_ops(parser)
     parser.add_argument("--full", action="store_true",
@@ -34,8 +36,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--executor", choices=testing.EXECUTORS,
                         help="where to run the kernels (default: the GPU where there is one, else the CPU; "
                         "without g++ the reference, which has none)")
-    parser.add_argument("--ranks", type=int, metavar="N",
+    parser.add_argument("--ranks", type=number_of_ranks, metavar="N",
                         help="check exchanges of N ranks instead: a process each on GPUs, threads on the CPU")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    parser = _parser()
     options = parser.parse_intermixed_args(argv)
     ops = [cases.OPS[name] for name in names.chosen_ops(parser, options.ops)]
     name: testing.ExecutorName = options.executor or _first_that_runs()
@@ -44,9 +51,7 @@ def main(argv: list[str]) -> int:
         print(f"the {name} executor cannot run here: {problem}")
         return 1
     print(f"executor: {name}", flush=True)
-    if options.ranks:
-        from .selftest_ranks import run as run_ranks
-
+    if options.ranks is not None:
         return run_ranks(options.ranks, name)
     if name == "reference":
         _say_left_out()

@@ -22,6 +22,7 @@ from ..formats import bfloat16, float16, float32
 from ..kernels import device_errors
 from ..recipes import BlockScaling, MXScaling, Recipe
 from ..results import Scaled
+from .launch import run as launched
 
 _BLOCKS = BlockScaling()
 
@@ -165,7 +166,7 @@ def check(world: World, case: Case, like: Any, transport: Any = "auto", repeats:
     with testing.executor("reference"), parallel(world, case, np) as ep:
         data, wanted = [], []
         for index in range(len(case.tokens) * repeats):
-            data.append(given(case, world.size, world.rank, ep._facts.rows, index))
+            data.append(given(case, world.size, world.rank, ep.rows, index))
             wanted.append(step(ep, data[-1], case))
     with (parallel(world, case, like, transport) as ep,
           nullcontext() if others is None else testing.executor(others)):
@@ -185,13 +186,13 @@ def check(world: World, case: Case, like: Any, transport: Any = "auto", repeats:
 def moved(g: Given, like: Any, case: Case) -> Any:
     if like is np:
         return g
-    made = Given(*(None if a is None else asarray(a, like=like) for a in g))
+    made = Given(*[None if a is None else asarray(a, like=like) for a in g])  # type: ignore[arg-type]
     return made._replace(x=quantised(made.x, case), grad=quantised(made.grad, case))
 
 
 def _check_graph(world: World, ep: ExpertParallel, case: Case, out: dict[str, Any], first: Given) -> None:
     cp = cupy()
-    held = moved(first, cp, case)
+    held: Any = moved(first, cp, case)
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.get_current_stream().synchronize()
     with stream:
@@ -200,7 +201,7 @@ def _check_graph(world: World, ep: ExpertParallel, case: Case, out: dict[str, An
         graph = stream.end_capture()
     with testing.executor("reference"), parallel(world, case, np) as reference:
         for seed in range(1, 6):
-            g = given(case, world.size, world.rank, ep._facts.rows, 0, seed)
+            g = given(case, world.size, world.rank, ep.rows, 0, seed)
             desired = step(reference, g, case)
             with stream:
                 for to, a in zip(arrays(tuple(held)), arrays(tuple(moved(g, cp, case))), strict=True):
@@ -216,8 +217,6 @@ def _check_graph(world: World, ep: ExpertParallel, case: Case, out: dict[str, An
 def run(ranks: int, executor: testing.ExecutorName) -> int:
     """Checks all cases between so many ranks. The exit code."""
     if executor == "cuda":
-        from .launch import run as launched
-
         count = cupy().cuda.runtime.getDeviceCount()
         return launched([sys.executable, "-m", __name__], ranks, share_gpus=ranks > count)
     with testing.executor(executor):

@@ -3,7 +3,7 @@
 >>> import cupy_fp8 as fp8
 >>> with fp8.distributed.init() as world:                   # alone, unless torchrun or another has started it
 ...     world
-_Processes(rank 0 of 1)
+World(rank 0 of 1)
 """
 
 from typing import TYPE_CHECKING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,8 +103,8 @@ def send_sums(windows: dict[str, int], received: Routing, counts: Array, split: 
 
 def send_rows(windows: dict[str, int], received: Routing, back: Array, split: Split, arrived: Array,
               rows: Sent, probs: Array | None, probs_to: Piece) -> Launch:
-    """Each row back to the rank that its token came from. arrived: this rank's experts of the slots that came,
-    -1 for none."""
+    """Each row back to the rank that its token came from. arrived: this rank's experts of the slots that
+    came, -1 for none."""
     data, y = rows.members, rows.part.array
     return _ROWS.variant().bind(
         y, _grid(y, received.rows * max(1, data["pieces"])), windows=windows, data=data,

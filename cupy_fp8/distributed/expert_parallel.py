@@ -83,6 +83,7 @@ class ExpertParallel:
     Attributes
     ----------
     world, rank, size, experts : the world, this rank, the number of ranks, and the experts of a rank
+    rows, max_tokens : the bounds of a rank's rows, as `Experts.empty` takes it, and of its tokens
     transport : the name of what moves rows: 'p2p', 'nccl', or 'messages' of NumPy arrays
     nbytes : of this rank's windows, and of what NCCL sends from
 
@@ -130,6 +131,7 @@ class ExpertParallel:
                             lookup(dtype, INPUT_DTYPES, "dtype").dtype,
                             choice(reduce, "reduce", get_args(Reduce)) == "exact")
         tokens.check_options(self._facts)
+        self.rows, self.max_tokens = self._facts.rows, region
         world.agree({**self._facts._asdict(), "transport": transport, "arrays": self._xp.__name__})
         self._transport = self._connect(transport, timeout)
 

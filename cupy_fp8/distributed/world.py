@@ -6,6 +6,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -86,8 +87,8 @@ class _Processes(World):
 def init(*, timeout: float = _TIMEOUT) -> World:
     """The ranks that a starter of processes has started: torchrun, `python -m cupy_fp8 launch`, mpirun or
     srun. It reads RANK, WORLD_SIZE and LOCAL_RANK, or Open MPI's or Slurm's variables, and MASTER_ADDR and
-    MASTER_PORT. The current GPU becomes that of the local rank, or the one that the process can see. A process
-    without these variables is the only rank.
+    MASTER_PORT. The current GPU becomes that of the local rank, or the only one that the process can see. A
+    process without these variables is the only rank.
 
     timeout : seconds that ranks wait for one another, here and in later calls
     Raises ValueError for variables that do not fit one another, RankError for ranks that do not come.
@@ -130,9 +131,7 @@ class _Mpi(World):
 
 
 def _mpi() -> Any:
-    from mpi4py import MPI
-
-    return MPI
+    return import_module("mpi4py").MPI
 
 
 def from_mpi(comm: Any) -> World:

@@ -1,12 +1,12 @@
-// The slots of tokens, from experts of all ranks to rows (docs/numerics.md, section 15). Rank r has the experts
-// r * local to (r + 1) * local - 1. A thread takes a slot. There are no defines.
+// The slots of tokens, from experts of all ranks to rows (docs/numerics.md, section 15). Rank r has the
+// experts r * local to (r + 1) * local - 1. A thread takes a slot. There are no defines.
 //
-// rank_slots      experts i32 or i64 [tokens, topk] -> experts i32, and ranks i32: the rank of a slot's expert,
-//                 -1 where an earlier slot of the token has the same rank, or there is no expert
+// rank_slots      experts i32 or i64 [tokens, topk] -> experts i32, and ranks i32: the rank of a slot's
+//                 expert, -1 where an earlier slot of the token has the same rank, or there is no expert
 // arrived_slots   experts of the tokens that came, i32 [ranks * region, topk] -> the same as this rank's own
 //                 experts, 0 to local - 1; -1: another rank's, none, or no token came. It also copies `back`,
-//                 and makes the rows in which this rank's own tokens come back: returned = rank * region + how
-//                 many tokens for that rank come before
+//                 and makes the rows in which this rank's own tokens come back: returned = rank * region +
+//                 how many tokens for that rank come before
 // returned_probs  gradients of probs that came back, f32 [ranks * region, topk] -> [tokens, topk]
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"

@@ -1,8 +1,8 @@
 // send_sums adds up the rows of each token that came from another rank, and sends the sum back there
 // (distributed/windows.cuh; docs/numerics.md, section 15):
 //
-//   window of rank s [me * region + i] = narrow(sum of y[row]) over the rows of token s * region + i, the last
-//                                        row first
+//   window of rank s [me * region + i] = narrow(sum of y[row]) over the rows of token s * region + i, the
+//                                        last row first
 //
 // y IN [rows, columns]; rows as unpermute adds them up. Beside it go the gradients of the token's probs: f32
 // [topk], 0 for a slot without a row here.

@@ -73,7 +73,7 @@ def test_sums_by_rank_are_those_of_a_loop(given_rank):
 
     def sums(world: Any) -> Any:
         with parallel(world, case, np) as ep:
-            g = given(case, ranks, world.rank, ep._facts.rows, 0)
+            g = given(case, ranks, world.rank, ep.rows, 0)
             made = step(ep, g, case)
             found = world.gather(made["routing"].received.row_map.tobytes())
             rows = world.gather(g.y_rows.tobytes())

@@ -129,7 +129,7 @@ def test_routings_of_others():
 
 def test_one_scale_that_all_ranks_have():
     """Codes move, and rows keep the scale."""
-    q = fp8.quantize_tensor(np.float32([[1, 2] * 64, [3, 4] * 64]), 2.0)
+    q = fp8.quantize_tensor(np.array([[1, 2] * 64, [3, 4] * 64], np.float32), 2.0)
     with alone(recipe=fp8.DelayedScaling(), align=1) as ep:
         rows, _ = ep.dispatch(q, ep.route(IDS))
     assert rows.block is None

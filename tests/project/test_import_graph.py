@@ -30,6 +30,7 @@ LAYERS = (
     {"ops"},
     {"state", "cache", "distributed"},
     {"cases", "testing", "diagnostics", "io", "moe"},
+    {"distributed"},
     {"bench", "plot"},
     {"__init__"},
     {"cli"},

@@ -69,7 +69,7 @@ def test_it_is_named_in_the_help_and_no_op(capsys):
         command.main(["mo"])
     error = capsys.readouterr().err
     assert "no such op: mo; did you mean moe?" in error
-    assert error.endswith("Or moe.\n")
+    assert error.endswith("Or moe, dispatch.\n")
 
 
 @pytest.mark.parametrize(("arguments", "measured"), [

@@ -21,7 +21,7 @@ from .layer import CALL, Problem
 _COMPACT = BlockScaling((1, GROUP), scale_layout="compact")
 _ROWS, _WEIGHTS = BlockScaling((1, GROUP)), BlockScaling((GROUP, GROUP))
 #: `torch._grouped_mm` wants groups that begin at multiples of 16 bytes.
-_ALIGN = 16
+BF16_ALIGN = 16
 
 
 def tensor(a: Array) -> Any:
@@ -59,28 +59,39 @@ class Bf16:
         return self._forward()[0]
 
     def _forward(self) -> tuple[Any, Any]:
-        given, product = self._given, self._torch._grouped_mm
-        r = CALL("route", route, given.chosen, num_experts=given.shape.experts, align=_ALIGN)
+        given = self._given
+        r = CALL("route", route, given.chosen, num_experts=given.shape.experts, align=BF16_ALIGN)
         ends = CALL("offsets", splits_to_offsets, r.aligned_splits, include_leading_zero=False,
                     dtypes="int32")[0]
         permuted, row_probs = CALL("x permuted", permute, given.x, r, probs=given.probs)
-        rows, ends, row_probs = tensor(permuted), tensor(ends), tensor(row_probs)
+        out, saved = self.forward_rows(tensor(permuted), tensor(ends), tensor(row_probs))
+        return CALL("y", unpermute, from_dlpack(out), r), (r, saved)
+
+    def _backward(self, saved: Any) -> tuple[Any, ...]:
+        r, of_rows = saved
+        grads = tensor(CALL("grad permuted", permute, self._given.grad, r))
+        dx_rows, dp, d_up, d_down = self.backward_rows(grads, of_rows)
+        dx, dprobs = CALL("dx", permute_backward, from_dlpack(dx_rows), r, probs_grad=from_dlpack(dp))
+        return dx, dprobs, from_dlpack(d_up), from_dlpack(d_down)
+
+    def forward_rows(self, rows: Any, ends: Any, row_probs: Any) -> tuple[Any, Any]:
+        """(what the experts make of rows that are permuted, what `backward_rows` needs), as tensors. ends: of
+        the experts' rows, int32."""
+        product = self._torch._grouped_mm
         h = CALL("h", product, rows, self._up.transpose(-2, -1), ends)
         activation = CALL("activation", self._activate, h, row_probs)
         out = CALL("rows out", product, activation, self._down.transpose(-2, -1), ends)
-        return CALL("y", unpermute, from_dlpack(out), r), (r, ends, rows, h, activation, row_probs)
+        return out, (ends, rows, h, activation, row_probs)
 
-    def _backward(self, saved: Any) -> tuple[Any, ...]:
+    def backward_rows(self, grads: Any, saved: Any) -> tuple[Any, Any, Any, Any]:
+        """(gradients of the rows, of their probs, d_up, d_down), as tensors."""
         product = self._torch._grouped_mm
-        r, ends, rows, h, activation, row_probs = saved
-        grads = tensor(CALL("grad permuted", permute, self._given.grad, r))
+        ends, rows, h, activation, row_probs = saved
         d_activation = CALL("activation grad", product, grads, self._down, ends)
         dh, dp = CALL("hidden grad", self._activate_backward, d_activation, h, row_probs)
         d_down = CALL("down grad", product, grads.t(), activation, ends)
         d_up = CALL("up grad", product, dh.t(), rows, ends)
-        dx_rows = CALL("rows grad", product, dh, self._up, ends)
-        dx, dprobs = CALL("dx", permute_backward, from_dlpack(dx_rows), r, probs_grad=from_dlpack(dp))
-        return dx, dprobs, from_dlpack(d_up), from_dlpack(d_down)
+        return CALL("rows grad", product, dh, self._up, ends), dp, d_up, d_down
 
     def _activate(self, h: Any, row_probs: Any) -> Any:
         if self._kernels is None:

@@ -65,8 +65,8 @@ struct HostLaunch {
     unsigned ranges;
     const HostBlocks* blocks;    // that run: ranges apart from each other, in ascending order
     const void* params;
-    // So many grids run together, each with parameters of its own, `params_stride` bytes apart: the kernels of
-    // several GPUs, which may wait for each other.
+    // This many grids run together, each with parameters of its own, `params_stride` bytes apart: the kernels
+    // of several GPUs, which may wait for each other.
     unsigned ranks, params_stride;
 };
 

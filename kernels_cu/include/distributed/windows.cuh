@@ -7,8 +7,8 @@
 //
 // What an exchange leaves in a window is read by later launches of its rank's stream, before the rank's next
 // exchange. So whoever has sent the rows of a later exchange no longer reads those of an earlier one, and a
-// part of the windows may be written again if any exchange, of another part, lies between. If none does, ranks
-// first tell each other that they have begun.
+// part of the windows may be written again if any exchange, of another part, lies between. If none does,
+// ranks first tell each other that they have begun.
 #pragma once
 #include "memory/errors.cuh"
 #include "moe/routes.cuh"
@@ -21,13 +21,13 @@ struct Windows {
     const u64* at;               // [ranks] addresses of the windows of all ranks
     u32* state;                  // this rank's: blocks done, exchanges done, whether one has failed, and for
                                  // each direction its last exchange
-    u32* late;                   // [ranks] the exchange for which a rank did not come, or 0; in the host's memory
+    u32* late;                   // [ranks] in the host's memory: the exchange for which a rank did not come
     u32* errors;
     i64 flags;                   // where a window has its flags [2, ranks]
     u64 timeout;                 // nanoseconds
     i32 me, ranks;
     u32 direction;               // which part of the windows is written
-    u32 staged;                  // 1: `at` is memory of this rank, from which others send. Nobody is waited for
+    u32 staged;                  // 1: `at` is memory of this rank, from which NCCL sends; nobody is waited for
 };
 
 // ---- memory that other GPUs see ----

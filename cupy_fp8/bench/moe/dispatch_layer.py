@@ -1,0 +1,190 @@
+"""The layer of experts over ranks, by each transport, and the same in bfloat16 by PyTorch over NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from ...arrays import Array
+from ...distributed import ExpertParallel
+from ...distributed.expert_parallel import TransportName
+from ...dlpack import from_dlpack
+from ...moe.dataflow import GROUP, GROUP_OF_RESULTS
+from ...moe.experts import Experts
+from ...ops.moe.offsets import splits_to_offsets
+from ...recipes import quantize
+from ..ranks import Ranks
+from ..steps import call_times
+from .dispatch import group, same_bytes, timed
+from .dispatch_given import RECIPE, Destinations, Sizes, Way, bound, parallel, uniform
+from .layer import CALL, Problem, Shape, problem
+from .layer_peers import BF16_ALIGN, Bf16, tensor
+from .layer_rows import Row, torch_problem
+
+
+class Task(NamedTuple):
+    """tokens: of a rank; experts: of all ranks; both: forward and backward, else forward alone."""
+
+    tokens: int
+    experts: int
+    both: bool
+
+    def shape(self, ranks: Ranks, sizes: Sizes) -> Shape:
+        """What a rank computes, on average."""
+        return Shape(self.experts // ranks.world.size, self.tokens, sizes.topk, sizes.hidden, sizes.inner)
+
+    def align(self, fp8: bool) -> int:
+        if not fp8:
+            return BF16_ALIGN
+        return GROUP if self.both else GROUP_OF_RESULTS
+
+
+class _Steps:
+    """Steps whose results outside the experts are written again: route, dispatch, experts, combine, and back
+    the same way. name: of what computes them."""
+
+    name = ""
+
+    def __init__(self, ep: ExpertParallel, given: Problem, chosen: Array) -> None:
+        self._ep, self._chosen = ep, chosen
+        self._x, self._grad, self._probs = given.x, given.grad, given.probs
+        self._made: dict[str, Any] = {}
+
+    def _call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        made = self._made[name] = CALL(name, function, *args, out=self._made.get(name))
+        return made
+
+    def meet(self) -> None:
+        """An exchange that has no name among the calls."""
+        self._ep.route(self._chosen, out=self._made["route"])
+
+    def forward(self) -> Any:
+        """The outputs of this rank's tokens."""
+        return self._forward()[0]
+
+    def both(self) -> tuple[Any, ...]:
+        """(y, dx, dprobs, d_up, d_down)"""
+        y, saved = self._forward()
+        return (y, *self._backward(saved))
+
+    def _forward(self) -> tuple[Any, Any]:
+        ep = self._ep
+        routing = self._call("route", ep.route, self._chosen)
+        rows, row_probs = self._call("dispatch", ep.dispatch, self._sent("x", self._x), routing, self._probs)
+        y_rows, saved = self._experts(rows, routing.splits, row_probs)
+        return self._call("combine", ep.combine, y_rows, routing), saved
+
+    def _backward(self, saved: Any) -> tuple[Any, ...]:
+        ep, routing = self._ep, self._made["route"]
+        grad = self._sent("grad", self._grad)
+        grad_rows = self._call("combine backward", ep.combine_backward, grad, routing)
+        dx_rows, row_dprobs, *weights = self._experts_backward(grad_rows, saved)
+        dx = self._call("dispatch backward", ep.dispatch_backward, dx_rows, row_dprobs, routing)
+        return (*dx, *weights)
+
+    def _sent(self, name: str, x: Array) -> Any:
+        """Tokens as they are dispatched."""
+        return x
+
+    def _experts(self, rows: Any, splits: Array, row_probs: Array) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def _experts_backward(self, grad_rows: Any, saved: Any) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+
+class Fp8(_Steps):
+    """`moe.Experts` between ExpertParallel's methods, with buffers for everything."""
+
+    def __init__(self, ep: ExpertParallel, given: Problem, chosen: Array, task: Task) -> None:
+        super().__init__(ep, given, chosen)
+        self._layer = Experts(given.up, given.down, RECIPE)
+        self._options: dict[str, Any] = {"keep": "bf16" if task.both else None, "align": task.align(True)}
+        self._buffers = self._layer.empty(rows=ep.rows, **self._options)
+
+    def _sent(self, name: str, x: Array) -> Any:
+        return self._call(f"{name} tokens", quantize, x, RECIPE).rowwise
+
+    def _experts(self, rows: Any, splits: Array, row_probs: Array) -> tuple[Any, Any]:
+        return self._layer.forward_rows(rows, splits, row_probs, out=self._buffers, **self._options)
+
+    def _experts_backward(self, grad_rows: Any, saved: Any) -> tuple[Any, ...]:
+        return self._layer.backward_rows(grad_rows, saved, out=self._buffers)
+
+
+class OfTorch(_Steps):
+    """`layer_peers.Bf16` between ExpertParallel's methods."""
+
+    def __init__(self, ep: ExpertParallel, given: Problem, chosen: Array) -> None:
+        super().__init__(ep, given, chosen)
+        self._layer = Bf16(given)
+        self.name = self._layer.name
+
+    def _experts(self, rows: Any, splits: Array, row_probs: Array) -> tuple[Any, Any]:
+        ends = CALL("offsets", splits_to_offsets, splits, include_leading_zero=False, dtypes="int32")[0]
+        out, saved = self._layer.forward_rows(tensor(rows), tensor(ends), tensor(row_probs))
+        return from_dlpack(out), saved
+
+    def _experts_backward(self, grad_rows: Any, saved: Any) -> tuple[Any, ...]:
+        return tuple(map(from_dlpack, self._layer.backward_rows(tensor(grad_rows), saved)))
+
+
+# ---- rows ----
+def layer_rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName]) -> Iterator[Row]:
+    """Forward passes of experts that ranks share, and a step of as many experts on each rank."""
+    tasks = [Task(tokens, sizes.experts, False) for tokens in sizes.forward]
+    for task in [*tasks, Task(sizes.step, sizes.weak * ranks.world.size, True)]:
+        to = uniform(ranks, task.tokens, task.experts, sizes.topk)
+        ways: list[tuple[str, Callable[[], Row]]] = [
+            (str(way), partial(_layer, ranks, sizes, way, task, to))
+            for way in (Way(name, True) for name in transports)]
+        if "nccl" in transports:
+            ways.append((str(Way("nccl", False)), partial(_bf16, ranks, sizes, task, to)))
+        section = "forward and backward" if task.both else "forward"
+        yield from group(ranks, section, {"tokens": task.tokens, "experts": task.experts}, ways)
+
+
+def _bf16(ranks: Ranks, sizes: Sizes, task: Task, to: Destinations) -> Row:
+    problem = ranks.problem(torch_problem())
+    return _layer(ranks, sizes, Way("nccl", False), task, to) if problem is None else {"skipped": problem}
+
+
+def _layer(ranks: Ranks, sizes: Sizes, way: Way, task: Task, to: Destinations) -> Row:
+    align = task.align(way.fp8)
+    rows = bound(ranks, task.tokens, task.experts, sizes.topk, align)
+    with parallel(ranks, sizes, way, task.tokens, task.experts, rows=rows, align=align) as ep:
+        return _timed(ranks, sizes, ep, way, task, to)
+
+
+def _timed(ranks: Ranks, sizes: Sizes, ep: ExpertParallel, way: Way, task: Task, to: Destinations) -> Row:
+    shape = task.shape(ranks, sizes)
+    given = problem(shape, ranks.xp, seed=ranks.world.rank)
+    layer: _Steps = Fp8(ep, given, to.own, task) if way.fp8 else OfTorch(ep, given, to.own)
+    del given
+    step = layer.both if task.both else layer.forward
+    row = (_of_fp8 if way.fp8 else _of_torch)(ranks, step)
+
+    def after_meeting() -> None:
+        layer.meet()
+        step()
+
+    calls = call_times(after_meeting, ranks.clock)
+    row["calls_us"] = {name: round(us, 1) for name, us in zip(calls, ranks.middle(list(calls.values())),
+                                                              strict=True)}
+    row |= {f"{name}tflops": round(shape.flops * (3 if task.both else 1) / row[f"{name}us"] / 1e6, 1)
+            for name in ("", "graph_") if f"{name}us" in row}
+    return row | {"shape": list(shape)} | ({"by": layer.name} if layer.name else {})
+
+
+def _of_fp8(ranks: Ranks, step: Callable[[], Any]) -> Row:
+    """As a program sees it that does nothing else: the host's time counts."""
+    results = step()
+    return timed(ranks, step, same_bytes(ranks, lambda: results), queued=False)
+
+
+def _of_torch(ranks: Ranks, step: Callable[[], Any]) -> Row:
+    step()
+    time = ranks.time(step, queued=False)
+    return {"us": round(time.us, 2), "spread_percent": round(time.spread, 2),
+            "host_us": round(time.host_us, 1)}
