@@ -77,6 +77,7 @@ __device__ __forceinline__ void send_all_tokens(const SendTokensParams& p, const
     }
 }
 
+#ifdef ENTRY_send_tokens
 extern "C" __global__ void __launch_bounds__(kThreads)
 send_tokens(const __grid_constant__ SendTokensParams p) {
     Exchange exchange(p.windows);
@@ -92,6 +93,7 @@ send_tokens(const __grid_constant__ SendTokensParams p) {
         for (int rank = threadIdx.x; rank < ranks; rank += kThreads)
             p.counts[rank] = reinterpret_cast<const i32*>(exchange.window(p.windows.me) + p.sizes)[rank];
 }
+#endif
 
 // Zeros for slots whose rows were beyond the routing's bound: windows have what an earlier exchange left.
 __device__ __forceinline__ void send_zeros(const SendRowsParams& p, const Exchange& exchange) {
@@ -105,6 +107,7 @@ __device__ __forceinline__ void send_zeros(const SendRowsParams& p, const Exchan
     }
 }
 
+#ifdef ENTRY_send_rows
 extern "C" __global__ void __launch_bounds__(kThreads)
 send_rows(const __grid_constant__ SendRowsParams p) {
     Exchange exchange(p.windows);
@@ -125,3 +128,4 @@ send_rows(const __grid_constant__ SendRowsParams p) {
     if (fine) send_zeros(p, exchange);
     exchange.end(fine);
 }
+#endif

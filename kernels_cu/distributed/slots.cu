@@ -61,6 +61,7 @@ __device__ __forceinline__ i32 expert_at(const RankSlotsParams& p, i64 slot, boo
     return wrong ? -1 : (i32)given;
 }
 
+#ifdef ENTRY_rank_slots
 extern "C" __global__ void __launch_bounds__(kThreads)
 rank_slots(const __grid_constant__ RankSlotsParams p) {
     const i64 slot = own_slot();
@@ -76,7 +77,9 @@ rank_slots(const __grid_constant__ RankSlotsParams p) {
     p.experts[slot] = expert;
     p.ranks[slot] = rank;
 }
+#endif
 
+#ifdef ENTRY_arrived_slots
 extern "C" __global__ void __launch_bounds__(kThreads)
 arrived_slots(const __grid_constant__ ArrivedSlotsParams p) {
     const i64 slot = own_slot();
@@ -92,7 +95,9 @@ arrived_slots(const __grid_constant__ ArrivedSlotsParams p) {
     p.own[slot] = (u32)expert < p.local ? expert : -1;
     if (p.back) p.back_kept[slot] = came ? p.back[slot] : -1;
 }
+#endif
 
+#ifdef ENTRY_returned_probs
 extern "C" __global__ void __launch_bounds__(kThreads)
 returned_probs(const __grid_constant__ ReturnedProbsParams p) {
     const i64 slot = own_slot();
@@ -104,3 +109,4 @@ returned_probs(const __grid_constant__ ReturnedProbsParams p) {
     }
     p.probs[slot] = prob;
 }
+#endif

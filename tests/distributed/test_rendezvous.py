@@ -166,7 +166,7 @@ def test_local_ranks_agree_or_are_told():
             world.agree({"hidden": 7168, "topk": 8 - (world.rank == 2)})
         return repr(world)
 
-    assert fp8.distributed.local(3).run(told) == [f"_Threads(rank {rank} of 3)" for rank in range(3)]
+    assert fp8.distributed.local(3).run(told) == [f"World(rank {rank} of 3)" for rank in range(3)]
 
 
 def test_local_ranks_do_not_wait_for_one_that_fails():

@@ -67,7 +67,7 @@ def test_usage(arguments, code, expected, capsys):
 
 
 def test_commands_are_the_documented_ones(capsys):
-    assert sorted(COMMANDS) == ["bench", "convert", "demo", "info", "inspect", "list", "selftest"]
+    assert sorted(COMMANDS) == ["bench", "convert", "demo", "info", "inspect", "launch", "list", "selftest"]
     assert exit_code(["--help"]) == 0
     out = capsys.readouterr().out
     for name, text in COMMANDS.items():

@@ -27,7 +27,7 @@ struct Windows {
     u64 timeout;                 // nanoseconds
     i32 me, ranks;
     u32 direction;               // which part of the windows is written
-    u32 staged;                  // 1: `at` is memory of this rank, from which NCCL sends; nobody is waited for
+    u32 staged;                  // 1: `at` is memory of this rank, from which NCCL sends; nobody waits
 };
 
 // ---- memory that other GPUs see ----
