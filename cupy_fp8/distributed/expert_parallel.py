@@ -125,8 +125,7 @@ class ExpertParallel:
         align, self.experts = as_align(align), number // self.size
         self._split = Split(self.size, self.rank, self.experts, region)
         if rows is None:
-            most = self.size * region * min(slots_of_token, self.experts)
-            rows = padded_rows(most, self.experts, align)
+            rows = padded_rows(self.size * region * slots_of_token, self.experts, align)
         self._facts = Facts(number, region, width, slots_of_token, align, _positive(rows, "rows"), recipe,
                             lookup(dtype, INPUT_DTYPES, "dtype").dtype,
                             choice(reduce, "reduce", get_args(Reduce)) == "exact")

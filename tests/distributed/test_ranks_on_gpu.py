@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ os.environ["NCCL_HOSTID"] = "rank " + os.environ["RANK"]
 world = fp8.distributed.init(timeout=60)
 ep = fp8.distributed.ExpertParallel(world, num_experts=6, max_tokens=4, hidden=128, topk=1, like="cupy",
                                     transport=transport, timeout=3)
-routing = ep.route(fp8.asarray(np.array([[0], [2], [5]])))
+routing = ep.route(fp8.asarray(np.array([[0], [2], [5]]), like="cupy"))
 x = fp8.zeros((3, 128), fp8.bfloat16, like="cupy")
 ep.dispatch(x, routing), ep.check()
 world.barrier()
@@ -51,7 +52,7 @@ except fp8.distributed.RankError as error:
 else:
     sys.exit(4)
 try:
-    ep.route(fp8.asarray(np.array([[0]])))
+    ep.route(fp8.asarray(np.array([[0]]), like="cupy"))
 except fp8.distributed.RankError as error:
     assert "unusable since a rank did not come" in str(error)
     open(f"{kill}/{world.rank}", "w").close()
@@ -63,8 +64,6 @@ os._exit(0)
 def test_a_rank_that_does_not_come(transport, tmp_path):
     if transport == "nccl" and (problem := fp8.distributed.nccl.nccl_problem()):
         pytest.skip(problem)
-    import sys
-
     script = tmp_path / "late.py"
     script.write_text(LATE, encoding="utf-8")
     assert launch.run([sys.executable, str(script), transport, str(tmp_path)], 3, share_gpus=True) == 0
@@ -74,8 +73,8 @@ def test_a_rank_that_does_not_come(transport, tmp_path):
 @pytest.mark.parametrize("reduce", ["rank", "exact"])
 def test_rows_beyond_the_bound_come_back_as_zeros(reduce):
     cp, rng = backend.cupy(), np.random.default_rng(0)
-    ids = fp8.asarray(rng.integers(0, 4, (200, 2)).astype(np.int32))
-    x = fp8.asarray(rng.standard_normal((200, 64), np.float32))
+    ids = fp8.asarray(rng.integers(0, 4, (200, 2)).astype(np.int32), like="cupy")
+    x = fp8.asarray(rng.standard_normal((200, 64), np.float32), like="cupy")
     with alone(num_experts=4, max_tokens=200, hidden=64, topk=2, rows=256, align=1, recipe=None,
                dtype=np.float32, reduce=reduce) as ep:
         fp8.device_errors(clear=True)

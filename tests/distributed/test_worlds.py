@@ -93,5 +93,5 @@ def test_ranks_of_a_communicator():
     with fp8.distributed.ExpertParallel(world, num_experts=4, max_tokens=2, hidden=128, topk=1,
                                         transport="nccl") as ep:
         assert ep.transport == "nccl"
-        routing = ep.route(fp8.asarray(np.array([[3], [0]])))
+        routing = ep.route(fp8.asarray(np.array([[3], [0]]), like="cupy"))
         assert routing.counts.tolist() == [2]
