@@ -8,7 +8,7 @@
 // [topk], 0 for a slot without a row here.
 //
 // A warp takes a token and up to 128 chunks of 16 bytes of its columns. It finds the token's rows from the
-// last one on, and has four chunks of two rows in flight. It reads every row once.
+// last one on, four at a time, and has four chunks of each in flight. It reads every row once.
 //
 // Defines:
 //   IN      the format of y
@@ -27,6 +27,8 @@ struct SendSumsParams {
     u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
 };
 
+constexpr int kRows = 4;         // of a token, in flight
+
 // Returns a token's last row before `before`, or -1. The whole warp calls it.
 __device__ __forceinline__ i32 last_row(const Routes& routes, i64 token, i32 before) {
     i32 last = -1;
@@ -41,22 +43,34 @@ template <bool kVector>
 __device__ __forceinline__ void sum_piece(const SendSumsParams& p, i64 token, IN::storage* to, u32 piece) {
     const i64 chunks = (p.columns + kCount - 1) / kCount, first = (i64)piece * kPieceItems + threadIdx.x % 32;
     ChunkSums sums[kItems];
+    i32 row[kRows], last = 0x7fffffff;
     int rows = 0;
-    for (i32 row = last_row(p.routes, token, 0x7fffffff); row >= 0;
-         row = last_row(p.routes, token, row), rows++) {
-        RowChunk part[kItems];
+#pragma unroll 1
+    do {
 #pragma unroll
-        for (int u = 0; u < kItems; u++) {
-            const i64 chunk = first + 32 * u, column = chunk * kCount;
-            const IN::storage* const from = p.y + row * p.columns + column;
-            if (chunk < chunks)
-                part[u] = kVector ? RowChunk::load(from)
-                                  : RowChunk::load_partial(from, left_of(p.columns - column, kCount));
+        for (int r = 0; r < kRows; r++)
+            if (last >= 0) row[r] = last = last_row(p.routes, token, last);
+            else row[r] = -1;
+        RowChunk part[kRows][kItems];
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+#pragma unroll
+            for (int u = 0; u < kItems; u++) {
+                const i64 chunk = first + 32 * u, column = chunk * kCount;
+                const IN::storage* const from = p.y + row[r] * p.columns + column;
+                if (row[r] >= 0 && chunk < chunks)
+                    part[r][u] = kVector ? RowChunk::load(from)
+                                         : RowChunk::load_partial(from, left_of(p.columns - column, kCount));
+            }
         }
 #pragma unroll
-        for (int u = 0; u < kItems; u++)
-            if (first + 32 * u < chunks) sums[u].add(part[u], 1.0f);
-    }
+        for (int r = 0; r < kRows; r++) {
+            rows += row[r] >= 0;
+#pragma unroll
+            for (int u = 0; u < kItems; u++)
+                if (row[r] >= 0 && first + 32 * u < chunks) sums[u].add(part[r][u], 1.0f);
+        }
+    } while (last >= 0);
 #pragma unroll
     for (int u = 0; u < kItems; u++) {
         const i64 column = (first + 32 * u) * kCount;
