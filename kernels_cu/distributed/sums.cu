@@ -8,7 +8,7 @@
 // [topk], 0 for a slot without a row here.
 //
 // A warp takes a token and up to 128 chunks of 16 bytes of its columns. It finds the token's rows from the
-// last one on, four at a time, and has four chunks of each in flight. It reads every row once.
+// last one on, two at a time, and has four chunks of each in flight. It reads every row once.
 //
 // Defines:
 //   IN      the format of y
@@ -27,7 +27,7 @@ struct SendSumsParams {
     u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
 };
 
-constexpr int kRows = 4;         // of a token, in flight
+constexpr int kRows = 2;         // of a token, in flight
 
 // Returns a token's last row before `before`, or -1. The whole warp calls it.
 __device__ __forceinline__ i32 last_row(const Routes& routes, i64 token, i32 before) {
