@@ -143,7 +143,7 @@ def from_mpi(comm: Any) -> World:
 class _Meeting:
     """Where the threads of `local` meet."""
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float | None) -> None:
         self.values: list[bytes] = [b""] * size
         self.launches: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=timeout)
@@ -223,8 +223,9 @@ class Local(list[World]):
         return results
 
 
-def local(size: int, *, timeout: float = _TIMEOUT) -> Local:
+def local(size: int, *, timeout: float | None = _TIMEOUT) -> Local:
     """So many ranks in this process, each for a thread of its own: for NumPy arrays, tests and notebooks.
+    timeout : seconds that ranks wait for one another; None: for ever
 
     >>> import cupy_fp8 as fp8
     >>> fp8.distributed.local(3).run(lambda world: world.gather(bytes([world.rank])))[0]

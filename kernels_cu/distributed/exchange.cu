@@ -45,35 +45,25 @@ struct SendRowsParams {
     i64 region;
 };
 
-// Returns the row of a window that i-th token between two ranks has.
-__device__ __forceinline__ i64 landing(const SendTokensParams& p, int to, i64 i) {
-    return (p.windows.staged ? to : p.windows.me) * p.region + i;
-}
-
 __device__ __forceinline__ void send_part(const Part& part, u8* window, i64 from, i64 to, u32 piece) {
     copy_piece(window + part.to + to * part.row_bytes, part.from + from * part.row_step, part.row_bytes,
                part.step, part.item_step, piece);
 }
 
 __device__ __forceinline__ void send_all_tokens(const SendTokensParams& p, const Exchange& exchange) {
-    const int ranks = p.windows.ranks;
     const u32 data = p.data.pieces, scales = data + p.scales.pieces, pieces = scales + p.probs.pieces;
-    i64 most = 0;
-    for (int rank = 0; rank < ranks; rank++) {
-        const i64 size = load_read_only(p.splits + rank);
-        most = size > most ? size : most;
-    }
-    for (i64 unit = first_unit(); unit < most * ranks * pieces; unit += unit_step()) {
-        const i64 row = unit / pieces, i = row / ranks;
-        const u32 piece = (u32)(unit - row * pieces);
-        const int to = (int)((p.windows.me + 1 + row - i * ranks) % ranks);
-        if (i >= load_read_only(p.splits + to)) continue;
-        const i64 token = p.routes.token_of(load_read_only(p.offsets + to) + i), at = landing(p, to, i);
+    if (pieces == 0) return;
+    const u32 end = turns(p.windows, p.splits);
+    for (WarpUnits unit(pieces); unit.row < end; unit.next()) {
+        const Turn turn(p.windows, unit.row);
+        if ((i32)turn.i >= load_read_only(p.splits + turn.to)) continue;
+        const i64 token = p.routes.token_of(load_read_only(p.offsets + turn.to) + turn.i);
         if (token < 0) continue;
-        u8* const window = exchange.window(to);
-        if (piece < data) send_part(p.data, window, token, at, piece);
-        else if (piece < scales) send_part(p.scales, window, token, at, piece - data);
-        else send_part(p.probs, window, token, at, piece - scales);
+        u8* const window = exchange.window(turn.to);
+        const i64 at = landing(p.windows, p.region, turn);
+        if (unit.piece < data) send_part(p.data, window, token, at, unit.piece);
+        else if (unit.piece < scales) send_part(p.scales, window, token, at, unit.piece - data);
+        else send_part(p.probs, window, token, at, unit.piece - scales);
     }
 }
 
@@ -95,13 +85,18 @@ send_tokens(const __grid_constant__ SendTokensParams p) {
 }
 #endif
 
+// Returns the rank that a slot came from.
+__device__ __forceinline__ int sender_of(const SendRowsParams& p, i64 slot) {
+    return (int)((u32)slot / p.routes.topk / (u32)p.region);
+}
+
 // Zeros for slots whose rows were beyond the routing's bound: windows have what an earlier exchange left.
 __device__ __forceinline__ void send_zeros(const SendRowsParams& p, const Exchange& exchange) {
     const i64 slots = p.routes.tokens * p.routes.topk, step = (i64)gridDim.x * kThreads;
     for (i64 slot = (i64)blockIdx.x * kThreads + threadIdx.x; slot < slots; slot += step) {
         const i64 to = load_read_only(p.back + slot);
         if (to < 0 || load_read_only(p.arrived + slot) < 0 || p.routes.row(slot) >= 0) continue;
-        u8* const window = exchange.window((int)(slot / p.routes.topk / p.region));
+        u8* const window = exchange.window(sender_of(p, slot));
         for (i64 i = 0; i < p.data.row_bytes; i++) window[p.data.to + to * p.data.row_bytes + i] = 0;
         if (p.probs) reinterpret_cast<u32*>(window + p.probs_to)[to] = 0;
     }
@@ -113,17 +108,15 @@ send_rows(const __grid_constant__ SendRowsParams p) {
     Exchange exchange(p.windows);
     const bool fine = exchange.begin();
     const u32 pieces = p.data.pieces > 1 ? p.data.pieces : 1;
-    for (i64 unit = first_unit(); fine && unit < p.routes.rows * pieces; unit += unit_step()) {
-        const i64 row = unit / pieces;
-        const u32 piece = (u32)(unit - row * pieces);
-        const i32 slot = load_read_only(p.routes.sources + row);
+    for (WarpUnits unit(pieces); fine && unit.row < p.routes.rows; unit.next()) {
+        const i32 slot = load_read_only(p.routes.sources + unit.row);
         if (slot < 0) continue;
         const i64 to = load_read_only(p.back + slot);
         if (to < 0) continue;
-        u8* const window = exchange.window((int)(slot / p.routes.topk / p.region));
-        send_part(p.data, window, row, to, piece);
-        if (p.probs && piece == 0 && threadIdx.x % 32 == 0)
-            reinterpret_cast<u32*>(window + p.probs_to)[to] = load_read_only(p.probs + row);
+        u8* const window = exchange.window(sender_of(p, slot));
+        send_part(p.data, window, unit.row, to, unit.piece);
+        if (p.probs && unit.piece == 0 && threadIdx.x % 32 == 0)
+            reinterpret_cast<u32*>(window + p.probs_to)[to] = load_read_only(p.probs + unit.row);
     }
     if (fine) send_zeros(p, exchange);
     exchange.end(fine);

@@ -87,27 +87,20 @@ __device__ __forceinline__ void send_probs(const SendSumsParams& p, i64 token, u
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 send_sums(const __grid_constant__ SendSumsParams p) {
     Exchange exchange(p.windows);
-    const int ranks = p.windows.ranks, me = p.windows.me;
     const bool fine = exchange.begin();
-    i64 most = 0;
-    for (int rank = 0; rank < ranks; rank++) {
-        const i64 size = load_read_only(p.counts + rank);
-        most = size > most ? size : most;
-    }
-    for (i64 unit = first_unit(); fine && unit < most * ranks * p.pieces; unit += unit_step()) {
-        const i64 index = unit / p.pieces, i = index / ranks;
-        const u32 piece = (u32)(unit - index * p.pieces);
-        const int to = (int)((me + 1 + index - i * ranks) % ranks);
-        if (i >= load_read_only(p.counts + to)) continue;
-        u8* const window = exchange.window(to);
-        const i64 token = to * p.region + i, at = (p.windows.staged ? to : me) * p.region + i;
+    const u32 end = turns(p.windows, p.counts);
+    for (WarpUnits unit(p.pieces); fine && unit.row < end; unit.next()) {
+        const Turn turn(p.windows, unit.row);
+        if ((i32)turn.i >= load_read_only(p.counts + turn.to)) continue;
+        u8* const window = exchange.window(turn.to);
+        const i64 token = turn.to * p.region + turn.i, at = landing(p.windows, p.region, turn);
         IN::storage* const row = reinterpret_cast<IN::storage*>(window + p.to) + at * p.columns;
-        if (p.vector) sum_piece<true>(p, token, row, piece);
-        else sum_piece<false>(p, token, row, piece);
-        if (p.probs && piece == 0)
+        if (p.vector) sum_piece<true>(p, token, row, unit.piece);
+        else sum_piece<false>(p, token, row, unit.piece);
+        if (p.probs && unit.piece == 0)
             send_probs(p, token, reinterpret_cast<u32*>(window + p.probs_to) + at * p.routes.topk);
     }
     exchange.end(fine);

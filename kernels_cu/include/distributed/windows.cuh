@@ -135,9 +135,50 @@ private:
 // Rows are cut into pieces of 128 items.
 constexpr int kItems = 4, kPieceItems = 32 * kItems;
 
-// Units of work are pieces of rows: a warp's first one, and from one to its next.
-__device__ __forceinline__ i64 first_unit() { return (i64)blockIdx.x * kWarps + threadIdx.x / 32; }
-__device__ __forceinline__ i64 unit_step() { return (i64)gridDim.x * kWarps; }
+// A piece of a row is a unit of work, of which warps take every n-th one. Rows are fewer than 2^31.
+class WarpUnits {
+public:
+    u32 row, piece;
+
+    __device__ __forceinline__ explicit WarpUnits(u32 pieces_of_row) : pieces(pieces_of_row) {
+        const u32 first = blockIdx.x * kWarps + threadIdx.x / 32, step = gridDim.x * kWarps;
+        row = first / pieces, piece = first - row * pieces;
+        row_step = step / pieces, piece_step = step - row_step * pieces;
+    }
+    __device__ __forceinline__ void next() {
+        row += row_step, piece += piece_step;
+        if (piece >= pieces) piece -= pieces, row++;
+    }
+
+private:
+    u32 pieces, row_step, piece_step;
+};
+
+// Rows go to ranks by turns, from the one after this rank on, as long as they have any.
+struct Turn {
+    int to;
+    u32 i;                       // which row of that rank
+
+    __device__ __forceinline__ Turn(const Windows& w, u32 row) {
+        const u32 ranks = (u32)w.ranks;
+        i = row / ranks;
+        const u32 after = w.me + 1 + row - i * ranks;
+        to = (int)(after < ranks ? after : after - ranks);
+    }
+};
+// Returns how many turns there are.
+__device__ __forceinline__ u32 turns(const Windows& w, const i32* sizes) {
+    i32 most = 0;
+    for (int rank = 0; rank < w.ranks; rank++) {
+        const i32 size = load_read_only(sizes + rank);
+        most = size > most ? size : most;
+    }
+    return (u32)most * w.ranks;
+}
+// Returns the row of another rank's window that is the i-th one from this rank.
+__device__ __forceinline__ i64 landing(const Windows& w, i64 region, const Turn& turn) {
+    return (w.staged ? turn.to : w.me) * region + turn.i;
+}
 
 template <class T>
 __device__ __forceinline__ void copy_items(u8* to, const u8* from, i64 item_step, int items) {
