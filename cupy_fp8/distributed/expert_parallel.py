@@ -13,7 +13,7 @@ from .. import backend
 from ..advice import shown, type_name
 from ..arrays import Array, empty
 from ..formats import INPUT_DTYPES, DType, bfloat16, choice, integer, lookup
-from ..kernels import executor_of
+from ..kernels import executor_of, sources
 from ..layouts import padded_rows
 from ..ops.moe.permute import permute, permute_backward, unpermute
 from ..ops.moe.route import route
@@ -131,7 +131,8 @@ class ExpertParallel:
                             choice(reduce, "reduce", get_args(Reduce)) == "exact")
         tokens.check_options(self._facts)
         self.rows, self.max_tokens = self._facts.rows, region
-        world.agree({**self._facts._asdict(), "transport": transport, "arrays": self._xp.__name__})
+        world.agree({**self._facts._asdict(), "transport": transport, "arrays": self._xp.__name__,
+                     "kernels": sources.digest()})
         self._transport = self._connect(transport, timeout)
 
     def _connect(self, name: TransportName, timeout: float) -> Transport:

@@ -8,7 +8,7 @@ for one architecture alone; `shapes` cuts arrays into grids. Beside its argument
 of a GPU, and says what runs NumPy arrays.
 """
 
-from . import tensor_map
+from . import sources, tensor_map
 from .device import (
     capturing,
     compute_capability,
@@ -26,5 +26,5 @@ from .workspace import room, workspace
 
 __all__ = ["Kernel", "Launch", "OwnedMemory", "Variant", "announce", "capturing", "compute_capability",
            "device_errors", "error_word", "executor_is_forced", "executor_of", "forced_executor", "grid_size",
-           "multiprocessors", "owner_of", "recording", "room", "shared_memory_per_block", "tensor_map",
-           "workspace"]
+           "multiprocessors", "owner_of", "recording", "room", "shared_memory_per_block", "sources",
+           "tensor_map", "workspace"]

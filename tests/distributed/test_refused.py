@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -172,3 +173,13 @@ def test_a_rank_that_fails_leaves_the_others_with_an_error():
 
     with pytest.raises(KeyError, match="lost"):
         of_ranks(3, fails)
+
+
+def test_ranks_of_another_version_are_told(monkeypatch):
+    monkeypatch.setattr("cupy_fp8.kernels.sources.digest", lambda: threading.current_thread().name)
+
+    def told(world: Any) -> None:
+        with pytest.raises(ValueError, match=r"kernels: rank . has 'rank .', rank . 'rank .'; all ranks need"):
+            ExpertParallel(world, **FINE)
+
+    of_ranks(2, told)
