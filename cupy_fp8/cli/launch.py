@@ -53,11 +53,13 @@ def run(command: Sequence[str], ranks: int, *, share_gpus: bool = False) -> int:
     if share_gpus:
         shared["CUPY_FP8_SHARE_GPUS"] = "1"
     processes: list[subprocess.Popen[bytes]] = []
-    with _passed_on(processes):
+    with _passed_on(processes) as received:
         try:
             for rank in range(ranks):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 processes.append(subprocess.Popen(command, env={**shared, **place}))
+                for number in received:         # that came before this process
+                    processes[-1].send_signal(number)
             return _watch(processes)
         finally:
             _end(processes)
@@ -78,7 +80,10 @@ def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _text(code: int) -> str:
-    return f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    if code > 0:
+        return f"exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return names.get(-code, f"signal {-code}")
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -95,16 +100,19 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _passed_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Signals go to the processes."""
+def _passed_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Signals go to the processes. Those that came."""
+    received: list[int] = []
+
     def handle(number: int, _: Any) -> None:
+        received.append(number)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     before = [signal.signal(number, handle) for number in _SIGNALS]
     try:
-        yield
+        yield received
     finally:
         for number, handler in zip(_SIGNALS, before, strict=True):
             signal.signal(number, handler)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
 import socket
 import struct
@@ -40,7 +42,7 @@ class Windows(Transport):
         self.device = device
         self.memory = Memory(self.layout.nbytes, device)
         like = np if device is None else backend.cupy()
-        self._state = zeros(4 + len(Direction), np.uint32, like=like)
+        self._state = zeros(3 + len(Direction), np.uint32, like=like)
         self.late = Late(split.ranks, device)
         self._known: dict[tuple[Any, ...], Launch] = {}
         self.nbytes = self.memory.nbytes
@@ -115,19 +117,21 @@ class Direct(Windows):
     def __init__(self, world: World, facts: Facts, split: Split, device: int | None, timeout: float) -> None:
         super().__init__(world, facts, split, device)
         self._timeout = int(timeout * 1e9)
-        self._opened: dict[int, int] = {}
+        self._at = {split.me: self.memory.at}
+        self._opened: list[int] = []                # through CUDA IPC
         try:
             problems = [text.decode() for text in world.gather(self._open().encode())]
             if any(problems):
                 raise backend.DeviceError("transport 'p2p': " + "; ".join(
                     f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+            table = np.array([self._at[rank] for rank in range(split.ranks)], np.uint64)
+            self._table = asarray(table, like=np if device is None else "cupy")
+            self.wait()
+            world.barrier()
         except BaseException:
-            self._free()
+            self._close_others()
+            self.memory.free()
             raise
-        own = np.array([self._opened.get(rank, self.memory.at) for rank in range(split.ranks)], np.uint64)
-        self._table = asarray(own, like=np if device is None else "cupy")
-        self.wait()
-        world.barrier()
 
     def _open(self) -> str:
         """Learns the addresses of all windows. What does not work, or nothing."""
@@ -137,7 +141,7 @@ class Direct(Windows):
                 handle = backend.cupy().cuda.runtime.ipcGetMemHandle(self.memory.at)
             except Exception as error:          # Of the driver, whatever it is
                 problem = f"no CUDA IPC handle of its window: {error}"
-        own = _HANDLE.pack(_PROCESS, _host(), -1 if self.device is None else self.device, self.memory.at,
+        own = _HANDLE.pack(_process(), _host(), -1 if self.device is None else self.device, self.memory.at,
                            handle)
         for rank, theirs in enumerate(self.world.gather(own)):
             if rank != self.split.me and not problem:
@@ -145,17 +149,19 @@ class Direct(Windows):
         return problem
 
     def _open_one(self, rank: int, process: bytes, host: bytes, device: int, at: int, handle: bytes) -> str:
-        if process == _PROCESS:
-            self._opened[rank] = at
+        if process == _process():
+            self._at[rank] = at
             return self._enable(device)
         if host != _host():
             return f"rank {rank} is on another host; transport='nccl' reaches it"
         if self.device is None:
             return f"rank {rank} is another process; kernels on the CPU need local()"
         try:
-            self._opened[rank] = backend.cupy().cuda.runtime.ipcOpenMemHandle(handle)
+            at = backend.cupy().cuda.runtime.ipcOpenMemHandle(handle)
         except Exception as error:              # Of the driver, whatever it is
             return f"no access to the window of rank {rank}: {error}"
+        self._at[rank] = at
+        self._opened.append(at)
         return ""
 
     def _enable(self, device: int) -> str:
@@ -178,11 +184,11 @@ class Direct(Windows):
                 "timeout": self._timeout}
 
     # ---- exchanges ----
-    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
+    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None, Any]:
         layout = self.layout
         self.launch(exchange.send_tokens, Direction.ROUTE, route.sent, self.split, self.parts_of_route(route),
                     layout.sizes, counts)
-        return self.array(layout.experts), None if layout.back is None else self.array(layout.back)
+        return self.array(layout.experts), None if layout.back is None else self.array(layout.back), None
 
     def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
                  ) -> tuple[Array, Array | None, Array | None]:
@@ -196,21 +202,18 @@ class Direct(Windows):
 
     # ---- the end ----
     def close(self) -> None:
-        try:
+        with suppress(RankError):
             self.wait()
-            self.world.barrier()                # Nobody writes any more.
-        except RankError:
-            pass
-        self._free()
-
-    def _free(self) -> None:
-        if self.device is not None:
-            runtime = backend.cupy().cuda.runtime
-            for at in self._opened.values():
-                with suppress(runtime.CUDARuntimeError):        # An address of this process is no handle.
-                    runtime.ipcCloseMemHandle(at)
-        self._opened = {}
+            self.world.barrier()                # Nobody writes any more,
+            self._close_others()
+            self.world.barrier()                # or has this memory open, when it is freed.
+        self._close_others()
         self.memory.free()
+
+    def _close_others(self) -> None:
+        for at in self._opened:
+            backend.cupy().cuda.runtime.ipcCloseMemHandle(at)
+        self._opened = []
 
 
 def _place(given: Any) -> Any:
@@ -218,12 +221,18 @@ def _place(given: Any) -> Any:
     if isinstance(given, (Piece, Split)) or given is None:
         return given
     if isinstance(given, Routing):
-        return address(given.row_map), address(given.sources), address(given.splits), given.row_map.shape
+        arrays = given.row_map, given.sources, given.splits, given.offsets
+        return *map(address, arrays), given.row_map.shape, given.rows
     if isinstance(given, Part):
         return address(given.array), given.array.shape, given.array.dtype, *given[1:]
     if isinstance(given, (list, tuple)):
         return tuple(map(_place, given))
     return address(given), given.shape, given.dtype
+
+
+def _process() -> bytes:
+    """What tells processes apart, also those that were forked after this module was imported."""
+    return hashlib.blake2b(_PROCESS + b"%d" % os.getpid(), digest_size=16).digest()
 
 
 def _host() -> bytes:

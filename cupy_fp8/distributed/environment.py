@@ -13,7 +13,8 @@ _STARTERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"),
              ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
              ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 #: Names of a job: processes of another one are turned away.
-_JOBS = "CUPY_FP8_TOKEN", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID"
+_JOBS = ("CUPY_FP8_TOKEN", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
+         "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 class Place(NamedTuple):

@@ -26,13 +26,14 @@ from .direct import Direct
 from .errors import RankError
 from .exchange import Part
 from .layout import INT32, Facts
-from .nccl import Nccl, nccl_problem
+from .nccl import Nccl
 from .routing import RankRouting, Route
 from .slots import Split
 from .transport import Messages, Transport
 from .world import World
 
 _BLOCKS = BlockScaling()
+_MOST_SECONDS = 1_000_000
 Reduce: TypeAlias = Literal["rank", "exact"]
 TransportName: TypeAlias = Literal["auto", "nccl", "p2p"]
 
@@ -52,10 +53,11 @@ class ExpertParallel:
         dx_rows, row_dprobs, d_up, d_down = experts.backward_rows(grad_rows, saved)
         dx, dprobs = ep.dispatch_backward(dx_rows, row_dprobs, routing)
 
-    Every method but `close` is collective: all ranks call the same ones in the same order, also a rank
-    without tokens. Counts stay on the device, and nothing waits for it (but for NCCL, see `transport`); with
-    `out` the calls can be captured into a CUDA graph, once they have been made before. What a rank's rows
-    hold are the bytes of one rank that has all tokens, in the order of the ranks, and these experts.
+    Every method is collective: all ranks call the same ones in the same order, also a rank without tokens,
+    and a rank calls all of them on one stream, or on streams that wait for each other. Counts stay on the
+    device, and nothing waits for it (but for NCCL, see `transport`); with `out` the calls can be captured
+    into a CUDA graph, once they have been made before. What a rank's rows hold are the bytes of one rank that
+    has all tokens, in the order of the ranks, and these experts.
 
     Parameters
     ----------
@@ -118,7 +120,9 @@ class ExpertParallel:
             raise ValueError(f"num_experts: expected a multiple of the {self.size} ranks, got {number}")
         if max(number, slots_of_token, self.size) > MOST_EXPERTS:
             raise ValueError(f"num_experts, topk: expected at most {MOST_EXPERTS}, got {number} and "
-                             f"{slots_of_token}")
+                             f"{slots_of_token} (and {self.size} ranks)")
+        if not 0 < timeout <= _MOST_SECONDS:
+            raise ValueError(f"timeout: expected up to {_MOST_SECONDS} seconds, got {shown(timeout)}")
         if self.size * region * slots_of_token > MOST_SLOTS:
             raise ValueError(f"max_tokens: {self.size} ranks with {region} tokens of {slots_of_token} slots "
                              "are more slots than int32 counts (2**31 - 1)")
@@ -147,9 +151,11 @@ class ExpertParallel:
         except backend.DeviceError as error:
             if name == "p2p":
                 raise
-            if problem := nccl_problem():
-                raise backend.DeviceError(f"{error}; and not 'nccl': {problem}") from None
-        return Nccl(*given, device, timeout)
+            reason = str(error)
+        try:
+            return Nccl(*given, device, timeout)
+        except backend.DeviceError as error:
+            raise backend.DeviceError(f"{reason}; {error}") from None
 
     @property
     def transport(self) -> str:
@@ -180,6 +186,8 @@ class ExpertParallel:
         tokens.check_ids(topk_ids, facts, self._xp)
         if out is not None and (not isinstance(out, RankRouting) or out.tokens != len(topk_ids)):
             raise ValueError(f"out: expected a RankRouting of {len(topk_ids)} tokens, got {shown(out)}")
+        if out is not None:
+            self._check_routing(out, "out")
         number, window_rows = facts.num_experts, self.size * facts.max_tokens
         had: Any = out
         experts, ranks = slots.rank_slots(topk_ids, self._split, had and (had.experts, had.ranks))
@@ -188,7 +196,7 @@ class ExpertParallel:
         if facts.exact:
             own = route(experts, num_experts=number, rows=experts.size, out=had and had.own)
         counts = empty((self.size,), INT32, like=experts) if out is None else had.counts
-        came, back = self._told(transport.route, Route(experts, sent, own), counts)
+        came, back, known = self._told(transport.route, Route(experts, sent, own), counts)
         arrived, row_map = slots.arrived_slots(came, counts, back, experts, sent, self._split, had and (
             had.arrived if back is None else (had.arrived, had.back), had.returned.row_map))
         if back is not None:
@@ -196,10 +204,11 @@ class ExpertParallel:
         received = route(arrived, num_experts=self.experts, rows=facts.rows, align=facts.align,
                          out=had and had.received)
         if out is not None:
+            out.__dict__["_known"] = known
             return out
         returned = Routing._of_fields(**{**vars(sent), "row_map": row_map})
         made = RankRouting(experts, ranks, sent, counts, arrived, received, returned, own, back)
-        made.__dict__["_of"] = self._facts
+        made.__dict__.update(_of=self._facts, _known=known)
         return made
 
     def dispatch(self, x: Array | Scaled | Quantized, routing: RankRouting, probs: Array | None = None, *,
@@ -293,7 +302,7 @@ class ExpertParallel:
         """The rows in which tokens come back."""
         return routing.returned if routing.own is None else routing.own
 
-    def _check_routing(self, routing: Any) -> None:
+    def _check_routing(self, routing: Any, name: str = "routing") -> None:
         if not isinstance(routing, RankRouting):
             raise TypeError(f"routing: expected what route() gives, got {type_name(routing)}")
         if routing._of is self._facts:
@@ -303,7 +312,7 @@ class ExpertParallel:
         if (routing.sent.num_experts != split.ranks or routing.received.num_experts != split.local
                 or routing.received.tokens != split.ranks * split.region or routing.rows != facts.rows
                 or routing.sent.topk != facts.topk or (routing.own is not None) != facts.exact):
-            raise ValueError(f"routing: belongs to another ExpertParallel: {routing!r}")
+            raise ValueError(f"{name}: belongs to another ExpertParallel: {routing!r}")
 
     # ---- failures, and the end ----
     def _usable(self) -> Transport:
@@ -330,7 +339,8 @@ class ExpertParallel:
         self._told(transport.check)
 
     def close(self) -> None:
-        """Frees the windows, once every rank has called it. Calls after the first one do nothing."""
+        """Frees the windows, once every rank has called it. Calls after the first one do nothing. (A `with`
+        that an error leaves does not wait for the others, and keeps the windows until the process ends.)"""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
@@ -340,7 +350,10 @@ class ExpertParallel:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:                                   # The others may be elsewhere, and still write here.
+            self._transport = None
 
     def __del__(self) -> None:
         if getattr(self, "_transport", None) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -68,4 +67,4 @@ class Late:
         self.at = self.words.ctypes.data
 
     def ranks(self) -> list[int]:
-        return [rank for rank, _ in zip(itertools.count(), self.words, strict=False) if self.words[rank]]
+        return [int(rank) for rank in np.flatnonzero(self.words)]

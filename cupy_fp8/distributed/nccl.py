@@ -6,6 +6,7 @@ import os
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
@@ -39,8 +40,6 @@ def nccl_problem() -> str | None:
 
 
 def _nccl() -> Any:
-    if problem := nccl_problem():
-        raise backend.DeviceError(f"transport 'nccl': {problem}")
     # Multicast can put GPUs out of service that others share.
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     return import_module("cupy.cuda.nccl")
@@ -73,8 +72,9 @@ class _Nccl(World):
 
 
 def from_nccl(comm: Any) -> World:
-    """The ranks of a `cupy.cuda.nccl.NcclCommunicator`, which stays the caller's. The current device is that
-    of its rank."""
+    """The ranks of a `cupy.cuda.nccl.NcclCommunicator`, which stays the caller's, but that it is aborted if a
+    rank does not come to an exchange. The current device is that of its rank. (`gather` of this world waits
+    without a limit.)"""
     return _Nccl(comm)
 
 
@@ -92,12 +92,24 @@ class Nccl(Windows):
     name = "nccl"
 
     def __init__(self, world: World, facts: Facts, split: Split, device: int, timeout: float) -> None:
+        problems = [text.decode() for text in world.gather((nccl_problem() or "").encode())]
+        if any(problems):
+            raise backend.DeviceError("transport 'nccl': " + "; ".join(
+                f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
         self.lib, self._timeout = _nccl(), timeout
         super().__init__(world, facts, split, device)
+        self._staging: Memory | None = None
+        self._rows: Memory | None = None
+        try:
+            self._begin(world, facts, split, device)
+        except BaseException:
+            self._free()
+            raise
+
+    def _begin(self, world: World, facts: Facts, split: Split, device: int) -> None:
         self._staging = Memory(self.layout.nbytes, device)
         table = asarray(np.full(split.ranks, self._staging.at, np.uint64), like="cupy")
         self._tables = [table] * len(Direction)
-        self._rows: Memory | None = None
         if facts.exact:
             returned, gradients = self.layout.returned, self.layout.gradients
             stride = gradients.at - returned.at + round_up(gradients.nbytes, 256)
@@ -108,10 +120,9 @@ class Nccl(Windows):
         like = self._state
         self._matrix = empty((split.ranks, split.ranks), INT32, like=like)
         self._firsts = empty((split.ranks, split.ranks + 1), np.int64, like=like)
-        #: By the address of a routing's counts.
-        self._counts: dict[int, _Counts] = {}
         self._own = not isinstance(world, _Nccl)
         self._comm: Any = world.communicator if isinstance(world, _Nccl) else self._made(world, split)
+        backend.cupy().cuda.get_current_stream().synchronize()          # The tables are there for any stream.
 
     def _made(self, world: World, split: Split) -> Any:
         own = self.lib.get_unique_id() if split.me == 0 else b""
@@ -121,32 +132,32 @@ class Nccl(Windows):
         return {**self._common(direction), "at": address(self._tables[direction]), "staged": 1}
 
     # ---- exchanges ----
-    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
-        self._learn(route, counts)
+    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None, Any]:
+        known = self._learn(route, counts)
         parts = self.parts_of_route(route)
         self.launch(exchange.send_tokens, Direction.ROUTE, route.sent, self.split, parts)
-        self._forward([part.to for part in parts], counts)
+        self._regions([part.to for part in parts], self._numbers(known))
         layout = self.layout
-        return self.array(layout.experts), None if layout.back is None else self.array(layout.back)
+        return self.array(layout.experts), None if layout.back is None else self.array(layout.back), known
 
     def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
                  ) -> tuple[Array, Array | None, Array | None]:
         parts = self.parts_of_tokens(data, scales, probs)
         self.launch(exchange.send_tokens, Direction.DISPATCH, routing.sent, self.split, parts)
-        self._forward([part.to for part in parts], routing.counts)
+        self._regions([part.to for part in parts], self._numbers(routing._known))
         return self.came(data, scales, probs)
 
     def combine(self, routing: RankRouting, rows: Array, probs: Array | None) -> tuple[Array, Array]:
         layout = self.layout
-        if self.facts.exact and self._capturing():
+        if self.facts.exact and (self._capturing() or routing._known is None):
             raise ValueError("reduce='exact' with NCCL sends numbers of rows that the host must know, which "
                              "a CUDA graph cannot learn; take reduce='rank', or transport='p2p'")
         self.send_back(routing, rows, probs)
         pieces = [layout.returned] + ([] if probs is None else [layout.gradients])
         if self.facts.exact:
-            self._exact(pieces, routing.counts)
+            self._exact(pieces, routing._known)
         else:
-            self._backward(pieces, routing.counts)
+            self._regions(pieces, self._numbers(routing._known).T)
         return self.array(layout.returned), self.array(layout.gradients)
 
     # ---- numbers of rows ----
@@ -154,14 +165,14 @@ class Nccl(Windows):
         assert self.device is not None
         return capturing(self.device)
 
-    def _learn(self, route: Route, counts: Array) -> None:
+    def _learn(self, route: Route, counts: Array) -> _Counts | None:
         """The numbers of rows between all ranks, on the device, and unless a graph is captured on the host.
         """
         lib, ranks = self.lib, self.split.ranks
         self._all(route.sent.splits, self._matrix, ranks, lib.NCCL_INT32)
         counts[...] = self._matrix[:, self.split.me]
         if self._capturing():
-            return
+            return None
         firsts = None
         if route.own is not None:
             own = route.own.offsets[::self.split.local].copy()
@@ -169,33 +180,32 @@ class Nccl(Windows):
             self.wait()
             firsts = self._firsts.get()
         self.wait()
-        self._counts[address(counts)] = _Counts(self._matrix.get(), firsts)
+        return _Counts(self._matrix.get(), firsts)
 
     def _all(self, own: Array, every: Array, count: int, kind: int) -> None:
         with _Group(self):
             self._comm.allGather(address(own), address(every), count, kind, self._stream())
 
-    def _numbers(self, counts: Array) -> np.ndarray:
+    def _numbers(self, known: _Counts | None) -> np.ndarray:
         """Tokens from each rank to each: those of a routing, or what always suffices."""
-        if self._capturing():
+        if known is None or self._capturing():
             return np.full((self.split.ranks, self.split.ranks), self.split.region)
-        return self._counts[address(counts)].tokens
+        return known.tokens
 
     # ---- sends ----
-    def _forward(self, pieces: Sequence[Piece], counts: Array) -> None:
-        numbers, me = self._numbers(counts), self.split.me
-        self._group([(piece, rank, rank * self.split.region, int(numbers[me, rank]), rank * self.split.region,
-                      int(numbers[rank, me])) for rank in range(self.split.ranks) for piece in pieces],
-                    self._staging)
+    def _regions(self, pieces: Sequence[Piece], numbers: np.ndarray) -> None:
+        """The first numbers[s, d] rows of the region of the other rank, from rank s to rank d."""
+        me, staging = self.split.me, self._staging
+        assert staging is not None
+        with _Group(self):
+            for rank in range(self.split.ranks):
+                first = rank * self.split.region
+                for piece in pieces:
+                    self._send(staging.at, piece, rank, first, numbers[me, rank])
+                    self._receive(piece, rank, first, numbers[rank, me])
 
-    def _backward(self, pieces: Sequence[Piece], counts: Array) -> None:
-        numbers, me = self._numbers(counts), self.split.me
-        self._group([(piece, rank, rank * self.split.region, int(numbers[rank, me]), rank * self.split.region,
-                      int(numbers[me, rank])) for rank in range(self.split.ranks) for piece in pieces],
-                    self._staging)
-
-    def _exact(self, pieces: Sequence[Piece], counts: Array) -> None:
-        firsts, me = self._counts[address(counts)].firsts, self.split.me
+    def _exact(self, pieces: Sequence[Piece], known: _Counts) -> None:
+        firsts, me = known.firsts, self.split.me
         assert firsts is not None
         assert self._rows is not None
         at = self._rows.at - self.layout.returned.at
@@ -206,13 +216,6 @@ class Nccl(Windows):
                     self._send(at + rank * self._stride, piece, rank, first, end - first)
                     first, end = firsts[me, rank:rank + 2]
                     self._receive(piece, rank, first, end - first)
-
-    def _group(self, transfers: list[tuple[Piece, int, int, int, int, int]], memory: Memory) -> None:
-        """Each: a piece, a rank, and from which row on how many go there, and come from there."""
-        with _Group(self):
-            for piece, rank, first, sent, first_here, came in transfers:
-                self._send(memory.at, piece, rank, first, sent)
-                self._receive(piece, rank, first_here, came)
 
     def _send(self, base: int, piece: Piece, rank: int, first: int, count: int) -> None:
         size = piece.nbytes // piece.shape[0]
@@ -255,15 +258,16 @@ class Nccl(Windows):
                         "ExpertParallel is unusable from there on")
 
     def close(self) -> None:
-        try:
+        with suppress(RankError):
             if self._comm is not None:
                 self.wait()
                 self.world.barrier()
-                if self._own:
-                    self._comm.destroy()
-        except RankError:
-            pass
+        if self._comm is not None and self._own:
+            self._comm.destroy()
         self._comm = None
+        self._free()
+
+    def _free(self) -> None:
         for memory in (self.memory, self._staging, self._rows):
             if memory is not None:
                 memory.free()

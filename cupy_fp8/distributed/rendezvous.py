@@ -21,7 +21,8 @@ _HELLO = struct.Struct("!4sH32sII")
 _VALUE = struct.Struct("!BIQ")
 _MAGIC, _VERSION = b"cf8r", 1
 _ALL, _FAILED = 0, 1
-_MOST_BYTES = 1 << 24               # of a value: what ranks say of themselves is short
+_MOST_BYTES = 1 << 32               # of a value
+_HELLO_SECONDS = 2.0                # for who has connected to say who it is
 _SLACK = 5.0                        # seconds by which others wait longer than rank 0, which knows who is late
 
 
@@ -75,12 +76,13 @@ class Rendezvous:
                     rank = key.data
                     try:
                         values[rank] = _receive(self._peers[rank], self._calls, deadline)
-                    except (OSError, EOFError, ValueError) as error:
+                    except (OSError, EOFError, ValueError, _Refused) as error:
                         self._fail(f"rank {rank} has ended or sends something else: {error}", [rank])
                     selector.unregister(self._peers[rank])
         gathered = [values[rank] for rank in range(self.size)]
         packed = struct.pack(f"!{self.size}Q", *map(len, gathered)) + b"".join(gathered)
-        gone = [rank for rank, peer in self._peers.items() if not _sent(peer, _ALL, self._calls, packed)]
+        gone = [rank for rank, peer in self._peers.items()
+                if not _sent(peer, _ALL, self._calls, packed, deadline + _SLACK)]
         if gone:
             self._fail(f"{named(gone)} ended during a call", gone)
         return gathered
@@ -89,14 +91,14 @@ class Rendezvous:
         reason = struct.pack(f"!I{len(ranks)}I", len(ranks), *ranks) + message.encode()
         for rank, peer in self._peers.items():
             if rank not in ranks:
-                _sent(peer, _FAILED, self._calls, reason)
+                _sent(peer, _FAILED, self._calls, reason, time.monotonic() + _SLACK)
         raise RankError(message, ranks)
 
     # ---- the others ----
     def _ask(self, value: bytes, deadline: float) -> list[bytes]:
         server = self._peers[0]
         try:
-            _send(server, _ALL, self._calls, value)
+            _send(server, _ALL, self._calls, value, deadline)
             packed = _receive(server, self._calls, deadline)
         except _Refused as refused:
             raise RankError(str(refused), refused.ranks) from None
@@ -113,9 +115,9 @@ class Rendezvous:
 
 class _Refused(Exception):
     def __init__(self, reason: bytes) -> None:
-        (count,) = struct.unpack("!I", reason[:4])
-        self.ranks = struct.unpack(f"!{count}I", reason[4:4 + 4 * count])
-        super().__init__(reason[4 + 4 * count:].decode(errors="replace"))
+        end = 4 + 4 * int.from_bytes(reason[:4], "big")
+        self.ranks = struct.unpack(f"!{end // 4 - 1}I", reason[4:end]) if end <= len(reason) else ()
+        super().__init__(reason[end:].decode(errors="replace"))
 
 
 # ---- connections ----
@@ -159,15 +161,17 @@ def _accept_into(found: dict[int, socket.socket], place: Place, timeout: float) 
                 peer.close()
             else:
                 found[rank] = peer
-    for peer in found.values():
-        _send(peer, _ALL, 0, b"")
+    gone = [rank for rank, peer in found.items() if not _sent(peer, _ALL, 0, b"", deadline + _SLACK)]
+    if gone:
+        raise RankError(f"{named(gone)} ended while the others connected", gone)
 
 
 def _greeted(peer: socket.socket, place: Place, deadline: float) -> int | None:
     """The rank of who has connected; None if it is no other rank of this job."""
     try:
         _tune(peer)
-        magic, version, token, rank, size = _HELLO.unpack(_exactly(peer, _HELLO.size, deadline))
+        soon = min(deadline, time.monotonic() + _HELLO_SECONDS)
+        magic, version, token, rank, size = _HELLO.unpack(_exactly(peer, _HELLO.size, soon))
     except (OSError, EOFError):
         return None
     if (magic, version, token) != (_MAGIC, _VERSION, place.token) or not 0 < rank < place.size:
@@ -206,14 +210,14 @@ def _tune(peer: socket.socket) -> None:
 
 
 # ---- records ----
-def _send(peer: socket.socket, kind: int, call: int, value: bytes) -> None:
-    peer.settimeout(None)
+def _send(peer: socket.socket, kind: int, call: int, value: bytes, deadline: float) -> None:
+    peer.settimeout(max(1e-3, deadline - time.monotonic()))
     peer.sendall(_VALUE.pack(kind, call, len(value)) + value)
 
 
-def _sent(peer: socket.socket, kind: int, call: int, value: bytes) -> bool:
+def _sent(peer: socket.socket, kind: int, call: int, value: bytes, deadline: float) -> bool:
     try:
-        _send(peer, kind, call, value)
+        _send(peer, kind, call, value, deadline)
     except OSError:
         return False
     return True
@@ -222,7 +226,7 @@ def _sent(peer: socket.socket, kind: int, call: int, value: bytes) -> bool:
 def _receive(peer: socket.socket, call: int, deadline: float) -> bytes:
     """Raises OSError, EOFError, and ValueError for another call than this one."""
     kind, number, length = _VALUE.unpack(_exactly(peer, _VALUE.size, deadline))
-    if length > _MOST_BYTES * 64:
+    if length > _MOST_BYTES:
         raise ValueError(f"a record of {length} bytes")
     value = _exactly(peer, length, deadline)
     if kind == _FAILED:

@@ -51,6 +51,8 @@ class RankRouting(Result):
     back: TypedArray | None = None
     #: The facts of the ExpertParallel that has made it.
     _of: ClassVar[Any] = None
+    #: What its transport remembers of it.
+    _known: ClassVar[Any] = None
 
     @property
     def splits(self) -> TypedArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +31,9 @@ class Transport:
     def __init__(self, world: World, facts: Facts, split: Split) -> None:
         self.world, self.facts, self.split, self.layout = world, facts, split, Layout(facts, split)
 
-    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
-        """(experts, rows back) of the slots of all tokens that come; writes how many come from each rank to
-        `counts`."""
+    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None, Any]:
+        """(experts, rows back) of the slots of all tokens that come, and what the routing is to remember for
+        this transport; writes how many come from each rank to `counts`."""
         raise NotImplementedError
 
     def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
@@ -51,7 +52,7 @@ class Transport:
         """Waits for the exchanges so far."""
 
     def close(self) -> None:
-        """Frees what was made. Calls after the first one do nothing."""
+        """Frees what was made, once all ranks have called it."""
 
 
 class Messages(Transport):
@@ -59,11 +60,11 @@ class Messages(Transport):
 
     name = "messages"
 
-    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None]:
+    def route(self, route: Route, counts: Array) -> tuple[Array, Array | None, Any]:
         parts = [Part.rows(route.experts)] + ([] if route.own is None else [Part.rows(route.own.row_map)])
         pieces = [self.layout.experts] + ([] if self.layout.back is None else [self.layout.back])
         experts, *back = self._send_tokens(route, parts, pieces, counts)
-        return experts, back[0] if back else None
+        return experts, back[0] if back else None, None
 
     def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
                  ) -> tuple[Array, Array | None, Array | None]:

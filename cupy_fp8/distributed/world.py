@@ -101,7 +101,7 @@ def init(*, timeout: float = _TIMEOUT) -> World:
 
 def _gpu_of(local_rank: int) -> int:
     count = int(backend.cupy().cuda.runtime.getDeviceCount())
-    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES") and "LOCAL_WORLD_SIZE" not in os.environ:
         return 0                        # its own, as Slurm shows it to each process
     if local_rank >= count and os.environ.get("CUPY_FP8_SHARE_GPUS") != "1":
         raise ValueError(f"rank {local_rank} of this host has no GPU of its own: {count} visible; start as "
@@ -150,6 +150,7 @@ class _Meeting:
         self.came: set[int] = set()
         self.lock = threading.Lock()
         self.missing: tuple[int, ...] = ()
+        self.left: set[int] = set()
 
 
 class _Threads(World):
@@ -175,7 +176,7 @@ class _Threads(World):
             meeting.barrier.wait()
         except threading.BrokenBarrierError:
             with meeting.lock:
-                meeting.missing = meeting.missing or tuple(
+                meeting.missing = meeting.missing or tuple(sorted(meeting.left)) or tuple(
                     rank for rank in range(self.size) if rank not in meeting.came)
             raise RankError(f"ended, or late: {named(meeting.missing)}", meeting.missing) from None
 
@@ -189,6 +190,8 @@ class _Threads(World):
 
     def leave(self) -> None:
         """This rank has failed: the others are not to wait for it."""
+        with self._meeting.lock:
+            self._meeting.left.add(self.rank)
         self._meeting.barrier.abort()
 
 

@@ -92,6 +92,9 @@ public:
         if (threadIdx.x == 0) last = atomicAdd(w.state + kDone, 1u) == gridDim.x - 1;
         __syncthreads();
         if (!last) return false;
+        __threadfence_system();
+        // Another block may have waited for a rank in vain, and sent nothing.
+        fine = fine && !load_relaxed(w.state + kFailed);
         if (fine) {
             tell(0);
             fine = all_came(0);
