@@ -71,17 +71,7 @@ class Windows(Transport):
     def _common(self, direction: Direction) -> dict[str, int]:
         return {"me": self.split.me, "ranks": self.split.ranks, "direction": int(direction)}
 
-    # ---- parts ----
-    def parts_of_route(self, route: Route) -> list[Sent]:
-        parts = [Sent(Part.rows(route.experts), self.layout.experts)]
-        if route.own is not None and self.layout.back is not None:
-            parts.append(Sent(Part.rows(route.own.row_map), self.layout.back))
-        return parts
-
-    def parts_of_tokens(self, data: Part, scales: Part | None, probs: Part | None) -> list[Sent]:
-        given = [(data, self.layout.data), (scales, self.layout.scales), (probs, self.layout.probs)]
-        return [Sent(part, piece) for part, piece in given if part is not None and piece is not None]
-
+    # ---- what comes ----
     def came(self, data: Part, scales: Part | None, probs: Part | None
              ) -> tuple[Array, Array | None, Array | None]:
         """Arrays of tokens, where they have come."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from .. import reference
 from ..arrays import Array, asnumpy
 from ..arrays import bits as as_bits
 from ..formats import as_dtype
-from .exchange import Part
+from .exchange import Part, Sent
 from .layout import Facts, Layout, Piece
 from .routing import RankRouting, Route
 from .slots import Split
@@ -54,6 +53,17 @@ class Transport:
     def close(self) -> None:
         """Frees what was made, once all ranks have called it."""
 
+    # ---- parts ----
+    def parts_of_route(self, route: Route) -> list[Sent]:
+        parts = [Sent(Part.rows(route.experts), self.layout.experts)]
+        if route.own is not None and self.layout.back is not None:
+            parts.append(Sent(Part.rows(route.own.row_map), self.layout.back))
+        return parts
+
+    def parts_of_tokens(self, data: Part, scales: Part | None, probs: Part | None) -> list[Sent]:
+        given = [(data, self.layout.data), (scales, self.layout.scales), (probs, self.layout.probs)]
+        return [Sent(part, piece) for part, piece in given if part is not None and piece is not None]
+
 
 class Messages(Transport):
     """Rows of NumPy arrays, through the connections of the world: each rank gets all, and takes its own."""
@@ -61,16 +71,12 @@ class Messages(Transport):
     name = "messages"
 
     def route(self, route: Route, counts: Array) -> tuple[Array, Array | None, Any]:
-        parts = [Part.rows(route.experts)] + ([] if route.own is None else [Part.rows(route.own.row_map)])
-        pieces = [self.layout.experts] + ([] if self.layout.back is None else [self.layout.back])
-        experts, *back = self._send_tokens(route, parts, pieces, counts)
+        experts, *back = self._send_tokens(route, self.parts_of_route(route), counts)
         return experts, back[0] if back else None, None
 
     def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
                  ) -> tuple[Array, Array | None, Array | None]:
-        given = [(data, self.layout.data), (scales, self.layout.scales), (probs, self.layout.probs)]
-        here = [(part, piece) for part, piece in given if part is not None and piece is not None]
-        came = iter(self._send_tokens(routing, *zip(*here, strict=True)))
+        came = iter(self._send_tokens(routing, self.parts_of_tokens(data, scales, probs)))
         return next(came), scales and next(came), probs and next(came)
 
     def combine(self, routing: RankRouting, rows: Array, probs: Array | None) -> tuple[Array, Array]:
@@ -101,15 +107,15 @@ class Messages(Transport):
             sent.append([back[rank == each], rows[own], *([] if probs is None else [probs[own]])])
         return sent
 
-    def _send_tokens(self, route: Route | RankRouting, parts: Sequence[Part], pieces: Sequence[Piece],
+    def _send_tokens(self, route: Route | RankRouting, parts: list[Sent],
                      counts: Array | None = None) -> list[np.ndarray]:
         """Of each part what comes, a region of rows for each rank."""
-        sent, made = route.sent, [_empty(piece) for piece in pieces]
+        sent, made = route.sent, [_empty(part.to) for part in parts]
         packets = []
         for rank in range(self.split.ranks):
             begin = int(sent.offsets[rank])
             tokens = sent.sources[begin:begin + int(sent.splits[rank])] // max(1, sent.topk)
-            packets.append([part.values(tokens) for part in parts])
+            packets.append([part.part.values(tokens) for part in parts])
         for rank, came in enumerate(self._exchange(packets)):
             for a, rows in zip(made, came, strict=True):
                 as_bits(a)[rank * self.split.region:][:len(rows)] = as_bits(rows)
