@@ -38,6 +38,7 @@ from .ops.quantize.activation import activation_backward_quantize, activation_qu
 from .ops.quantize.blocks import quantize_block
 from .ops.quantize.grouped import group_quantize
 from .ops.quantize.mx import quantize_mx
+from .ops.quantize.norm import norm_backward_quantize, norm_quantize
 from .ops.quantize.swiglu import swiglu_backward_quantize, swiglu_quantize
 from .ops.quantize.tensor import cast_transpose, quantize_tensor
 from .ops.quantize.tensor_list import multi_cast_transpose, multi_quantize
@@ -64,7 +65,8 @@ __all__ = [
 __all__ += [
     "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
     "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
-    "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute",
+    "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize",
+    "norm_backward_quantize", "norm_quantize", "pad_groups", "permute",
     "permute_backward", "permute_transpose", "quantize_block", "quantize_mx", "quantize_permute",
     "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks",
     "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "topk_gate",

@@ -70,27 +70,41 @@ def one_array(shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out") -
     return Description(Written(name, shape, dtype))
 
 
-class Pair(Description):
+class Several(Description):
+    """A tuple of results."""
+
+    def __init__(self, *parts: Description) -> None:
+        super().__init__(*(a for part in parts for a in part.arrays))
+        self._parts = parts
+
+    def build(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
+        left = iter(arrays)
+        return tuple(part.build([next(left) for _ in part.arrays]) for part in self._parts)
+
+    def arrays_of(self, out: Any) -> Sequence[Array]:
+        given = several(out, len(self._parts))
+        return [a for part, one in zip(self._parts, given, strict=True) for a in part.arrays_of(one)]
+
+
+class Pair(Several):
     """A tuple of two results."""
 
     def __init__(self, first: Description, second: Description) -> None:
-        super().__init__(*first.arrays, *second.arrays)
-        self._first, self._second = first, second
+        super().__init__(first, second)
 
-    def build(self, arrays: Sequence[Array]) -> tuple[Any, Any]:
-        end = len(self._first.arrays)
-        return self._first.build(arrays[:end]), self._second.build(arrays[end:])
 
-    def arrays_of(self, out: Any) -> Sequence[Array]:
-        first, second = pair(out)
-        return (*self._first.arrays_of(first), *self._second.arrays_of(second))
+def several(out: Any, count: int) -> tuple[Any, ...]:
+    """A tuple of so many given as `out=`; TypeError for anything else."""
+    if not isinstance(out, tuple) or len(out) != count:
+        number = {2: "two", 3: "three", 4: "four"}.get(count, str(count))
+        raise TypeError(f"out: expected a tuple of {number} (an earlier result), got {type(out).__name__}")
+    return out
 
 
 def pair(out: Any) -> tuple[Any, Any]:
     """A tuple of two given as `out=`; TypeError for anything else."""
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"out: expected a tuple of two (an earlier result), got {type(out).__name__}")
-    return out
+    first, second = several(out, 2)
+    return first, second
 
 
 def given_result(described: Description, out: Any, x: Array,

@@ -43,14 +43,17 @@ class Kernel:
 
     block: the threads of a block, for kernels whose variants all have as many.
     cooperative: its blocks wait for each other, so all blocks of a grid must run at the same time.
+    waits: its blocks wait for what blocks that run already do, so a GPU may run any number of them at a time
+    (the CPU runs all).
     cluster: so many neighbouring blocks share their shared memory; grids are multiples of it, and the source
     says the same to the compiler.
     arch: the one architecture whose own instructions it uses ("sm_90a"); None: any GPU."""
 
     def __init__(self, source: str | Path, entry: str, *, block: int = 0, cooperative: bool = False,
-                 cluster: int = 1, arch: str | None = None) -> None:
+                 waits: bool = False, cluster: int = 1, arch: str | None = None) -> None:
         self.source, self.entry, self.block = str(source).removesuffix(".cu"), entry, block
-        self.cooperative, self.cluster, self.arch = cooperative, cluster, arch
+        self.cooperative, self.resident_on_cpu = cooperative, cooperative or waits
+        self.cluster, self.arch = cluster, arch
         self._variants: dict[tuple[int, int, tuple[tuple[str, str], ...]], Variant] = {}
 
     @functools.cached_property
@@ -105,17 +108,19 @@ class Variant:
         """Packs the values of its parameter struct into a buffer."""
         return self.kernel.params.pack_into
 
-    def bind(self, x: Any, grid: int, /, *, shared: int | None = None, **members: Any) -> Launch:
+    def bind(self, x: Any, grid: int, /, *, shared: int | None = None, block: int | None = None,
+             **members: Any) -> Launch:
         """A launch for x's kind and device, which can run again and again. members: the members of the
-        kernel's struct by name; the others are 0. shared: bytes of dynamic shared memory, where a launch
-        wants less than the variant's."""
+        kernel's struct by name; the others are 0. shared, block: bytes of dynamic shared memory, and threads
+        of a block, where a launch wants fewer than the variant's."""
         layout = self.kernel.layout
-        return Launch(self, x, grid, layout.values(members), self.shared if shared is None else shared)
+        return Launch(self, x, grid, layout.values(members), self.shared if shared is None else shared,
+                      self.block if block is None else block)
 
-    def run_on_cpu(self, grid: int, values: Sequence[Any], shared: int) -> None:
+    def run_on_cpu(self, grid: int, values: Sequence[Any], shared: int, block: int) -> None:
         """Run it on NumPy arrays, compiled for the CPU."""
-        self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
-                              resident=self.cooperative, cluster=self.kernel.cluster)
+        self._host_function()((grid,), (block,), self.kernel.params.pack(*values), shared_mem=shared,
+                              resident=self.kernel.resident_on_cpu, cluster=self.kernel.cluster)
 
     def run_ranks_on_cpu(self, grid: int, ranks: Sequence[Sequence[Any]]) -> None:
         """Run a grid of it for each rank, with values of its own, all at the same time."""
@@ -181,10 +186,12 @@ class Variant:
 class Launch:
     """A kernel variant with its grid and the values of its struct's members, which are launched on the
     current stream of the device that has x, or on the CPU for a NumPy x. shared: bytes of dynamic shared
-    memory."""
+    memory; block: threads of a block."""
 
-    def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int) -> None:
+    def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int,
+                 block: int) -> None:
         self.variant, self.grid, self.values, self.shared = variant, grid, values, shared
+        self.block = block
         self.device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
         self._kept = 0              # After `keep` this is the address of a pointer to the packed struct.
 
@@ -212,7 +219,7 @@ class Launch:
         pointer to the values' bytes; 0: they are packed here."""
         variant, device = self.variant, self.device
         if device == _ON_CPU:
-            variant.run_on_cpu(self.grid, values, self.shared)
+            variant.run_on_cpu(self.grid, values, self.shared, self.block)
             return
         function = variant.functions.get(device) or variant.load(device)
         if device != driver.get_device():
@@ -227,10 +234,10 @@ class Launch:
             variant.pack_into(thread.buffer, 0, *values)
         stream = driver.get_current_stream().ptr
         if variant.cooperative:
-            driver.launch_cooperative_kernel(function, self.grid, 1, 1, variant.block, 1, 1, self.shared,
+            driver.launch_cooperative_kernel(function, self.grid, 1, 1, self.block, 1, 1, self.shared,
                                              stream, pointers)
         else:
-            driver.launch_kernel(function, self.grid, 1, 1, variant.block, 1, 1, self.shared, stream,
+            driver.launch_kernel(function, self.grid, 1, 1, self.block, 1, 1, self.shared, stream,
                                  pointers, 0)
 
 

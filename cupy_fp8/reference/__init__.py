@@ -21,6 +21,7 @@ from .quantize.activation import activation_backward_quantize, activation_quanti
 from .quantize.blocks import quantize_block
 from .quantize.grouped import group_quantize
 from .quantize.mx import quantize_mx
+from .quantize.norm import norm_backward_quantize, norm_quantize
 from .quantize.swiglu import swiglu_backward_quantize, swiglu_quantize
 from .quantize.tensor import cast_transpose, quantize_tensor
 from .quantize.tensor_list import multi_cast_transpose, multi_quantize
@@ -33,7 +34,8 @@ from .scales.swizzle import swizzle_scales, unswizzle_scales
 __all__ = [
     "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
     "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
-    "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute",
+    "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize",
+    "norm_backward_quantize", "norm_quantize", "pad_groups", "permute",
     "permute_backward", "permute_transpose", "quantize_block", "quantize_mx", "quantize_permute",
     "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks",
     "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "topk_gate",

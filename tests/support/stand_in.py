@@ -233,7 +233,7 @@ def _launch(function: int, grid: int, _y: int, _z: int, block: int, _block_y: in
     assert at is not None
     packed, on_cpu = ctypes.string_at(at, variant.kernel.params.size), variant._host_function()
     _record_or_run(lambda: on_cpu((grid,), (block,), packed, shared_mem=shared,
-                                  resident=variant.cooperative, cluster=variant.kernel.cluster))
+                                  resident=variant.kernel.resident_on_cpu, cluster=variant.kernel.cluster))
 
 
 def _module() -> Any:

@@ -43,9 +43,9 @@ class ColumnSums:
             rows, at = left, to
 
 
-def partial_sums(shape: tuple[int, ...]) -> int:
+def partial_sums(shape: tuple[int, ...], tile_rows: int = shapes.SMALL.rows) -> int:
     """Returns how many partial sums all launches together write for an array of this shape."""
-    rows, total = cdiv(shape[-2], shapes.SMALL.rows), 0
+    rows, total = cdiv(shape[-2], tile_rows), 0
     while rows > 1:
         total += rows
         rows = cdiv(rows, _MOST)

@@ -37,9 +37,9 @@ WIDE_FLAG = 8
 TILE = shapes.SMALL
 #: A thread has so many 16-byte loads in flight for each array (kStages rows of kLoads).
 _STAGES = 4
-_COLUMN_AMAXES = 4 * (8 * TILE.columns + 8) * 4     # bytes of shared memory for a tile (struct ColumnAmaxes)
+COLUMN_AMAXES = 4 * (8 * TILE.columns + 8) * 4     # bytes of shared memory for a tile (struct ColumnAmaxes)
 #: A launch that needs no shared memory asks for so many bytes: an array of 0 bytes has no address on the CPU.
-_LEAST_SHARED = 16
+LEAST_SHARED = 16
 #: A block of threads takes more tiles only if at least so many blocks remain.
 _ENOUGH_BLOCKS = 512
 #: The workspace of current scaling has the amax, the number of finished blocks, then the scale.
@@ -176,7 +176,7 @@ class Program(NamedTuple):
         tile_bytes = 0 if self.scaling == MX_BLOCKS else TILE.shared
         if not self.is_streamed:
             if self.path == ROWS or not tile_bytes:
-                return _LEAST_SHARED
+                return LEAST_SHARED
             return tile_bytes * (self.parts if self.path == TILES else 1)
         arrays, both = self.halves + self.backward, self.path != ROWS
         stages = _STAGES * arrays * 16 * self.block // (2 if both and arrays > 2 else 1)
@@ -184,7 +184,7 @@ class Program(NamedTuple):
             return stages
         if self.scaling == ONE_SCALE:
             return stages + tile_bytes * self.parts
-        return stages + tile_bytes + _COLUMN_AMAXES
+        return stages + tile_bytes + COLUMN_AMAXES
 
     def most_tiles(self, dtype: np.dtype[Any]) -> int:
         """How many tiles a block of threads can take. Its shared memory has room for the weights of so many
@@ -270,7 +270,7 @@ def launches(call: Call, source: Source, values: Values, destinations: Members) 
         members["vector"] = int(output.shape[0] % 16 == 0 and column_data % 16 == 0)
 
     def bind(columnwise: Any, **more: Any) -> Launch:
-        shared = None if columnwise or program.is_streamed else _LEAST_SHARED
+        shared = None if columnwise or program.is_streamed else LEAST_SHARED
         return variant.bind(x, grid, shared=shared, **{**members, **more})
 
     if output.scaling == ONE_SCALE:

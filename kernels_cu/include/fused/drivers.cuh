@@ -45,7 +45,7 @@ __device__ __forceinline__ u32 stream(const Params& p, const Call& call, More...
     extern __shared__ __align__(16) u8 shared[];
     StreamPosition at(call, p.tiles);
     const auto first = at.tile();
-    Stream rows(call, first, p.tiles, shared);
+    Stream<Source> rows(call, first, p.tiles, shared);
     ChunkPosition position(call, first);
     Output output(p, first, shared + kStreamBytes, more...);
     const float* weights = StagedRows::shared_probs() + row_in_step(0);

@@ -334,7 +334,8 @@ constexpr int kFusedThreads = kPath == Path::any ? kThreads : kStreamThreads;
 constexpr int kFusedBlocks = kPath == Path::any ? kBlocks : kStreamBlocks;
 
 // Computes values and quantises them.
-__device__ __forceinline__ void quantize(const FusedBlockParams& p) {
+template <class Params>
+__device__ __forceinline__ void quantize(const Params& p) {
     if (is_set(p.call.noop)) return;
     if constexpr (kOptions) stream_with_options<OptionBlocks>(p, p.call);
     else if constexpr (kPath == Path::any) patches<PatchBlocks>(p, p.call);

@@ -162,6 +162,7 @@ private:
 
 // Casts the tiles of a block whose rows come through registers: y row-wise alone, or gradients in either
 // direction. Returns the thread's amax, as bits.
+template <class S>
 __device__ __forceinline__ u32 cast_rows(const FusedCastParams& p, float scale) {
     extern __shared__ __align__(16) u8 shared[];
     const SourceCall& call = p.call;
@@ -170,7 +171,7 @@ __device__ __forceinline__ u32 cast_rows(const FusedCastParams& p, float scale) 
     const PatchPosition patch(call, at);
     RowStore store(call, patch, p.data);
     constexpr int kRows = 4;
-    Rows<kRows, kRowsAhead> rows(call, patch);
+    Rows<S, kRows, kRowsAhead> rows(call, patch);
 #pragma unroll 1
     for (int group = 0; group < 8 / kRows; group++) {
         Chunk<OUT, 8> codes[kParts][kRows];
@@ -203,22 +204,34 @@ __device__ __forceinline__ u32 cast_rows(const FusedCastParams& p, float scale) 
     return amax;
 }
 
-// Computes values and casts them.
-__device__ __forceinline__ void quantize(const FusedCastParams& p) {
-    if (is_set(p.call.noop)) return;
+// Returns the scale, and stores its reciprocal.
+__device__ __forceinline__ float begin_cast(const FusedCastParams& p) {
     const float scale = p.scale ? *p.scale : p.scale_value;
     if (!p.workspace && blockIdx.x == 0 && threadIdx.x == 0)
         write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
-    u32 amax;
-    if constexpr (kOptions) amax = stream_with_options<OptionCast>(p, p.call, scale);
-    else if constexpr (kStreamed) amax = stream<StreamCast>(p, p.call, scale);
-    else if constexpr (kPath == Path::any) amax = patches<PatchCast>(p, p.call, scale);
-    else amax = cast_rows(p, scale);
-    add_up_sums(p.call, p.tiles);
+    return scale;
+}
+// Raises what the call raises by a thread's amax. kThreads: at most so many; threads: how many there are.
+template <int kThreads>
+__device__ __forceinline__ void finish_cast(const FusedCastParams& p, u32 amax, int threads = kThreads) {
     if (!p.amax && !p.workspace) return;
-    amax = block_max<kFusedThreads>(amax);
+    amax = block_max<kThreads>(amax, threads);
     if (threadIdx.x != 0) return;
     if (p.amax) raise_amax(p.amax, amax, load_relaxed(p.amax));
     float of_all;
     if (p.workspace && p.workspace->add(amax, gridDim.x, of_all)) *p.found_scale = p.rule.scale_of(of_all);
+}
+
+// Computes values and casts them.
+template <class Params>
+__device__ __forceinline__ void quantize(const Params& p) {
+    if (is_set(p.call.noop)) return;
+    const float scale = begin_cast(p);
+    u32 amax;
+    if constexpr (kOptions) amax = stream_with_options<OptionCast>(p, p.call, scale);
+    else if constexpr (kStreamed) amax = stream<StreamCast>(p, p.call, scale);
+    else if constexpr (kPath == Path::any) amax = patches<PatchCast>(p, p.call, scale);
+    else amax = cast_rows<Source>(p, scale);
+    add_up_sums(p.call, p.tiles);
+    finish_cast<kFusedThreads>(p, amax);
 }

@@ -39,7 +39,7 @@ enum class Path {
     quotients,  // the same, with elements divided by scale_inv (profile vllm)
 };
 constexpr Path kPath = Path::PATH;
-enum class Scaling { one_scale, f32_blocks, mx_blocks };
+enum class Scaling { one_scale, f32_blocks, mx_blocks, none };
 constexpr Scaling kScaling = Scaling::SCALING;
 constexpr bool kOneScale = kScaling == Scaling::one_scale;
 constexpr bool kBackward = BACKWARD;

@@ -46,15 +46,16 @@ __device__ __forceinline__ void pin(float (&v)[8]) {
 
 // Computes the values of eight elements of calls without options. Returns the sum of the terms of dp where
 // these are wanted. weight: 1 without probs, which changes no bit.
+template <class S>
 __device__ __forceinline__ float compute(const float* sums, float weight, float (&v)[kArrays][8],
                                          const float (&terms)[8], float (&values)[kParts][8]) {
     if constexpr (!kBackward) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) values[0][i] = Source::weighted(Source::value(v, i, terms[i]), weight);
+        for (int i = 0; i < 8; i++) values[0][i] = S::weighted(S::value(v, i, terms[i]), weight);
         return 0.0f;
     } else {
         TreeSum<8> sum;
-        Source::gradients(v, terms, [](float a) { return a; }, sums, weight,
+        S::gradients(v, terms, [](float a) { return a; }, sums, weight,
                           [&](int i, float term) { sum.add(i, term); }, values);
         return sums ? sum.sum() : 0.0f;
     }
@@ -79,12 +80,12 @@ __device__ __forceinline__ void store_sums(const SourceCall& call, const u32 (&s
 // computed. A row that does not exist repeats the row whose registers it has, times 0: what is not NaN
 // becomes 0. (Gradients without weights are not multiplied by anything: a repeated row is in the same maxima
 // already.)
-template <int kRows, int kAhead>
+template <class S, int kRows, int kAhead>
 class Rows {
 public:
     __device__ __forceinline__ Rows(const SourceCall& call, const PatchPosition& patch)
         : left(patch.columns_left ? patch.rows_left : 0), half(call.half()),
-          a(call.x + patch.row * (Source::kHalves * half) + patch.column) {
+          a(call.x + patch.row * (S::kHalves * half) + patch.column) {
         static_assert(kRows % kAhead == 0, "a row takes the registers of the one that is kAhead above it");
         if constexpr (kBackward) grad = call.grad + patch.row * half + patch.column;
         const i64 row = patch.row - Tile::patch_row() + threadIdx.x;
@@ -113,17 +114,17 @@ public:
             float v[kArrays][8], terms[8], values[kParts][8];
 #pragma unroll
             for (int k = 0; k < kArrays; k++) widen_eight(in.array[k], v[k]);
-            if constexpr (kBackward) pin(v[Source::kHalves]);
+            if constexpr (kBackward) pin(v[S::kHalves]);
 #pragma unroll
-            for (int k = 0; k < Source::kHalves; k++) pin(v[k]);
+            for (int k = 0; k < S::kHalves; k++) pin(v[k]);
             load(group * kRows, r + kAhead, in);             // past the patch no row exists
 #pragma unroll
             for (int i = 0; i < 8; i++) terms[i] = v[0][i];
-            Source::terms(terms);
-            sums[r] = as_bits(compute(call.sums, as_float(prob.word[r]), v, terms, values));
+            S::terms(terms);
+            sums[r] = as_bits(compute<S>(call.sums, as_float(prob.word[r]), v, terms, values));
             use(r, values);
         }
-        a += kRows * Source::kHalves * half;
+        a += kRows * S::kHalves * half;
         if constexpr (kBackward) {
             grad += kRows * half;
             const i64 row = patch.row + group * kRows;
@@ -147,9 +148,9 @@ private:
     __device__ __forceinline__ void load(int first, int r, RawRow& to) {
         const bool exists = first + r < left;
 #pragma unroll
-        for (int k = 0; k < Source::kHalves; k++)
-            load(to.array[k], a + r * (Source::kHalves * half) + k * half, exists);
-        if constexpr (kBackward) load(to.array[Source::kHalves], grad + r * half, exists);
+        for (int k = 0; k < S::kHalves; k++)
+            load(to.array[k], a + r * (S::kHalves * half) + k * half, exists);
+        if constexpr (kBackward) load(to.array[S::kHalves], grad + r * half, exists);
     }
     static __device__ __forceinline__ void load(Eight& to, const IN::storage* from, bool exists) {
 #pragma unroll

@@ -51,15 +51,17 @@ protected:
 
 // Multiplies eight elements of y by the weight of their row. One scale, which instructions limit, saves these
 // where rows have no weights.
+template <class S>
 __device__ __forceinline__ void multiply_by_weight(const SourceCall& call, const float* of_row,
                                                    float (&y)[8]) {
     if (kOneScale && !call.probs) return;
     const float weight = *of_row;
 #pragma unroll
-    for (float& v : y) v = Source::weighted(v, weight);
+    for (float& v : y) v = S::weighted(v, weight);
 }
 
-// The rows of calls without options. `left` is 0 where the columns do not exist.
+// The rows of calls without options. `left` is 0 where the columns do not exist. S: the Source.
+template <class S>
 class Stream : public StagedRows {
 public:
     // at: the block's first tile.
@@ -67,7 +69,7 @@ public:
         : StagedRows(call, shared) {
         const i64 row = at.row + row_in_step(0), column = at.column + Tile::patch_column();
         left = column < half ? left_of(call.rows - row, tiles * Tile::kRows - row_in_step(0)) : 0;
-        x = call.x + row * (Source::kHalves * half) + column;
+        x = call.x + row * (S::kHalves * half) + column;
         if constexpr (kBackward) grad = call.grad + row * half + column;
         request(0);
         if (kStages > kRowsPerRequest) request(kRowsPerRequest);
@@ -87,11 +89,11 @@ public:
             read_row(r, v, terms);
             if (r % kRowsPerRequest == kRowsPerRequest - 1) request(r + 1 - kRowsPerRequest + kStages);
             if constexpr (kBackward) {
-                sums[r] = as_bits(compute(call.sums, weights[r * kRowStride], v, terms, values));
+                sums[r] = as_bits(compute<S>(call.sums, weights[r * kRowStride], v, terms, values));
             } else {
 #pragma unroll
-                for (int i = 0; i < 8; i++) values[0][i] = Source::value(v, i, terms[i]);
-                if (!kWeighsScales) multiply_by_weight(call, weights + r * kRowStride, values[0]);
+                for (int i = 0; i < 8; i++) values[0][i] = S::value(v, i, terms[i]);
+                if (!kWeighsScales) multiply_by_weight<S>(call, weights + r * kRowStride, values[0]);
             }
             use(r, values);
         }
@@ -111,7 +113,7 @@ private:
         widen_eight(raw, v[0]);
 #pragma unroll
         for (int i = 0; i < 8; i++) terms[i] = v[0][i];
-        Source::terms(terms, raw);
+        S::terms(terms, raw);
 #pragma unroll
         for (int k = 1; k < kArrays; k++) {
             read(r, k, raw);
@@ -131,15 +133,15 @@ private:
 #pragma unroll
             for (int l = 0; l < kLoads; l++)
 #pragma unroll
-                for (int k = 0; k < Source::kHalves; k++)
+                for (int k = 0; k < S::kHalves; k++)
                     copy_async<kThroughL1>(stage_of(r, k) + l * kLoadBytes,
                                            x + k * this->half + l * kLoad, exist);
-            x += rows * (Source::kHalves * half);
+            x += rows * (S::kHalves * half);
             pin(x);
             if constexpr (kBackward) {
 #pragma unroll
                 for (int l = 0; l < kLoads; l++)
-                    copy_async<kThroughL1>(stage_of(r, Source::kHalves) + l * kLoadBytes, grad + l * kLoad,
+                    copy_async<kThroughL1>(stage_of(r, S::kHalves) + l * kLoadBytes, grad + l * kLoad,
                                            exist);
                 grad += rows * half;
                 pin(grad);

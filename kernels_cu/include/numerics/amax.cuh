@@ -73,7 +73,8 @@ __device__ __forceinline__ void halve_down(u32 (&v)[kCount], Combine combine) {
 }
 
 // Finds the largest value of all threads: every thread put()s its own, and after a __syncthreads() that the
-// kernel has anyway, get() returns it to thread 0. kThreads is the block size.
+// kernel has anyway, get() returns it to thread 0. kThreads is the block size, or the
+// largest one.
 template <int kThreads>
 struct BlockMax {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, at most 32 of them");
@@ -84,20 +85,21 @@ struct BlockMax {
         value = __reduce_max_sync(~0u, value);
         if (threadIdx.x % 32 == 0) per_warp[threadIdx.x / 32] = value;
     }
-    __device__ __forceinline__ u32 get() const {
+    __device__ __forceinline__ u32 get(int warps = kWarps) const {
         if (threadIdx.x >= 32) return 0;
-        return __reduce_max_sync(~0u, threadIdx.x < kWarps ? per_warp[threadIdx.x] : 0u);
+        return __reduce_max_sync(~0u, threadIdx.x < warps ? per_warp[threadIdx.x] : 0u);
     }
 };
 
-// Returns the largest value of all threads to thread 0, with a barrier of its own.
+// Returns the largest value of all threads to thread 0, with a barrier of its own. kThreads: at most so many;
+// threads: how many there are.
 template <int kThreads>
-__device__ __forceinline__ u32 block_max(u32 value) {
+__device__ __forceinline__ u32 block_max(u32 value, int threads = kThreads) {
     __shared__ u32 per_warp[BlockMax<kThreads>::kWarps];
     const BlockMax<kThreads> top{per_warp};
     top.put(value);
     __syncthreads();
-    return top.get();
+    return top.get(threads / 32);
 }
 
 // Relaxed loads and stores may meet those of other blocks, or their atomics. Plain ones would be data races.

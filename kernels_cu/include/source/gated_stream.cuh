@@ -51,7 +51,7 @@ public:
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++) values[0][i] = Source::gated(v[0][i], v, i);
-                multiply_by_weight(call, weights + r * kRowStride, values[0]);
+                multiply_by_weight<Source>(call, weights + r * kRowStride, values[0]);
             }
             use(r, values);
         }

@@ -1,0 +1,24 @@
+// Whole rows with one scale (fused/one_scale.cuh).
+#pragma once
+#include "fused/one_scale.cuh"
+#include "norm/rows.cuh"
+
+struct RowCast {
+    const float scale;
+    RowCodes codes;
+    u32 largest = 0;
+
+    __device__ __forceinline__ RowCast(const FusedCastParams& p, const RowPosition& at, float scale)
+        : scale(scale), codes(p.data, at) {}
+    __device__ __forceinline__ void store(const FusedCastParams& p, const RowPosition& at,
+                                          const float (&y)[kChunks][8]) {
+#pragma unroll
+        for (int c = 0; c < kChunks; c++) largest = raised_by(largest, y[c]);
+        if (!p.data) return;
+#pragma unroll
+        for (int c = 0; c < kChunks; c++) codes.put(at, c, quantized(y[c], scale));
+        codes.advance(at);
+    }
+    static __device__ __forceinline__ void pad(const FusedCastParams&, const RowPosition&) {}
+    __device__ __forceinline__ u32 amax() const { return largest; }
+};

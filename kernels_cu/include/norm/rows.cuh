@@ -1,0 +1,253 @@
+// Path rows: whole rows in registers, from one read. A block of threads goes through some rows, one below the
+// other: the next ones come into shared memory (cp.async) while those before them are computed and stored. A
+// thread reads the elements that it has copied itself.
+//
+// A thread has kRowChunks chunks of eight elements of a row, blockDim.x chunks from one another, of
+// kRowsAtOnce rows at a time.
+#pragma once
+#include "fused/rows.cuh"
+#include "source/norm.cuh"
+
+constexpr int kRowsAtOnce = kBackward ? 2 : 1, kRowChunks = kBackward ? 2 : 4;
+constexpr int kChunks = kRowsAtOnce * kRowChunks;
+static_assert(kChunks == 4, "fold() gives each of four lanes a chunk");
+// ops/quantize/norm_launches.py has these numbers too.
+constexpr int kMostRowThreads = 512;
+
+// The columns of a thread, and the rows of its block.
+struct RowPosition {
+    i64 row;                     // the first of kRowsAtOnce
+    int left;                    // how many rows of the block exist from this one on
+    int padding;                 // and how many follow that have only scales
+    int chunks;                  // of a row
+
+    __device__ __forceinline__ explicit RowPosition(const SourceCall& call)
+        : row((i64)blockIdx.x * call.rows_per_block),
+          left(left_of(call.rows - row, (int)call.rows_per_block)),
+          padding(left_of(call.all_rows - row, (int)call.rows_per_block) - left),
+          chunks((int)(call.columns / 8)) {}
+    __device__ __forceinline__ int column(int j) const {
+        return (j * (int)blockDim.x + (int)threadIdx.x) * 8;
+    }
+    __device__ __forceinline__ bool has_column(int j) const { return column(j) < chunks * 8; }
+    __device__ __forceinline__ bool has_row(int r) const { return r == 0 || r < left; }
+    __device__ __forceinline__ bool has(int chunk) const {
+        return has_row(chunk / kRowChunks) && has_column(chunk % kRowChunks);
+    }
+    // Where a chunk of these rows lies, from the thread's first element on.
+    __device__ __forceinline__ i64 at(int chunk) const {
+        return chunk / kRowChunks * (i64)(chunks * 8) + chunk % kRowChunks * (int)blockDim.x * 8;
+    }
+    __device__ __forceinline__ i64 first() const { return row * (i64)(chunks * 8) + (int)threadIdx.x * 8; }
+    __device__ __forceinline__ void advance() { row += kRowsAtOnce, left -= kRowsAtOnce; }
+};
+
+// The next rows, in shared memory: x, BACKWARD grad, residual.
+class NextRows {
+public:
+    __device__ __forceinline__ NextRows(const SourceCall& call, const RowPosition& at, u8* shared)
+        : shared(shared + threadIdx.x * 16), x(call.x + at.first()) {
+        if (kBackward) grad = call.grad + at.first();
+        if (call.has_residual()) residual = call.residual + at.first();
+    }
+    // What follows in shared memory.
+    __device__ __forceinline__ u8* end(const SourceCall& call) const {
+        return shared - threadIdx.x * 16
+            + (1 + kBackward + call.has_residual()) * (kChunks * kLoads * 16) * (int)blockDim.x;
+    }
+    __device__ __forceinline__ void request(const SourceCall& call, const RowPosition& at) {
+        request_array(at, 0, x);
+        if constexpr (kBackward) request_array(at, 1, grad);
+        if (call.has_residual()) request_array(at, 1 + kBackward, residual);
+        copy_async_commit();
+    }
+    // Zeros where a chunk does not exist.
+    __device__ __forceinline__ void read(const RowPosition& at, int array, int chunk, float (&v)[8]) const {
+        Eight raw;
+#pragma unroll
+        for (int l = 0; l < kLoads; l++) {
+            raw[l] = {};
+            if (at.has(chunk)) raw[l] = Chunk<IN, kLoad>::load_shared(place(array, chunk, l));
+        }
+        widen_eight(raw, v);
+    }
+    static constexpr int kResidual = 1 + kBackward;
+
+private:
+    u8* shared;                                                      // this thread's part
+    const IN::storage *x, *grad, *residual;                          // the next rows to be requested
+
+    __device__ __forceinline__ u8* place(int array, int chunk, int load) const {
+        return shared + ((array * kChunks + chunk) * kLoads + load) * 16 * (int)blockDim.x;
+    }
+    __device__ __forceinline__ void request_array(const RowPosition& at, int array,
+                                                  const IN::storage*& from) const {
+#pragma unroll
+        for (int c = 0; c < kChunks; c++)
+            if (at.has(c))
+#pragma unroll
+                for (int l = 0; l < kLoads; l++)
+                    copy_async<(kLoads > 1)>(place(array, c, l), from + at.at(c) + l * kLoad);
+        from += kRowsAtOnce * (i64)(at.chunks * 8);
+    }
+};
+
+// A thread's floats in shared memory: eight for each `index`, which no other thread reads.
+struct ThreadFloats {
+    u8* shared;
+
+    __device__ __forceinline__ void put(int index, const float (&v)[8]) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            store_shared_whole(place(index, half), as_bits(v[half * 4]), as_bits(v[half * 4 + 1]),
+                               as_bits(v[half * 4 + 2]), as_bits(v[half * 4 + 3]));
+    }
+    __device__ __forceinline__ void get(int index, float (&v)[8]) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const auto four = Chunk<f32, 4>::load_shared(place(index, half));
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[half * 4 + i] = as_float(four.word[i]);
+        }
+    }
+    // What follows so many of them.
+    __device__ __forceinline__ u8* end(int count) const { return shared + count * 32 * (int)blockDim.x; }
+
+private:
+    __device__ __forceinline__ u8* place(int index, int half) const {
+        return shared + ((index * 2 + half) * (int)blockDim.x + (int)threadIdx.x) * 16;
+    }
+};
+// The weights of a thread's columns, 0 where there are none.
+__device__ __forceinline__ void keep_weights(const SourceCall& call, const RowPosition& at,
+                                             const ThreadFloats& weights) {
+#pragma unroll
+    for (int j = 0; j < kRowChunks; j++) {
+        float v[8];
+        load_weight<true>(call, at.column(j), at.has_column(j) ? 8 : 0, v);
+        weights.put(j, v);
+    }
+}
+
+// Sums over rows' elements, by the tree: those of 32 neighbouring chunks in a warp, and these segments by
+// every warp of the block. Two sets of segments take turns, so that a sum has one barrier.
+class RowTotals {
+public:
+    __device__ __forceinline__ RowTotals() : turn(0) {
+        for (int i = threadIdx.x; i < 2 * kSegments; i += blockDim.x) shared()[i] = as_float(kAbsentTerm);
+        __syncthreads();
+    }
+    // sums: a sum of each of this thread's chunks, -0 where it does not exist. Returns those of the rows.
+    __device__ __forceinline__ void find(const float (&sums)[kChunks], float (&totals)[kRowsAtOnce]) {
+        u32 bits[kChunks];
+#pragma unroll
+        for (int c = 0; c < kChunks; c++) bits[c] = as_bits(sums[c]);
+        float own = rest_of_warp(fold(bits, add_bits));              // of chunk owned<4>()
+        if (blockDim.x == 32) {
+            finish(own, totals);
+            return;
+        }
+        float* const segments = shared() + turn * kSegments;
+        const int chunk = owned<4>();
+        // The segments of a row follow one another.
+        if (threadIdx.x % 32 < 4)
+            segments[chunk / kRowChunks * kRowSegments + chunk % kRowChunks * (int)(blockDim.x / 32) +
+                     threadIdx.x / 32] = own;
+        turn ^= 1;
+        __syncthreads();
+        const int lane = threadIdx.x % 32;
+        if constexpr (kBackward) {
+            const u32 rows[2] = {as_bits(segments[lane]), as_bits(segments[kRowSegments + lane])};
+            own = rest_of_warp(fold(rows, add_bits));
+            exchange(own, totals);
+        } else {
+            const float low = add_rn(segments[2 * lane], segments[2 * lane + 1]);
+            totals[0] = warp_tree_sum(low);
+        }
+    }
+
+private:
+    static constexpr int kRowSegments = kMostRowThreads / 32 * kRowChunks;
+    static constexpr int kSegments = kRowsAtOnce * kRowSegments;
+    static_assert(kRowSegments == (kBackward ? 32 : 64), "a lane has one, or two");
+    int turn;
+
+    static __device__ __forceinline__ float* shared() {
+        __shared__ __align__(16) float segments[2 * kSegments];
+        return segments;
+    }
+    // Adds up the lanes that own the same chunk.
+    static __device__ __forceinline__ float rest_of_warp(u32 of_four_lanes) {
+        float sum = as_float(of_four_lanes);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum = add_rn(sum, __shfl_xor_sync(~0u, sum, step));
+        return sum;
+    }
+    // Adds up the chunks of a row, where a warp has all of them. Chunks 0 and 1 are owned by lanes that are 2
+    // apart, 0 and 2 by lanes that are 1 apart.
+    static __device__ __forceinline__ void finish(float own, float (&totals)[kRowsAtOnce]) {
+        own = add_rn(own, __shfl_xor_sync(~0u, own, 2));
+        if constexpr (kBackward) exchange(own, totals);
+        else totals[0] = add_rn(own, __shfl_xor_sync(~0u, own, 1));
+    }
+    // own: the sum of row threadIdx.x % 2.
+    static __device__ __forceinline__ void exchange(float own, float (&totals)[kRowsAtOnce]) {
+        const float other = __shfl_xor_sync(~0u, own, 1);
+        const bool second = threadIdx.x & 1;
+        totals[0] = second ? other : own;
+        if constexpr (kBackward) totals[1] = second ? own : other;
+    }
+};
+
+// Returns a sum of each chunk: of term(chunk, i) over its elements.
+template <class Term>
+__device__ __forceinline__ void sum_chunks(const RowPosition& at, Term term, float (&sums)[kChunks]) {
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+        TreeSum<8> sum;
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum.add(i, term(c, i));
+        sums[c] = at.has_column(c % kRowChunks) ? sum.sum() : as_float(kAbsentTerm);
+    }
+}
+
+// Mean and 1 / sigma of the rows of z.
+__device__ __forceinline__ void find_statistics(const SourceCall& call, const RowPosition& at,
+                                                const float (&z)[kChunks][8], RowTotals& totals,
+                                                RowStatistics (&of)[kRowsAtOnce]) {
+    float sums[kChunks], found[kRowsAtOnce];
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; r++) of[r] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (call.is_layer()) {
+        sum_chunks(at, [&](int c, int i) { return z[c][i]; }, sums);
+        totals.find(sums, found);
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; r++) of[r].mean = Source::mean(call, found[r]);
+    }
+    if (kBackward && call.rstd) {
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; r++)
+            of[r].rstd = at.has_row(r) ? load_read_only(call.rstd + at.row + r) : 0.0f;
+        return;
+    }
+    sum_chunks(at, [&](int c, int i) {
+        const float centred = Source::centred(z[c][i], of[c / kRowChunks]);
+        return mul_rn(centred, centred);
+    }, sums);
+    totals.find(sums, found);
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; r++) of[r].rstd = Source::rstd(call, found[r]);
+}
+
+// Where a thread's codes go.
+struct RowCodes {
+    u8* to;
+
+    __device__ __forceinline__ RowCodes(u8* data, const RowPosition& at) : to(data + at.first()) {}
+    __device__ __forceinline__ void put(const RowPosition& at, int chunk, const Chunk<OUT, 8>& codes) const {
+        if (at.has(chunk)) codes.store(to + at.at(chunk));
+    }
+    __device__ __forceinline__ void advance(const RowPosition& at) {
+        to += kRowsAtOnce * (i64)(at.chunks * 8);
+    }
+};
