@@ -32,7 +32,7 @@ _TILE_KERNELS = {scaling: Kernel("quantize/norm", entry, waits=True) for scaling
 _STATISTICS = Kernel("quantize/norm", "norm_statistics", block=256)
 _COLUMN_SUMS = Kernel("quantize/norm", "norm_column_sums", block=256)
 #: The define NORMS says which calls a program serves.
-RMS, EVERY, _LAYER_ALONE = "rms", "every", "layer"
+RMS, RESIDUAL, _LAYER_ALONE, EVERY = "rms", "residual", "layer", "every"
 #: Of norm/rows.cuh: threads of a block, and, forward and backward, a thread's chunks of a row and rows.
 _ROW_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, (4, 2), (1, 2)
 _CHUNK, _WARP = 8, 32
@@ -43,7 +43,7 @@ _MOST_ROWS, _ENOUGH_BLOCKS = (8, 64), (1024, 128)
 _MOST_COLUMNS, _LEAD, _PATIENCE = 1 << 15, 1, 1 << 16
 _TILE_THREADS, _TILE_BYTES = 512, TILE.rows * TILE.columns * 2
 #: Bytes of shared memory that kernels have beside what a launch asks for, at most.
-_STATIC_SHARED = 24 << 10
+_STATIC_SHARED = {ROWS: 2 << 10, PLAIN: 20 << 10}
 _LEAST_SHARED = 1024
 _STATISTICS_BLOCKS = 1 << 16
 _SUMMED_ROWS = 128
@@ -87,10 +87,11 @@ def _has_program(scaling: str, dtype: np.dtype[Any], to: np.dtype[Any], backward
     to what is usual. What is usual has programs for one norm too."""
     usual = dtype == bfloat16 and (to == float8_e4m3fn or backward)
     if scaling == ARRAY:
-        return path != PLAIN and (norms == EVERY or (norms == RMS and path == ROWS and to == dtype == bfloat16))
+        return path != PLAIN and (norms == EVERY or (norms in (RMS, RESIDUAL) and path == ROWS
+                                                     and to == dtype == bfloat16))
     if norms == EVERY:
         return path == ANY or usual or (path == ROWS and (dtype == bfloat16 or to == float8_e4m3fn))
-    return path != ANY and usual and (norms == RMS or (path == ROWS and not backward))
+    return path != ANY and usual and (norms != _LAYER_ALONE or (path == ROWS and not backward))
 
 
 @functools.cache
@@ -116,7 +117,8 @@ def variants() -> Iterator[Variant]:
         yield _helper(_COLUMN_SUMS, dtype, True)
     scaled = product((ONE_SCALE, F32_BLOCKS, MX_BLOCKS), INPUT_DTYPES, FP8_DTYPES, (False, True))
     unscaled = ((ARRAY, dtype, to, True) for dtype in INPUT_DTYPES for to in dict.fromkeys((dtype, float32)))
-    for program, path, norms in product((*scaled, *unscaled), (ANY, ROWS, PLAIN), (RMS, _LAYER_ALONE, EVERY)):
+    for program, path, norms in product((*scaled, *unscaled), (ANY, ROWS, PLAIN),
+                                        (RMS, RESIDUAL, _LAYER_ALONE, EVERY)):
         if _has_program(*program, path, norms):
             yield _variant(*program, path, norms, _LEAST_SHARED)
     yield from bias_gradient.variants()
@@ -134,7 +136,7 @@ class _Gpu(NamedTuple):
     def of(device_id: int | None) -> _Gpu:
         if device_id is None:
             return _Gpu(2, 200 << 10, 31)
-        return _Gpu(multiprocessors(device_id), shared_memory_per_block(device_id) - _STATIC_SHARED)
+        return _Gpu(multiprocessors(device_id), shared_memory_per_block(device_id))
 
 
 # ---- launches ----
@@ -177,7 +179,7 @@ class _Launches:
         elif self.x.size:
             yield from self._values(self.destinations)
         elif self.rows and self.values.outputs.get("rstd_out"):
-            yield self._statistics(self._statistics_at())
+            yield self._statistics(self._statistics_at(), self.values.outputs["rstd_out"])
         if self.values.sums[0] and not self.x.size:
             yield from self._sums(_SUMMED_ROWS, False)[1]
 
@@ -218,10 +220,10 @@ class _Launches:
 
     def _norm(self, written: Members) -> str:
         """The call's norm if it has no more options, or EVERY."""
-        v = self.values
-        if v.residual or v.flags & ~LAYER or written.keys() - {"rstd_out"}:
+        v, layer = self.values, self.values.flags & LAYER
+        if v.flags & ~LAYER or written.keys() - {"rstd_out", "summed"} or (layer and v.residual):
             return EVERY
-        return _LAYER_ALONE if v.flags & LAYER else RMS
+        return _LAYER_ALONE if layer else RESIDUAL if v.residual else RMS
 
     def _by_rows(self, variant: Any, members: Members, written: Members,
                  only_amax: bool) -> list[Launch] | None:
@@ -236,17 +238,20 @@ class _Launches:
         counters = 0 if only_amax else floats * sum(map(bool, v.sums))
         all_rows = self._all_rows(members)
         rows = _MOST_ROWS[backward]
+        # Of gradients as many blocks share a multiprocessor as registers allow.
+        blocks = max(1, _ROW_THREADS // threads) if backward else 1
+        most_shared = self.gpu.shared // blocks - _STATIC_SHARED[ROWS]
         while rows > _ROWS_AT_ONCE[backward] and (
                 cdiv(all_rows, rows) < _ENOUGH_BLOCKS[backward]
-                or threads * (of_thread + counters * _levels(rows)) > self.gpu.shared):
+                or threads * (of_thread + counters * _levels(rows)) > most_shared):
             rows //= 2
         shared = threads * (of_thread + counters * _levels(rows))
-        if shared > self.gpu.shared:
+        if shared > most_shared:
             return None
         written |= {"all_rows": all_rows, "rows_per_block": rows}
         sums, after = self._sums(rows, only_amax)
         grid = grid_size(cdiv(all_rows, rows), self.x.shape)
-        return [variant(self.gpu.shared).bind(self.x, grid, shared=shared, block=threads,
+        return [variant(self.gpu.shared - _STATIC_SHARED[ROWS]).bind(self.x, grid, shared=shared, block=threads,
                                               call={**self.source, **written, **sums}, **members), *after]
 
     def _all_rows(self, members: Members) -> int:
@@ -265,18 +270,18 @@ class _Launches:
         behind = {ONE_SCALE: TILE.shared, F32_BLOCKS: TILE.shared + fused.COLUMN_AMAXES,
                   MX_BLOCKS: fused.COLUMN_AMAXES}[v.scaling]
         shared = arrays * _TILE_BYTES + behind
-        bands, blocks = cdiv(self.rows, TILE.rows), TILE.grid(self.x.shape)
-        if (shared > self.gpu.shared or self.columns > _MOST_COLUMNS or blocks > self.gpu.most_tiles
+        blocks = TILE.grid(self.x.shape)
+        most_shared = self.gpu.shared - _STATIC_SHARED[PLAIN]
+        if (shared > most_shared or self.columns > _MOST_COLUMNS or blocks > self.gpu.most_tiles
                 or only_amax):
             return None
-        across = cdiv(self.columns, TILE.columns)
-        progress = self.call.workspace(f"norm of {bands} bands of {across} tiles", 2 + bands)
-        written |= {"statistics": self._statistics_at(), "progress": progress,
-                    "lead": across + int(_LEAD * self.gpu.multiprocessors), "patience": _PATIENCE}
+        progress = self.call.workspace("norm", 2 + 2 * 4 * self.rows)
+        lead = cdiv(self.columns, TILE.columns) + int(_LEAD * self.gpu.multiprocessors)
+        written |= {"progress": progress, "lead": lead, "patience": _PATIENCE}
         sums, after = self._sums(TILE.rows, only_amax)
         assert v.output is not None
         vector = self._vector(members)
-        return [variant(self.gpu.shared).bind(self.x, blocks, shared=shared, tiles=1,
+        return [variant(most_shared).bind(self.x, blocks, shared=shared, tiles=1,
                                               call={**self.source, **written, **sums}, **vector, **members), *after]
 
     def _vector(self, members: Members) -> Members:

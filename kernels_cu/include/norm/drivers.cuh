@@ -8,8 +8,10 @@
 #endif
 
 constexpr int kNormThreads = kPath == Path::rows ? kMostRowThreads : kTiled ? kStreamThreads : kThreads;
-// Two blocks of y with every option would spill.
-constexpr int kNormBlocks = kTiled && (kBackward || kNorms == Norms::rms) ? kStreamBlocks : 1;
+// Whole rows in registers: of y so that more blocks share a multiprocessor than the compiler aims at. Two
+// blocks of y's tiles with every option would spill.
+constexpr int kNormBlocks = kPath == Path::rows && !kBackward ? 1 + kRms
+    : kTiled && (kBackward || kRms) ? kStreamBlocks : 1;
 
 template <class OfRows, class OfTiles, class OfPatches, class Params, class... More>
 __device__ __forceinline__ u32 norm(const Params& p, const SourceCall& call, More... more) {

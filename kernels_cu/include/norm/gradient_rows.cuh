@@ -102,7 +102,7 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
             add_rows(weight_sums, call.weight_sums, [&](int c, int i) {
                 return mul_rn(grad[c][i], Source::normed(z[c][i], of[c / kRowChunks]));
             });
-        if (kNorms != Norms::rms && call.bias_sums)
+        if (!kRms && call.bias_sums)
             add_rows(bias_sums, call.bias_sums, [&](int c, int i) { return grad[c][i]; });
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {

@@ -13,9 +13,12 @@
 
 static_assert(!kTiled || sizeof(IN::storage) == 2, "four rows of a thread are staged at once");
 
-struct Progress {                // zero before the first launch of a grid
-    u64 blocks_done;             // of all launches
-    u32 parts_done[1];           // of each band, of all launches
+// A statistic of a row, in the order of RowStatistics, and the launch that has stored it: whoever reads both at
+// once needs no other flag.
+struct Progress {                // zero before the first launch
+    u32 launches;                // that are done
+    u32 blocks_done;             // of this launch
+    u64 statistics[1];           // [4, rows]; of RMSNorm those that are not 0
 };
 
 // Bytes of a tile of one array in shared memory.
@@ -24,24 +27,6 @@ constexpr int kTileBytes = Tile::kRows * Tile::kColumns * 2;
 constexpr int kSegmentsAtOnce = 4;
 // A part has at most so many segments: those of 128 rows, of a row of 2^15 columns, or of the rows between.
 constexpr int kMostSegments = 256;
-
-__device__ __forceinline__ u32 load_acquire(const u32* word) {
-#ifdef CUPY_FP8_HOST
-    return host_load_acquire(word);
-#else
-    u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-    return value;
-#endif
-}
-__device__ __forceinline__ void add_release(u32* word) {
-#ifdef CUPY_FP8_HOST
-    __threadfence();
-    atomicAdd(word, 1u);
-#else
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(word) : "memory");
-#endif
-}
 
 // The tile's elements, copied to shared memory, of which a thread reads what it has copied.
 struct StagedTile {
@@ -77,84 +62,121 @@ __device__ __forceinline__ RowStatistics* band_statistics() {
     return rows;
 }
 
+// Weights, then biases of the tile's columns, in shared memory. Call __syncthreads() before get().
+struct TileWeights {
+    static __device__ __forceinline__ float* shared() {
+        __shared__ __align__(16) float of_columns[(2 - kRms) * Tile::kColumns];
+        return of_columns;
+    }
+    static __device__ __forceinline__ void load(const SourceCall& call, i64 column) {
+        const int own = threadIdx.x;
+        if (own >= Tile::kColumns) return;
+        const bool exists = column + own < call.columns;
+        shared()[own] = exists ? add_rn(one(call, call.weight, column + own), call.weight_offset) : 0.0f;
+        if (kRms || kBackward) return;
+        shared()[Tile::kColumns + own] = exists && call.bias ? one(call, call.bias, column + own) : -0.0f;
+    }
+    static __device__ __forceinline__ void get(int which, float (&v)[8]) {
+        const float* const from = shared() + which * Tile::kColumns + Tile::patch_column();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const auto four = Chunk<f32, 4>::load_shared(reinterpret_cast<const u8*>(from + half * 4));
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[half * 4 + i] = as_float(four.word[i]);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ float one(const SourceCall& call, const void* from, i64 at) {
+        if (call.has(SourceCall::kWeightF32)) return load_read_only(static_cast<const float*>(from) + at);
+        return IN::widen(load_read_only(static_cast<const IN::storage*>(from) + at));
+    }
+};
+
 // Finds the statistics of parts of bands.
 class Ahead {
 public:
     __device__ __forceinline__ explicit Ahead(const SourceCall& call)
         : call(call), progress(*reinterpret_cast<Progress*>(call.progress)),
+          launch(load_relaxed(&progress.launches) + 1),
           across((u32)((call.columns + Tile::kColumns - 1) / Tile::kColumns)) {}
 
     // Finds this block's parts, and waits for the statistics of its band. The whole block calls it.
-    __device__ __forceinline__ void find_and_wait(u32 band) const {
-        bool has_come = false;
-        const auto look = [&](u32 patience) { has_come = has_come || wait(band, patience); };
+    __device__ __forceinline__ void find_and_wait(u32 band) {
         const u32 own = blockIdx.x, later = own + call.lead;
-        if (own < call.lead) publish(own, [] {});
+        if (own < call.lead) find(own, [] { return true; });
         // While the rows of the later part come, the statistics of the band do.
-        if (later < gridDim.x) publish(later, [&] { if (kNorms == Norms::rms) look(own < call.lead ? 0 : 1); });
-        look(call.patience);
-        if (!__syncthreads_and(has_come)) {
+        const auto look = [&] { return wait(band); };
+        const bool has_come = later < gridDim.x ? find(later, look) : __syncthreads_and(look());
+        if (has_come) return;
 #pragma unroll 1
-            for (u32 part = band * across; part < (band + 1) * across; part++) find(part, [] {});
-            __syncthreads();
-            load_statistics(band);
-            __syncthreads();
-        }
+        for (u32 part = band * across; part < (band + 1) * across; part++) find(part, [] { return true; });
+        __syncthreads();
+        wait(band);
+        __syncthreads();
     }
-    // Call it once this block has waited and published.
-    __device__ __forceinline__ void finish() const {
-        if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(&progress.blocks_done), 1ull);
+    // Call it once this block has found its parts and waited; the result goes to end().
+    __device__ __forceinline__ u32 count() const {
+        return threadIdx.x == 0 ? atomicAdd(&progress.blocks_done, 1u) : 0;
+    }
+    // The last block ends the launch.
+    __device__ __forceinline__ void end(u32 counted) const {
+        if (threadIdx.x != 0 || counted != gridDim.x - 1) return;
+        atomicExch(&progress.blocks_done, 0u);
+        atomicExch(&progress.launches, launch);
     }
 
 private:
     const SourceCall& call;
     Progress& progress;
-    const u32 across;
+    const u32 launch, across;
 
-    // Returns true once the statistics of the row that this thread loads have come.
-    __device__ __forceinline__ bool wait(u32 band, u32 patience) const {
-        if (threadIdx.x >= Tile::kRows) return true;
-        // Blocks that run are not done, so this is the number of launches before.
-        const u32 launches = (u32)(load_relaxed(&progress.blocks_done) / gridDim.x);
-        for (u32 looks = 0; looks < patience; looks++) {
-            if ((i32)(load_acquire(&progress.parts_done[band]) - (launches + 1) * across) >= 0) {
-                load_statistics(band);
-                return true;
-            }
+    static __device__ constexpr bool is_stored(int i) {
+        return i < 2 + 2 * kBackward && (!kRms || i % 2 == 1);
+    }
+    __device__ __forceinline__ u64* place(int i, i64 row) const {
+        return progress.statistics + i * call.rows + row;
+    }
+    // Waits for the statistics of a row of the band, each of 128 threads for one. False: they do not come.
+    __device__ __forceinline__ bool wait(u32 band) const {
+        const i64 row = (i64)band * Tile::kRows + threadIdx.x;
+        if (threadIdx.x >= Tile::kRows || row >= call.rows) return true;
+        for (u32 looks = 0; looks <= call.patience; looks++) {
+            float all[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            bool has_come = true;
+            u64 found[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (is_stored(i)) found[i] = load_relaxed(place(i, row));
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (is_stored(i)) has_come &= (u32)(found[i] >> 32) == launch, all[i] = as_float((u32)found[i]);
+            band_statistics()[threadIdx.x] = {all[0], all[1], all[2], all[3]};
+            if (has_come) return true;
 #ifdef CUPY_FP8_HOST
             host_yield();
 #endif
         }
         return false;
     }
-    // Other blocks have stored them, so they come from the L2.
-    __device__ __forceinline__ void load_statistics(u32 band) const {
-        const i64 row = (i64)band * Tile::kRows + threadIdx.x;
-        if (threadIdx.x >= Tile::kRows) return;
-        float all[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    __device__ __forceinline__ void store(i64 row, const RowStatistics& of) const {
+        const float all[4] = {of.mean, of.rstd, of.mean_grad, of.mean_product};
 #pragma unroll
-        for (int i = 0; i < 2 + 2 * kBackward; i++)
-            if (row < call.rows && is_stored(i))
-                all[i] = as_float((u32)load_relaxed(call.statistics + i * call.rows + row));
-        band_statistics()[threadIdx.x] = {all[0], all[1], all[2], all[3]};
-    }
-    // Means are 0 without LayerNorm.
-    static __device__ __forceinline__ bool is_stored(int i) { return kNorms != Norms::rms || i % 2 == 1; }
-
-    template <class Between>
-    __device__ __forceinline__ void publish(u32 part, Between between) const {
-        find(part, between);
-        __syncthreads();
-        if (threadIdx.x == 0) add_release(&progress.parts_done[part / across]);
+        for (int i = 0; i < 4; i++)
+            if (is_stored(i)) store_relaxed(place(i, row), (u64)launch << 32 | as_bits(all[i]));
+        // Two blocks may store the same.
+        if (call.rstd_out)
+            atomicExch(reinterpret_cast<u32*>(call.rstd_out + row), as_bits(as_float(f32::narrow(of.rstd))));
     }
 
-    // Adds up term(row, z, grad * weight) over the columns of `count` rows from `row` on, into totals().
-    // between(): called once, while elements come.
-    template <class Term, class Between>
-    __device__ __forceinline__ void add_up(i64 row, int count, Term term, Between between) const {
+    // Adds up term(row, z, grad * weight) over the columns of `count` rows from `row` on: done(r, sum) is
+    // called in one lane for each row. between(): called once, while elements come. Returns true if
+    // between() did in every thread.
+    template <class Term, class Done, class Between>
+    __device__ __forceinline__ bool add_up(i64 row, int count, Term term, Done done, Between between) const {
         const int chunks = (int)(call.columns / 8), segments = (chunks + 31) / 32, all = count * segments;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        bool called = false;
+        bool result = true, called = false;
 #pragma unroll 1
         for (int first = warp * kSegmentsAtOnce; first < all || !called;
              first += kStreamThreads / 32 * kSegmentsAtOnce) {
@@ -181,7 +203,7 @@ private:
 #pragma unroll
                     for (u32& word : load.word) asm volatile("" : "+r"(word));
 #endif
-            if (!called) between();
+            if (!called) result = between();
             called = true;
             u32 sums[kSegmentsAtOnce];
 #pragma unroll
@@ -211,7 +233,7 @@ private:
             if (lane < kSegmentsAtOnce && first + owned<kSegmentsAtOnce>() < all)
                 of_segments()[first + owned<kSegmentsAtOnce>()] = sum;
         }
-        __syncthreads();
+        result = __syncthreads_and(result);
 #pragma unroll 1
         for (int i = warp; i < count; i += kStreamThreads / 32) {
             TreeSum<4> sum;
@@ -220,74 +242,71 @@ private:
                 sum.add(k, 4 * lane + k < segments ? of_segments()[i * segments + 4 * lane + k]
                                                    : as_float(kAbsentTerm));
             const float total = warp_tree_sum(sum.sum());
-            if (lane == 0) totals()[i] = total;
+            if (lane == 0) done(i, total);
         }
-        __syncthreads();
+        return result;
     }
 
+    // Finds and stores the statistics of a part. Returns true if between() did in every thread.
     template <class Between>
-    __device__ __forceinline__ void find(u32 part, Between between) const {
+    __device__ __forceinline__ bool find(u32 part, Between between) const {
         const u32 band = part / across, of_band = part - band * across;
         const u32 begin = of_band * Tile::kRows / across, end = (of_band + 1) * Tile::kRows / across;
         const i64 row = (i64)band * Tile::kRows + begin;
-        const int count = left_of(call.rows - row, (int)(end - begin)), own = threadIdx.x;
-        __shared__ RowStatistics of_rows[Tile::kRows];
-        const auto share = [&](const RowStatistics& of) {
-            if (own < Tile::kRows) of_rows[own] = of;
-            __syncthreads();
-        };
-        const bool has_row = own < count;
-        RowStatistics of{0.0f, 0.0f, 0.0f, 0.0f};
-        if (call.is_layer()) {
-            add_up(row, count, [&](int, float z, float) { return z; }, [] {});
-            if (has_row) of.mean = Source::mean(call, totals()[own]);
-        }
-        if (kNorms != Norms::rms) share(of);
-        if (kBackward && call.rstd) {
-            if (has_row) of.rstd = call.rstd[row + own];
+        const int count = left_of(call.rows - row, (int)(end - begin));
+        if constexpr (kRms && !kBackward) {
+            return add_up(row, count, [](int, float z, float) { return mul_rn(z, z); },
+                          [&](int r, float sum) { store(row + r, {0.0f, Source::rstd(call, sum), 0.0f, 0.0f}); },
+                          between);
         } else {
+            return find_by_sums(row, count, between);
+        }
+    }
+    // The same by several sums, one after the other.
+    template <class Between>
+    __device__ __forceinline__ bool find_by_sums(i64 row, int count, Between between) const {
+        __shared__ RowStatistics of_rows[Tile::kRows];
+        const auto no = [] { return true; };
+        __syncthreads();
+        if (threadIdx.x < Tile::kRows) {
+            RowStatistics of{0.0f, 0.0f, 0.0f, 0.0f};
+            if (kBackward && call.rstd && (int)threadIdx.x < count) of.rstd = call.rstd[row + threadIdx.x];
+            of_rows[threadIdx.x] = of;
+        }
+        __syncthreads();
+        if (call.is_layer()) {
+            add_up(row, count, [](int, float z, float) { return z; },
+                   [&](int r, float sum) { of_rows[r].mean = Source::mean(call, sum); }, no);
+            __syncthreads();
+        }
+        if (!kBackward || !call.rstd) {
             const auto square = [&](int r, float z, float) {
-                const float centred = kNorms == Norms::rms ? z : Source::centred(z, of_rows[r]);
+                const float centred = Source::centred(z, of_rows[r]);
                 return mul_rn(centred, centred);
             };
-            if constexpr (kBackward) add_up(row, count, square, [] {});
-            else add_up(row, count, square, between);
-            if (has_row) of.rstd = Source::rstd(call, totals()[own]);
+            add_up(row, count, square, [&](int r, float sum) { of_rows[r].rstd = Source::rstd(call, sum); }, no);
+            __syncthreads();
         }
         if constexpr (kBackward) {
-            share(of);
-            add_up(row, count, [&](int r, float z, float gw) {
-                return mul_rn(gw, Source::normed(z, of_rows[r]));
-            }, between);
-            if (has_row) of.mean_product = Source::mean(call, totals()[own]);
             if (call.is_layer()) {
+                add_up(row, count, [](int, float, float gw) { return gw; },
+                       [&](int r, float sum) { of_rows[r].mean_grad = Source::mean(call, sum); }, no);
                 __syncthreads();
-                add_up(row, count, [&](int, float, float gw) { return gw; }, [] {});
-                if (has_row) of.mean_grad = Source::mean(call, totals()[own]);
             }
+            return add_up(row, count,
+                          [&](int r, float z, float gw) { return mul_rn(gw, Source::normed(z, of_rows[r])); },
+                          [&](int r, float sum) {
+                              of_rows[r].mean_product = Source::mean(call, sum);
+                              store(row + r, of_rows[r]);
+                          }, between);
+        } else {
+            if ((int)threadIdx.x < count) store(row + threadIdx.x, of_rows[threadIdx.x]);
+            return __syncthreads_and(between());
         }
-        if (!has_row) return;
-        const float all[4] = {of.mean, of.rstd, of.mean_grad, of.mean_product};
-#pragma unroll
-        for (int i = 0; i < 2 + 2 * kBackward; i++)
-            if (is_stored(i)) store_relaxed(call.statistics + i * call.rows + row + own, all[i]);
-        if (call.rstd_out) store_relaxed(call.rstd_out + row + own, as_float(f32::narrow(of.rstd)));
-    }
-    // Two blocks may store the same statistic.
-    static __device__ __forceinline__ void store_relaxed(float* to, float v) {
-#ifdef CUPY_FP8_HOST
-        host_store_relaxed(reinterpret_cast<u32*>(to), as_bits(v));
-#else
-        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(to), "r"(as_bits(v)) : "memory");
-#endif
     }
     static __device__ __forceinline__ float* of_segments() {
         __shared__ float sums[kMostSegments];
         return sums;
-    }
-    static __device__ __forceinline__ float* totals() {
-        __shared__ float of_rows[Tile::kRows];
-        return of_rows;
     }
 };
 
@@ -331,7 +350,7 @@ __device__ __forceinline__ void sum_gradients(const SourceCall& call, const Tile
 #pragma unroll
             for (int i = 0; i < 8; i++) terms[i] = mul_rn(terms[i], Source::normed(z[i], of));
         }, call.weight_sums);
-    if (kNorms != Norms::rms && call.bias_sums)
+    if (!kRms && call.bias_sums)
         sum_columns(call, tile, of_warps, [&](int r, float (&terms)[8]) { staged.read(r, 1, terms); },
                     call.bias_sums);
 }
@@ -343,15 +362,16 @@ __device__ __forceinline__ u32 norm_tiles(const Params& p, const SourceCall& cal
     const TilePosition tile = at.tile();
     const StagedTile staged{shared + threadIdx.x * 16};
     staged.request(call, tile);
-    const Ahead ahead(call);
-    ahead.find_and_wait(at.down);
-    ahead.finish();
-    copy_async_wait();
-    if constexpr (kBackward) sum_gradients(call, tile, staged);
     const i64 column = tile.column + Tile::patch_column();
     const int own_columns = column < call.columns ? 8 : 0;
+    Ahead ahead(call);
+    TileWeights::load(call, tile.column);
+    ahead.find_and_wait(at.down);
+    const u32 counted = ahead.count();
+    copy_async_wait();
+    if constexpr (kBackward) sum_gradients(call, tile, staged);
     float w[8];
-    load_weight<true>(call, column, own_columns, w);
+    TileWeights::get(0, w);
     Output output(p, tile, shared + (1 + kBackward + call.has_residual()) * kTileBytes, more...);
     const int left = own_columns ? left_of(call.rows - tile.row - row_in_step(0), kThreadRows) : 0;
 #pragma unroll
@@ -375,7 +395,7 @@ __device__ __forceinline__ u32 norm_tiles(const Params& p, const SourceCall& cal
                 staged.read(r, 1, other);
                 add_residual<true>(call, other, to, count, z);
             }
-            if (kNorms != Norms::rms) load_bias<true>(call, column, own_columns, other);
+            if (!kRms) TileWeights::get(1, other);
 #pragma unroll
             for (int i = 0; i < 8; i++) values[0][i] = Source::value(z[i], of, w[i], other[i]);
             round_through(call, values[0]);
@@ -388,5 +408,6 @@ __device__ __forceinline__ u32 norm_tiles(const Params& p, const SourceCall& cal
     }
     const ChunkPosition position(call, tile);
     output.store(p, at, 0, position, left, nullptr);
+    ahead.end(counted);
     return output.amax();
 }

@@ -6,14 +6,16 @@
 //   n = c * i, gw = grad * w            dx = i * ((gw - n * c2) - c1) [+ residual]
 //
 // c2 is the mean of gw * n, c1 that of gw, or 0 (rms). Sums follow the fixed tree.
-// NORMS: the calls that a program serves: rms, layer or every. The first two have no residual, and store no
-// more than rstd beside their result.
+// NORMS: the calls that a program serves: rms and layer, that store no more than rstd beside their result;
+// residual, rms with a residual (and its sum); or every.
 #pragma once
 #include "fused/program.cuh"
 #include "numerics/tree_sum.cuh"
 
-enum class Norms { rms, layer, every };
+enum class Norms { rms, residual, layer, every };
 constexpr Norms kNorms = Norms::NORMS;
+// True if means are 0.
+constexpr bool kRms = kNorms <= Norms::residual;
 
 struct SourceCall {
     static constexpr u32 kLayer = 1, kWeightF32 = 2, kRoundBf16 = 4, kWide = 8, kRoundF16 = 16;
@@ -52,7 +54,9 @@ struct SourceCall {
     __device__ __forceinline__ bool is_layer() const {
         return kNorms == Norms::layer || (kNorms == Norms::every && has(kLayer));
     }
-    __device__ __forceinline__ bool has_residual() const { return kNorms == Norms::every && residual; }
+    __device__ __forceinline__ bool has_residual() const {
+        return kNorms == Norms::residual || (kNorms == Norms::every && residual);
+    }
     __device__ __forceinline__ bool rounds() const {
         return kNorms == Norms::every && has(kRoundBf16 | kRoundF16);
     }
@@ -74,7 +78,7 @@ struct Source {
         return div_rn(sum, call.columns_f32);
     }
     static __device__ __forceinline__ float centred(float z, const RowStatistics& of) {
-        return kNorms == Norms::rms ? z : sub_rn(z, of.mean);
+        return kRms ? z : sub_rn(z, of.mean);
     }
     static __device__ __forceinline__ float normed(float z, const RowStatistics& of) {
         return mul_rn(centred(z, of), of.rstd);
@@ -82,21 +86,21 @@ struct Source {
     // bias: -0 where there is none.
     static __device__ __forceinline__ float value(float z, const RowStatistics& of, float weight, float bias) {
         const float y = mul_rn(normed(z, of), weight);
-        return kNorms == Norms::rms ? y : add_rn(y, bias);
+        return kRms ? y : add_rn(y, bias);
     }
     static __device__ __forceinline__ float gradient(float z, float grad, const RowStatistics& of,
                                                      float weight) {
         const float rest = sub_rn(mul_rn(grad, weight), mul_rn(normed(z, of), of.mean_product));
-        return mul_rn(of.rstd, kNorms == Norms::rms ? rest : sub_rn(rest, of.mean_grad));
+        return mul_rn(of.rstd, kRms ? rest : sub_rn(rest, of.mean_grad));
     }
 };
 
 // ---- eight elements of a row ----
-// Rounds to a 16-bit format and widens again.
+// Rounds to a 16-bit format and widens again. Which NaN it is makes no difference.
 template <class F>
 __device__ __forceinline__ void round_eight(float (&v)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) F::widen2(F::narrow2(v[i], v[i + 1]), v[i], v[i + 1]);
+    for (int i = 0; i < 8; i += 2) F::widen2(F::narrow2_any_nan(v[i], v[i + 1]), v[i], v[i + 1]);
 }
 template <>
 __device__ __forceinline__ void round_eight<f32>(float (&)[8]) {}
@@ -107,18 +111,42 @@ __device__ __forceinline__ void round_through(const SourceCall& call, float (&y)
     else round_eight<f16>(y);
 }
 
+// Narrows eight elements to a 16-bit format. NaN is rare, so one branch tests all of them.
+template <class F>
+__device__ __forceinline__ void narrow_eight(const float (&v)[8], u32 (&words)[4]) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        words[i] = F::narrow2_any_nan(v[2 * i], v[2 * i + 1]);
+        largest = F::template max_magnitudes<true>(largest, words[i] & F::kMagnitudes);
+    }
+#ifndef CUPY_FP8_HOST
+    // The instruction makes 0x7fff of a NaN.
+    if (!(largest + 0x00010001u & 0x80008000u)) return;
+#pragma unroll 1
+    for (int i = 0; i < 8; i++) {
+        const u32 first = words[0] & 0xffffu;
+        const u32 narrow = (first & 0x7fffu) == 0x7fffu ? F::narrow(as_float(kNanF32)) : first;
+#pragma unroll
+        for (int w = 0; w < 4; w++) words[w] = words[w] >> 16 | (w < 3 ? words[w + 1] : narrow) << 16;
+    }
+#endif
+}
 // Stores `count` of eight elements. kAll: all of them, or none.
 template <bool kAll, class F>
 __device__ __forceinline__ void store_eight(typename F::storage* to, const float (&v)[8], int count) {
     constexpr int kStore = 16 / sizeof(typename F::storage);
+    Chunk<F, kStore> chunks[8 / kStore];
+    if constexpr (kStore == 8) {
+        narrow_eight<F>(v, chunks[0].word);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) chunks[i / kStore].word[i % kStore] = F::narrow(v[i]);
+    }
 #pragma unroll
     for (int s = 0; s < 8 / kStore; s++) {
-        float part[kStore];
-#pragma unroll
-        for (int i = 0; i < kStore; i++) part[i] = v[s * kStore + i];
-        const auto chunk = narrowed<F>(part, [](float each, int) { return each; });
-        if (!kAll) chunk.store_partial(to + s * kStore, count - s * kStore);
-        else if (count) chunk.store(to + s * kStore);
+        if (!kAll) chunks[s].store_partial(to + s * kStore, count - s * kStore);
+        else if (count) chunks[s].store(to + s * kStore);
     }
 }
 
