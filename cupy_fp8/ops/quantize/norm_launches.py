@@ -37,10 +37,10 @@ RMS, RESIDUAL, _LAYER_ALONE, EVERY = "rms", "residual", "layer", "every"
 _ROW_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, (4, 2), (1, 2)
 _CHUNK, _WARP = 8, 32
 #: Rows of a block on path rows, at most, and blocks that should remain.
-_MOST_ROWS, _ENOUGH_BLOCKS = (8, 64), (1024, 128)
-#: Path plain takes rows of at most so many columns, finds statistics so many parts ahead for each
+_MOST_ROWS, _ENOUGH_BLOCKS = (16, 64), (1024, 128)
+#: Path plain takes rows of at most so many columns, finds statistics so many tiles ahead for each
 #: multiprocessor of the GPU, and looks for them so often before it finds them itself.
-_MOST_COLUMNS, _LEAD, _PATIENCE = 1 << 15, 1, 1 << 16
+_MOST_COLUMNS, _LEAD, _PATIENCE = 1 << 15, 1.5, 1 << 16
 _TILE_THREADS, _TILE_BYTES = 512, TILE.rows * TILE.columns * 2
 #: Bytes of shared memory that kernels have beside what a launch asks for, at most.
 _STATIC_SHARED = {ROWS: 2 << 10, PLAIN: 20 << 10}
@@ -163,10 +163,11 @@ class _Launches:
         """Members of the struct SourceCall that all launches have."""
         v = self.values
         flags = v.flags | _WIDE * self.wide | _WEIGHT_F32 * (v.weight.dtype == float32)
+        inverse = np.float32(1) / np.float32(self.columns or 1)
         return {"x": v.x.at, "grad": v.grad.at if v.grad else 0, "residual": v.residual.at if v.residual else 0,
                 "weight": v.weight.at, "bias": v.bias.at if v.bias else 0, "rstd": v.rstd.at if v.rstd else 0,
                 "noop": self.call.noop_at, "rows": self.rows, "columns": self.columns, "all_rows": self.rows,
-                "columns_f32": self.columns, "eps": v.eps,
+                "columns_f32": self.columns, "columns_inverse": inverse, "eps": v.eps,
                 "weight_offset": v.offset if v.offset else -0.0, "flags": flags}
 
     def all(self) -> Iterator[Launch]:
@@ -276,7 +277,8 @@ class _Launches:
                 or only_amax):
             return None
         progress = self.call.workspace("norm", 2 + 2 * 4 * self.rows)
-        lead = cdiv(self.columns, TILE.columns) + int(_LEAD * self.gpu.multiprocessors)
+        # Blocks that run have _LEAD tiles of each multiprocessor.
+        lead = cdiv(int(_LEAD * self.gpu.multiprocessors), cdiv(self.columns, TILE.columns))
         written |= {"progress": progress, "lead": lead, "patience": _PATIENCE}
         sums, after = self._sums(TILE.rows, only_amax)
         assert v.output is not None

@@ -44,6 +44,15 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
     keep_weights(call, at, weights);
     RowTotals totals;
     Output output(p, at, more...);
+    // Given ones of the next rows.
+    const bool given = call.rstd;
+    float next_rstd[kRowsAtOnce];
+    const auto load_rstd = [&](const RowPosition& of) {
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; r++)
+            next_rstd[r] = given && of.left > r ? load_read_only(call.rstd + of.row + r) : 0.0f;
+    };
+    load_rstd(at);
     const i64 sums_at = (i64)blockIdx.x * call.columns + (int)threadIdx.x * 8;
 #pragma unroll 1
     for (u32 pair = 0; at.left > 0; pair++) {
@@ -55,7 +64,9 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
         following.advance();
         if (following.left > 0 && !call.has_residual()) next.request(call, following);
         RowStatistics of[kRowsAtOnce];
-        find_statistics(call, at, z, totals, of);
+        const float rstd[kRowsAtOnce] = {next_rstd[0], next_rstd[kRowsAtOnce - 1]};
+        load_rstd(following);
+        find_statistics(call, at, z, totals, given, rstd, of);
         float sums[kChunks], found[kRowsAtOnce];
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
@@ -67,9 +78,10 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
                 sum.add(i, mul_rn(mul_rn(grad[c][i], w[i]), Source::normed(z[c][i], of[c / kRowChunks])));
             sums[c] = at.has_column(c % kRowChunks) ? sum.sum() : as_float(kAbsentTerm);
         }
-        totals.find(sums, found);
+        const auto mean = [&](float sum) { return Source::mean(call, sum); };
+        totals.find(sums, mean, found);
 #pragma unroll
-        for (int r = 0; r < kRowsAtOnce; r++) of[r].mean_product = Source::mean(call, found[r]);
+        for (int r = 0; r < kRowsAtOnce; r++) of[r].mean_product = found[r];
         if (call.is_layer()) {
 #pragma unroll
             for (int c = 0; c < kChunks; c++) {
@@ -80,9 +92,9 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
                 for (int i = 0; i < 8; i++) sum.add(i, mul_rn(grad[c][i], w[i]));
                 sums[c] = at.has_column(c % kRowChunks) ? sum.sum() : as_float(kAbsentTerm);
             }
-            totals.find(sums, found);
+            totals.find(sums, mean, found);
 #pragma unroll
-            for (int r = 0; r < kRowsAtOnce; r++) of[r].mean_grad = Source::mean(call, found[r]);
+            for (int r = 0; r < kRowsAtOnce; r++) of[r].mean_grad = found[r];
         }
         const auto add_rows = [&](const ColumnCounter& counter, float* to, auto term) {
 #pragma unroll
@@ -106,16 +118,14 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
             add_rows(bias_sums, call.bias_sums, [&](int c, int i) { return grad[c][i]; });
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
-            if (!at.has(c)) {
-#pragma unroll
-                for (float& each : z[c]) each = 0.0f;
-                continue;
-            }
             float w[8];
             weights.get(c % kRowChunks, w);
+            // What does not exist is 0, or NaN as all of the row.
 #pragma unroll
-            for (int i = 0; i < 8; i++)
+            for (int i = 0; i < 8; i++) {
                 z[c][i] = Source::gradient(z[c][i], grad[c][i], of[c / kRowChunks], w[i]);
+                if (!kRms && !at.has(c)) z[c][i] = 0.0f;
+            }
             if (!call.has_residual()) continue;
             float residual[8];
             next.read(at, NextRows::kResidual, c, residual);

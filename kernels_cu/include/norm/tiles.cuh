@@ -4,8 +4,9 @@
 // quantises its tile: on an H200 that is faster than two launches, which read everything twice from memory
 // (docs/lab-notes).
 //
-// A band has as many parts as it has tiles, each a few whole rows. Block b finds part b + lead, the first
-// blocks part b too. GPUs start blocks in their order, so others find the statistics that a block needs
+// A band has as many parts as it has tiles: part i has its rows i, i + parts, … A block finds that part of
+// the band that comes `lead` later, which is its tile's; the first blocks find that of their own band too.
+// GPUs start blocks in their order, so others find the statistics that a block needs
 // before it starts; should they not come, it finds those of its band itself, which are the same.
 #pragma once
 #include "fused/drivers.cuh"
@@ -24,7 +25,7 @@ struct Progress {                // zero before the first launch
 // Bytes of a tile of one array in shared memory.
 constexpr int kTileBytes = Tile::kRows * Tile::kColumns * 2;
 // A warp sums up so many segments of 32 chunks at a time.
-constexpr int kSegmentsAtOnce = 4;
+constexpr int kSegmentsAtOnce = 4, kTileWarps = kStreamThreads / 32;
 // A part has at most so many segments: those of 128 rows, of a row of 2^15 columns, or of the rows between.
 constexpr int kMostSegments = 256;
 
@@ -102,15 +103,16 @@ public:
           across((u32)((call.columns + Tile::kColumns - 1) / Tile::kColumns)) {}
 
     // Finds this block's parts, and waits for the statistics of its band. The whole block calls it.
-    __device__ __forceinline__ void find_and_wait(u32 band) {
-        const u32 own = blockIdx.x, later = own + call.lead;
-        if (own < call.lead) find(own, [] { return true; });
+    __device__ __forceinline__ void find_and_wait(u32 band, u32 part) {
+        const auto nothing = [] { return true; };
+        if (band < call.lead) find(band, part, nothing);
         // While the rows of the later part come, the statistics of the band do.
         const auto look = [&] { return wait(band); };
-        const bool has_come = later < gridDim.x ? find(later, look) : __syncthreads_and(look());
+        const bool exists = (i64)(band + call.lead) * Tile::kRows < call.rows;
+        const bool has_come = exists ? find(band + call.lead, part, look) : __syncthreads_and(look());
         if (has_come) return;
 #pragma unroll 1
-        for (u32 part = band * across; part < (band + 1) * across; part++) find(part, [] { return true; });
+        for (u32 each = 0; each < across; each++) find(band, each, nothing);
         __syncthreads();
         wait(band);
         __syncthreads();
@@ -169,30 +171,28 @@ private:
             atomicExch(reinterpret_cast<u32*>(call.rstd_out + row), as_bits(as_float(f32::narrow(of.rstd))));
     }
 
-    // Adds up term(row, z, grad * weight) over the columns of `count` rows from `row` on: done(r, sum) is
-    // called in one lane for each row. between(): called once, while elements come. Returns true if
-    // between() did in every thread.
+    // Adds up term(k, z, grad * weight) over the columns of `count` rows, `across` rows from one another:
+    // done(k, sum) is called in one lane for each row. between(): called once, while elements come. Returns
+    // true if between() did in every thread.
     template <class Term, class Done, class Between>
     __device__ __forceinline__ bool add_up(i64 row, int count, Term term, Done done, Between between) const {
-        const int chunks = (int)(call.columns / 8), segments = (chunks + 31) / 32, all = count * segments;
+        const int chunks = (int)(call.columns / 8), segments = (chunks + 31) / 32;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        // A warp has 2^turns segments of a row, kTileWarps from one another.
+        const int turns = segments <= kTileWarps ? 0 : segments <= 2 * kTileWarps ? 1 : segments <= 4 * kTileWarps ? 2 : 3;
+        const i64 from = row * call.columns + (int)threadIdx.x * 8, to_next = across * call.columns;
         bool result = true, called = false;
 #pragma unroll 1
-        for (int first = warp * kSegmentsAtOnce; first < all || !called;
-             first += kStreamThreads / 32 * kSegmentsAtOnce) {
+        for (int first = 0; first < count << turns || !called; first += kSegmentsAtOnce) {
             Eight x[kSegmentsAtOnce], other[kSegmentsAtOnce];
-            int r = first / segments, chunk = (first - r * segments) * 32 + lane;
-            int rows[kSegmentsAtOnce], at[kSegmentsAtOnce];
 #pragma unroll
             for (int s = 0; s < kSegmentsAtOnce; s++) {
-                rows[s] = r, at[s] = r < count && chunk < chunks ? chunk * 8 : -1;
-                const i64 from = (row + r) * call.columns + chunk * 8;
-                const int eight = at[s] < 0 ? 0 : 8;
-                load_eight<true>(x[s], call.x + from, eight);
-                if (kBackward) load_eight<true>(other[s], call.grad + from, eight);
-                else if (call.has_residual()) load_eight<true>(other[s], call.residual + from, eight);
-                chunk += 32;
-                if (chunk >= segments * 32) chunk -= segments * 32, r++;
+                const int k = first + s >> turns, turn = first + s & (1 << turns) - 1;
+                const int eight = k < count && turn * kStreamThreads + (int)threadIdx.x < chunks ? 8 : 0;
+                const i64 at = from + k * to_next + turn * (kStreamThreads * 8);
+                load_eight<true>(x[s], call.x + at, eight);
+                if (kBackward) load_eight<true>(other[s], call.grad + at, eight);
+                else if (call.has_residual()) load_eight<true>(other[s], call.residual + at, eight);
             }
 #ifndef CUPY_FP8_HOST
             // All of them are requested before anything waits.
@@ -208,12 +208,14 @@ private:
             u32 sums[kSegmentsAtOnce];
 #pragma unroll
             for (int s = 0; s < kSegmentsAtOnce; s++) {
+                const int k = first + s >> turns, turn = first + s & (1 << turns) - 1;
+                const int column = (turn * kStreamThreads + (int)threadIdx.x) * 8;
                 float z[8], v[8];
                 widen_eight(x[s], z);
                 if (kBackward) {
                     float w[8];
                     widen_eight(other[s], v);
-                    load_weight<true>(call, at[s], at[s] < 0 ? 0 : 8, w);
+                    load_weight<true>(call, column, column < call.columns ? 8 : 0, w);
 #pragma unroll
                     for (int i = 0; i < 8; i++) v[i] = mul_rn(v[i], w[i]);
                 } else if (call.has_residual()) {
@@ -224,39 +226,41 @@ private:
                 }
                 TreeSum<8> sum;
 #pragma unroll
-                for (int i = 0; i < 8; i++) sum.add(i, term(rows[s], z[i], kBackward ? v[i] : 0.0f));
-                sums[s] = at[s] < 0 ? kAbsentTerm : as_bits(sum.sum());
+                for (int i = 0; i < 8; i++) sum.add(i, term(k, z[i], kBackward ? v[i] : 0.0f));
+                sums[s] = column < call.columns ? as_bits(sum.sum()) : kAbsentTerm;
             }
             float sum = as_float(fold(sums, add_bits));
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) sum = add_rn(sum, __shfl_xor_sync(~0u, sum, step));
-            if (lane < kSegmentsAtOnce && first + owned<kSegmentsAtOnce>() < all)
-                of_segments()[first + owned<kSegmentsAtOnce>()] = sum;
+            const int own = first + owned<kSegmentsAtOnce>();
+            const int segment = (own & (1 << turns) - 1) * kTileWarps + warp;
+            if (lane < kSegmentsAtOnce && own >> turns < count && segment < segments)
+                of_segments()[(own >> turns) * segments + segment] = sum;
         }
         result = __syncthreads_and(result);
 #pragma unroll 1
-        for (int i = warp; i < count; i += kStreamThreads / 32) {
+        for (int k = warp; k < count; k += kTileWarps) {
             TreeSum<4> sum;
 #pragma unroll
-            for (int k = 0; k < 4; k++)
-                sum.add(k, 4 * lane + k < segments ? of_segments()[i * segments + 4 * lane + k]
+            for (int i = 0; i < 4; i++)
+                sum.add(i, 4 * lane + i < segments ? of_segments()[k * segments + 4 * lane + i]
                                                    : as_float(kAbsentTerm));
             const float total = warp_tree_sum(sum.sum());
-            if (lane == 0) done(i, total);
+            if (lane == 0) done(k, total);
         }
         return result;
     }
 
-    // Finds and stores the statistics of a part. Returns true if between() did in every thread.
+    // Finds and stores the statistics of a part of a band. Returns true if between() did in every thread.
     template <class Between>
-    __device__ __forceinline__ bool find(u32 part, Between between) const {
-        const u32 band = part / across, of_band = part - band * across;
-        const u32 begin = of_band * Tile::kRows / across, end = (of_band + 1) * Tile::kRows / across;
-        const i64 row = (i64)band * Tile::kRows + begin;
-        const int count = left_of(call.rows - row, (int)(end - begin));
+    __device__ __forceinline__ bool find(u32 band, u32 part, Between between) const {
+        const i64 row = (i64)band * Tile::kRows + part;
+        const int rows = left_of(call.rows - row, Tile::kRows - (int)part);
+        int count = 0;
+        for (int r = 0; r < rows; r += (int)across) count++;
         if constexpr (kRms && !kBackward) {
             return add_up(row, count, [](int, float z, float) { return mul_rn(z, z); },
-                          [&](int r, float sum) { store(row + r, {0.0f, Source::rstd(call, sum), 0.0f, 0.0f}); },
+                          [&](int k, float sum) { store(row + k * across, {0.0f, Source::rstd(call, sum), 0.0f, 0.0f}); },
                           between);
         } else {
             return find_by_sums(row, count, between);
@@ -270,7 +274,7 @@ private:
         __syncthreads();
         if (threadIdx.x < Tile::kRows) {
             RowStatistics of{0.0f, 0.0f, 0.0f, 0.0f};
-            if (kBackward && call.rstd && (int)threadIdx.x < count) of.rstd = call.rstd[row + threadIdx.x];
+            if (kBackward && call.rstd && (int)threadIdx.x < count) of.rstd = call.rstd[row + threadIdx.x * across];
             of_rows[threadIdx.x] = of;
         }
         __syncthreads();
@@ -297,10 +301,10 @@ private:
                           [&](int r, float z, float gw) { return mul_rn(gw, Source::normed(z, of_rows[r])); },
                           [&](int r, float sum) {
                               of_rows[r].mean_product = Source::mean(call, sum);
-                              store(row + r, of_rows[r]);
+                              store(row + r * across, of_rows[r]);
                           }, between);
         } else {
-            if ((int)threadIdx.x < count) store(row + threadIdx.x, of_rows[threadIdx.x]);
+            if ((int)threadIdx.x < count) store(row + threadIdx.x * across, of_rows[threadIdx.x]);
             return __syncthreads_and(between());
         }
     }
@@ -366,7 +370,7 @@ __device__ __forceinline__ u32 norm_tiles(const Params& p, const SourceCall& cal
     const int own_columns = column < call.columns ? 8 : 0;
     Ahead ahead(call);
     TileWeights::load(call, tile.column);
-    ahead.find_and_wait(at.down);
+    ahead.find_and_wait(at.down, at.across);
     const u32 counted = ahead.count();
     copy_async_wait();
     if constexpr (kBackward) sum_gradients(call, tile, staged);

@@ -36,11 +36,11 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
         }
         if (at.left > 1) next.request(call, at);
         RowStatistics of[1];
-        find_statistics(call, at, z, totals, of);
+        find_statistics(call, at, z, totals, false, {0.0f}, of);
         if (call.rstd_out && threadIdx.x == 0) call.rstd_out[at.row] = as_float(f32::narrow(of[0].rstd));
+        // Where there is no column, weight and bias are 0, and so is y (or NaN, as all of the row).
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
-            if (!at.has_column(c)) continue;                         // z is 0
             float w[8], b[8];
             weights.get(c, w);
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
             for (int i = 0; i < 8; i++) z[c][i] = Source::value(z[c][i], of[0], w[i], b[i]);
             round_through(call, z[c]);
             if (kNorms == Norms::every && call.normed)
-                store_eight<true, IN>(call.normed + first + at.at(c), z[c], 8);
+                store_eight<true, IN>(call.normed + first + at.at(c), z[c], at.has_column(c) ? 8 : 0);
         }
         output.store(p, at, z);
         first += call.columns;
