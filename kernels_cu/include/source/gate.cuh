@@ -10,8 +10,10 @@
 //   terms(v)                   replaces each v by its term: four or eight elements (path any, rows.cuh)
 //   terms(v, raw)              the same of eight; raw: their bits in x, for a quicker test (stream.cuh)
 //   terms_of(a, alpha, is_scaled, v)        v receives the terms of alpha * a; is_scaled: alpha is not 1. For
-//                              gated sources alone, whose option gpt_oss takes a * f(alpha * a) for a * f(a)
+//                              gated sources with programs for options, of which gpt_oss takes
+//                              a * f(alpha * a) for a * f(a)
 //   activation(a, term), derivative(alpha * a, term)
+// Path any has those of any_kind.cuh, which find act and act' of every activation.
 // act(0) is 0, since elements that do not exist are zeros and count for every amax. Values and gradients of
 // finite numbers are numbers: what overflows on the way is bounded.
 #pragma once
@@ -42,8 +44,8 @@ struct Gate : Act {
         return kGated ? mul_rn(y, weight) : y;
     }
     template <class V>
-    static __device__ __forceinline__ float gradient_a(const V& v, int i, float argument, float term) {
-        return mul_rn(gated(v[kHalves][i], v, i), Act::derivative(argument, term));
+    static __device__ __forceinline__ float gradient_a(const V& v, int i, float slope) {
+        return mul_rn(gated(v[kHalves][i], v, i), slope);
     }
     static __device__ __forceinline__ float gradient_b(float grad, float act) { return mul_rn(grad, act); }
     template <class V>
@@ -69,7 +71,7 @@ struct Gate : Act {
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            values[0][i] = gradient_a(v, i, argument(v[0][i]), terms[i]);
+            values[0][i] = gradient_a(v, i, Act::derivative(argument(v[0][i]), terms[i]));
             if constexpr (kGated) values[1][i] = gradient_b(v[kHalves][i], act[i]);
         }
     }
