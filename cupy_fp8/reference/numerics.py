@@ -194,7 +194,7 @@ def tanh(u: np.ndarray) -> np.ndarray:
     tail = sub(F32_ONE, mul(np.float32(2), sigmoid(mul(np.float32(-2), np.abs(u)))))
     square = mul(u, u)
     near_zero = fma(mul(polynomial(_TANH_COEFFICIENTS, square), square), u, u)
-    return np.where(np.abs(u) >= _TANH_FROM, np.copysign(tail, u), near_zero)
+    return np.copysign(np.where(np.abs(u) >= _TANH_FROM, tail, near_zero), u)       # -0 stays -0
 
 
 #: log needs the bits of √½, ln 2, and the coefficients of q (that of t^7 first); log1p the bound √2 - 1.

@@ -1,5 +1,4 @@
-"""Gated activations and quantisation from a single read: SwiGLU's functions, and arguments and results of all.
-"""
+"""Gated activations and quantisation from a single read: SwiGLU for users, arguments and results for all."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ _FEW_TILES, _MOST_SUMS = 128, 64
 class Inputs(NamedTuple):
     """Holds the validated arguments of a call.
 
-    kind: one of GATED. grad: the gradient of y; a call with it computes that of x. groups: the rows of experts that have biases
-    of their own. scale: (address, 0) or (0, value). limit: infinity without clamp. options: those of the
-    reference, by name."""
+    grad: the gradient of y; a call with it computes that of x. groups: the rows of experts that have biases
+    of their own. scale: (address, 0) or (0, value). limit: infinity without clamp. kind: one of GATED.
+    options: those of the reference, by name."""
 
     x: Input
     grad: Input | None

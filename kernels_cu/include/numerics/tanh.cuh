@@ -16,5 +16,5 @@ __device__ __forceinline__ float tanh_of(float u) {
     float r = fma_rn(as_float(0x3c86a8bbu), square, as_float(0xbd57be9bu));
     r = fma_rn(r, square, as_float(0x3e08677eu));
     r = fma_rn(r, square, as_float(0xbeaaaa29u));
-    return fma_rn(mul_rn(r, square), u, u);
+    return as_float(as_bits(fma_rn(mul_rn(r, square), u, u)) | sign);                // -0 stays -0
 }

@@ -6,6 +6,9 @@
 #include "fused/program.cuh"
 #include "numerics/erf.cuh"
 
+struct Gelu;
+template <> constexpr bool kTakesRegisters<Gelu> = true;
+
 struct Gelu {
     template <int kCount>
     static __device__ __forceinline__ void terms(float (&v)[kCount]) {
