@@ -44,8 +44,8 @@ struct Gate : Act {
         return kGated ? mul_rn(y, weight) : y;
     }
     template <class V>
-    static __device__ __forceinline__ float gradient_a(const V& v, int i, float slope) {
-        return mul_rn(gated(v[kHalves][i], v, i), slope);
+    static __device__ __forceinline__ float gradient_a(const V& v, int i, float argument, float term) {
+        return mul_rn(gated(v[kHalves][i], v, i), Act::derivative(argument, term));
     }
     static __device__ __forceinline__ float gradient_b(float grad, float act) { return mul_rn(grad, act); }
     template <class V>
@@ -71,7 +71,7 @@ struct Gate : Act {
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            values[0][i] = gradient_a(v, i, Act::derivative(argument(v[0][i]), terms[i]));
+            values[0][i] = gradient_a(v, i, argument(v[0][i]), terms[i]);
             if constexpr (kGated) values[1][i] = gradient_b(v[kHalves][i], act[i]);
         }
     }

@@ -153,7 +153,8 @@ struct Slice {
     __device__ __forceinline__ void gradients(u32 all_others, u32 others, float (&out)[kSlice]) const {
         if (all_others != 0xffu) {
 #pragma unroll
-            for (int i = 0; i < kSlice; i++) out[i] = Source::gradient_a(v, i, slope[i]);
+            for (int i = 0; i < kSlice; i++)
+                out[i] = mul_rn(Source::gated(v[kArrays - 1][i], v, i), slope[i]);
         }
         if (!all_others) return;
 #pragma unroll

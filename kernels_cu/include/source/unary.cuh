@@ -46,7 +46,7 @@ struct SourceRow {
         evaluate<false>(call.kind(), 1.0f, v[0], values, slope);
         if constexpr (kBackward) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) values[i] = Source::gradient_a(v, i, slope[i]);
+            for (int i = 0; i < 8; i++) values[i] = mul_rn(v[1][i], slope[i]);
         }
     }
 };
