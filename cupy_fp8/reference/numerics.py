@@ -184,14 +184,14 @@ def normal_tail(t: np.ndarray) -> np.ndarray:
 
 def erf(x: np.ndarray) -> np.ndarray:
     """erf x within two ulps, by a fixed sequence of operations (section 13)."""
-    tail = sub(F32_ONE, mul(np.float32(2), normal_tail(tail_argument(mul(x, _SQRT2)))))
+    tail = sub(F32_ONE, mul(normal_tail(tail_argument(mul(x, _SQRT2))), np.float32(2)))
     near_zero = fma(polynomial(_ERF_COEFFICIENTS, mul(x, x)), x, x)
     return np.where(np.abs(x) >= 1, np.copysign(tail, x), near_zero)
 
 
 def tanh(u: np.ndarray) -> np.ndarray:
     """tanh u within two ulps, by a fixed sequence of operations (section 13)."""
-    tail = sub(F32_ONE, mul(np.float32(2), sigmoid(mul(np.float32(-2), np.abs(u)))))
+    tail = sub(F32_ONE, mul(sigmoid(mul(np.abs(u), np.float32(-2))), np.float32(2)))
     square = mul(u, u)
     near_zero = fma(mul(polynomial(_TANH_COEFFICIENTS, square), square), u, u)
     return np.copysign(np.where(np.abs(u) >= _TANH_FROM, tail, near_zero), u)       # -0 stays -0

@@ -50,7 +50,7 @@ def _relu(a: np.ndarray) -> Pair:
 
 def _relu2(a: np.ndarray) -> Pair:
     r = _positive(a)
-    return numerics.mul(r, r), np.minimum(numerics.mul(np.float32(2), r), numerics.F32_MAX)
+    return numerics.mul(r, r), np.minimum(numerics.mul(r, np.float32(2)), numerics.F32_MAX)
 
 
 def _positive(a: np.ndarray) -> np.ndarray:
