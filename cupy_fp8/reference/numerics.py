@@ -154,11 +154,12 @@ def polynomial(coefficients: np.ndarray, t: np.ndarray) -> np.ndarray:
     return np.asarray(p)
 
 
-#: Tails of the normal distribution need where they end, P (the coefficient of t^8 first) and p of 2^f; erf
-#: needs sqrt 2 and R.
-_TAIL_END, _SQRT2 = np.array([0x413038A5, 0x3FB504F3], np.uint32).view(np.float32)
-_TAIL_COEFFICIENTS = np.array([0xB598770D, 0x379BB6CB, 0xB8B3A846, 0xB9C83EA7, 0x3BF1F2B7, 0xBD57EBE1,
-                               0xBEEB1436, 0xBF9357A8, 0xBF800000], np.uint32).view(np.float32)
+#: Tails of the normal distribution need where they end, e (the coefficient of t^7 first), p of 2^f, and 1.5 *
+#: 2^23 - 1, which rounds to an integer what is added to it, less 1; erf needs sqrt 2 and R.
+_TAIL_END, _SQRT2 = np.array([0x413038AA, 0x3FB504F3], np.uint32).view(np.float32)
+_TAIL_COEFFICIENTS = np.array([0xB598770D, 0x379BB6D0, 0xB8B3A842, 0xB9C83EA7, 0x3BF1F2B7, 0xBD57EBE1,
+                               0xBEEB1436, 0xBF9357A8], np.uint32).view(np.float32)
+_TAIL_TO_INTEGER = np.float32(12582911)
 _POWER_COEFFICIENTS = np.array(
     [0x3AADED2C, 0x3C1E7457, 0x3D635B6C, 0x3E75FCE1, 0x3F317215, 0x3F800000], np.uint32).view(np.float32)
 _ERF_COEFFICIENTS = np.array(
@@ -176,9 +177,9 @@ def normal_tail(t: np.ndarray) -> np.ndarray:
     """Phi(-t), the normal distribution, of 0 <= t <= 11.0138 by a fixed sequence of operations (section 13).
     """
     e = polynomial(_TAIL_COEFFICIENTS, t)
-    n = sub(add(e, _TO_INTEGER), _TO_INTEGER)
-    p = polynomial(_POWER_COEFFICIENTS, sub(e, n))
-    whole = np.where(np.isnan(e), 0, n).astype(np.int32)
+    shifted = fma(e, t, _TAIL_TO_INTEGER)
+    p = polynomial(_POWER_COEFFICIENTS, fma(e, t, sub(_TAIL_TO_INTEGER, shifted)))
+    whole = np.where(np.isnan(e), 0, sub(shifted, _TO_INTEGER)).astype(np.int32)
     return (p.view(np.int32) + (whole << 23)).view(np.float32)
 
 

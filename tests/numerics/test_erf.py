@@ -97,9 +97,9 @@ def test_the_truth_is_true():
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "exact", "bound"),
-                         [("erf", exact_erf, 1.7853), ("tanh", np.tanh, 1.9012)])
+                         [("erf", exact_erf, 1.6032), ("tanh", np.tanh, 1.9012)])
 def test_within_two_ulps(run, name, exact, bound):
-    """Every 16th float from 2^-12 to 16, and some everywhere. Both are odd. (All 2^32: 1.7852 and 1.9011,
+    """Every 16th float from 2^-12 to 16, and some everywhere. Both are odd. (All 2^32: 1.6031 and 1.9011,
     docs/numerics.md.)"""
     worst = 0.0
     for first, last, step in ((0x39800000, 0x41800000, 16), (0, 0x39800000, 4001),
@@ -115,7 +115,7 @@ def test_within_two_ulps(run, name, exact, bound):
 def test_kernel_and_reference_agree(run, name):
     rng = np.random.default_rng(0)
     special = np.array([0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-45, 2.0**-126, 1, -1, 0.55,
-                        -0.55, 3e38, -3e38, 11.0138292, 11.0138283, -11.0138292, 1e19, -1e19, 2e19, -2e19, 87,
+                        -0.55, 3e38, -3e38, 11.013834, 11.0138331, -11.013834, 1e19, -1e19, 2e19, -2e19, 87,
                         -87], F32)
     x = np.concatenate([special, rng.integers(0, 1 << 32, 1 << 18, np.uint64).astype(np.uint32).view(F32),
                         rng.normal(0, 3, 1 << 18).astype(F32), np.linspace(-12, 12, 1 << 18, dtype=F32)])
@@ -136,7 +136,7 @@ def test_odd_and_exact_at_the_ends(name):
 
 def test_what_activations_are_at_the_ends():
     """No finite number makes a NaN, and GELU has its limits."""
-    x = np.concatenate([floats(0, INF_BITS, 999_983), np.array([3.4e38, 1.9e19, 11.0138292], F32)])
+    x = np.concatenate([floats(0, INF_BITS, 999_983), np.array([3.4e38, 1.9e19, 11.013834], F32)])
     for name in ("gelu", "gelu_tanh"):
         for sign in (1, -1):
             y, slope = activation(F32(sign) * x, name)
@@ -152,14 +152,12 @@ def test_what_activations_are_at_the_ends():
 
 
 def test_the_tail_ends_at_exactly_0():
-    """P is -127 there and above it before, or exponents would wrap."""
+    """Above 0 before it, or exponents would wrap."""
     end = int(numerics._TAIL_END.view(np.uint32))
     t = np.arange(end - (1 << 20), end + 1, dtype=np.uint32).view(F32)
-    e = numerics.polynomial(numerics._TAIL_COEFFICIENTS, t)
-    assert e[-1] == -127
-    assert (e[:-1] > -127).all()
     q = numerics.normal_tail(t)
     assert q[-1] == 0
+    assert (q[:-1] > 0).all()
     assert (np.diff(q) <= 0).all()
 
 

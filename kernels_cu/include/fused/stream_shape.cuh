@@ -32,6 +32,9 @@ constexpr int kRowwiseBlocks = kBackward ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
 // With two the compiler spills.
 constexpr bool kOneBlockOfTiles =
     kBackward || (kScaling == Scaling::f32_blocks && kTakesRegisters<Activation>);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool kOneBlockOfTiles =
+    kBackward && kScaling == Scaling::mx_blocks && kTakesRegisters<Activation>;
 #else
 constexpr bool kOneBlockOfTiles = false;
 #endif

@@ -1,13 +1,15 @@
 // Tails of the normal distribution, and erf (docs/numerics.md, section 13), are fixed sequences of correctly
 // rounded f32 operations, which NumPy repeats (cupy_fp8/reference/numerics.py):
 //
-//   Phi(-t) = 2^P(t), P of degree 8        2^P = p(P - n) * 2^n, n = nearest integer of P, p of degree 5
+//   Phi(-t) = 2^(e(t) * t - 1), e of degree 7        = p(f) * 2^n, n = nearest integer, p of degree 5
 //   erf(x) = x + x * R(x * x) for |x| < 1, else +-(1 - 2 * Phi(-sqrt(2) * |x|))
 #pragma once
 #include "numerics/arith.cuh"
 
-// P is exactly -127 here, and above -127 before: 2^P is +0 from here on.
-constexpr u32 kTailEnd = 0x413038a5u;                                // 11.0138
+// n is -127 here, and p(f) is 1: the tail is +0. Before, it is above that.
+constexpr u32 kTailEnd = 0x413038aau;                                // 11.0138
+// 1.5 * 2^23 - 1: its sum with v + 1 has v, rounded to an integer, in the low bits.
+constexpr float kTailToInteger = 12582911.0f;
 constexpr u32 kSqrt2 = 0x3fb504f3u;
 
 // Returns |a|, at most kTailEnd. NaN stays.
@@ -16,16 +18,15 @@ __device__ __forceinline__ float tail_argument(float a) { return at_most(absolut
 // Returns -Phi(-t) for 0 <= t <= kTailEnd. The sign is in the constants, which changes no bit. n is added to
 // the exponent: below 2^-126 results fall to 0 in a line. Of NaN it is any number.
 __device__ __forceinline__ float minus_normal_tail(float t) {
-    float e = fma_rn(as_float(0xb598770du), t, as_float(0x379bb6cbu));
-    e = fma_rn(e, t, as_float(0xb8b3a846u));
+    float e = fma_rn(as_float(0xb598770du), t, as_float(0x379bb6d0u));
+    e = fma_rn(e, t, as_float(0xb8b3a842u));
     e = fma_rn(e, t, as_float(0xb9c83ea7u));
     e = fma_rn(e, t, as_float(0x3bf1f2b7u));
     e = fma_rn(e, t, as_float(0xbd57ebe1u));
     e = fma_rn(e, t, as_float(0xbeeb1436u));
     e = fma_rn(e, t, as_float(0xbf9357a8u));
-    e = fma_rn(e, t, -1.0f);
-    const float shifted = add_rn(e, 12582912.0f);                    // 1.5 * 2^23: n in the low bits
-    const float f = sub_rn(e, add_rn(shifted, -12582912.0f));
+    const float shifted = fma_rn(e, t, kTailToInteger);              // n in the low bits
+    const float f = fma_rn(e, t, sub_rn(kTailToInteger, shifted));
     float p = fma_rn(as_float(0xbaaded2cu), f, as_float(0xbc1e7457u));
     p = fma_rn(p, f, as_float(0xbd635b6cu));
     p = fma_rn(p, f, as_float(0xbe75fce1u));
