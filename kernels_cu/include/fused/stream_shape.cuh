@@ -24,17 +24,17 @@ static_assert(kThreadRows % kRowsPerRequest == 0,
 // otherwise. Quotients take more registers, and so do blocks of f32 with options. An activation whose
 // programs spill gets fewer blocks here.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
-constexpr int kRowwiseBlocks = 4 - kBackward - (kBackward && kTakesRegisters<Activation>);
+constexpr int kRowwiseBlocks = 4 - kBackward - (kBackward && kTakesRegisters<Source>);
 #else
 constexpr int kRowwiseBlocks = kBackward ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 // With two the compiler spills.
 constexpr bool kOneBlockOfTiles =
-    kBackward || (kScaling == Scaling::f32_blocks && kTakesRegisters<Activation>);
+    kBackward || (kScaling == Scaling::f32_blocks && kTakesRegisters<Source>);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr bool kOneBlockOfTiles =
-    kBackward && kScaling == Scaling::mx_blocks && kTakesRegisters<Activation>;
+    kBackward && kScaling == Scaling::mx_blocks && kTakesRegisters<Source>;
 #else
 constexpr bool kOneBlockOfTiles = false;
 #endif

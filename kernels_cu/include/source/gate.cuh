@@ -76,3 +76,5 @@ struct Gate : Act {
         }
     }
 };
+template <class Act, bool kIsGated>
+constexpr bool kTakesRegisters<Gate<Act, kIsGated>> = kTakesRegisters<Act>;
