@@ -45,15 +45,10 @@ norm_column_sums(const __grid_constant__ NormStatisticsParams p) { sum_columns(p
 #include "norm/arrays.cuh"
 #endif
 #include "norm/drivers.cuh"
-#ifdef MAXREG
-#define NORM_BOUNDS __maxnreg__(MAXREG)
-#else
-#define NORM_BOUNDS __launch_bounds__(kNormThreads, kNormBlocks)
-#endif
 #endif
 
 #ifdef ENTRY_norm_cast
-extern "C" __global__ void NORM_BOUNDS
+extern "C" __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
 norm_cast(const __grid_constant__ FusedCastParams p) {
     if (is_set(p.call.noop)) return;
     const float scale = begin_cast(p);
@@ -62,21 +57,21 @@ norm_cast(const __grid_constant__ FusedCastParams p) {
 #endif
 
 #ifdef ENTRY_norm_block
-extern "C" __global__ void NORM_BOUNDS
+extern "C" __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
 norm_block(const __grid_constant__ FusedBlockParams p) {
     if (!is_set(p.call.noop)) norm<RowBlocks, StreamBlocks, PatchBlocks>(p, p.call);
 }
 #endif
 
 #ifdef ENTRY_norm_mx
-extern "C" __global__ void NORM_BOUNDS
+extern "C" __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
 norm_mx(const __grid_constant__ FusedMxParams p) {
     if (!is_set(p.call.noop)) norm<RowMx, StreamMx, PatchMx>(p, p.call);
 }
 #endif
 
 #ifdef ENTRY_norm_array
-extern "C" __global__ void NORM_BOUNDS
+extern "C" __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
 norm_array(const __grid_constant__ NormArrayParams p) {
     if (!is_set(p.call.noop)) norm<RowArray, RowArray, PatchArray>(p, p.call);
 }

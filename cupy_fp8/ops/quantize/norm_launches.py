@@ -34,10 +34,11 @@ _COLUMN_SUMS = Kernel("quantize/norm", "norm_column_sums", block=256)
 #: The define NORMS says which calls a program serves.
 RMS, RESIDUAL, _LAYER_ALONE, EVERY = "rms", "residual", "layer", "every"
 #: Of norm/rows.cuh: threads of a block, and, forward and backward, a thread's chunks of a row and rows.
-_ROW_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, (4, 2), (1, 2)
+#: LayerNorm alone has fewer threads.
+_ROW_THREADS, _LAYER_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, 256, (4, 2), (1, 2)
 _CHUNK, _WARP = 8, 32
 #: Rows of a block on path rows, at most, and blocks that should remain.
-_MOST_ROWS, _ENOUGH_BLOCKS = (16, 64), (1024, 128)
+_MOST_ROWS, _ENOUGH_BLOCKS = (4, 64), (1024, 128)
 #: Path plain takes rows of at most so many columns, finds statistics so many tiles ahead for each
 #: multiprocessor of the GPU, and looks for them so often before it finds them itself.
 _MOST_COLUMNS, _LEAD, _PATIENCE = 1 << 15, 1.5, 1 << 16
@@ -46,6 +47,8 @@ _TILE_THREADS, _TILE_BYTES = 512, TILE.rows * TILE.columns * 2
 _STATIC_SHARED = {ROWS: 2 << 10, PLAIN: 20 << 10}
 _LEAST_SHARED = 1024
 _STATISTICS_BLOCKS = 1 << 16
+#: Path rows numbers rows by int.
+_MANY_ROWS = 1 << 30
 _SUMMED_ROWS = 128
 _WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
 
@@ -83,14 +86,16 @@ class Values(NamedTuple):
 # ---- programs ----
 def _has_program(scaling: str, dtype: np.dtype[Any], to: np.dtype[Any], backward: bool, path: str,
                  norms: str) -> bool:
-    """Path any has all programs for every norm; rows those from bfloat16, and to e4m3; plain those from bfloat16
-    to what is usual. What is usual has programs for one norm too."""
+    """Path any has all programs for every norm; rows those from bfloat16, and to e4m3 (not
+    the gradients of float32); plain those from bfloat16 to what is usual. What is usual has programs for one
+    norm too."""
     usual = dtype == bfloat16 and (to == float8_e4m3fn or backward)
     if scaling == ARRAY:
-        return path != PLAIN and (norms == EVERY or (norms in (RMS, RESIDUAL) and path == ROWS
-                                                     and to == dtype == bfloat16))
+        usual = to == dtype == bfloat16 and norms in (RMS, RESIDUAL)
+        return path == ANY and norms == EVERY or path == ROWS and dtype != float32 and (norms == EVERY or usual)
     if norms == EVERY:
-        return path == ANY or usual or (path == ROWS and (dtype == bfloat16 or to == float8_e4m3fn))
+        to_e4m3 = to == float8_e4m3fn and not (backward and dtype == float32)
+        return path == ANY or usual or (path == ROWS and (dtype == bfloat16 or to_e4m3))
     return path != ANY and usual and (norms != _LAYER_ALONE or (path == ROWS and not backward))
 
 
@@ -98,7 +103,8 @@ def _has_program(scaling: str, dtype: np.dtype[Any], to: np.dtype[Any], backward
 def _variant(scaling: str, dtype: np.dtype[Any], to: np.dtype[Any], backward: bool, path: str, norms: str,
              shared: int) -> Variant:
     """shared: the most bytes that a launch has. to: of arrays that are not quantised their dtype."""
-    block = {ANY: TILE.block, ROWS: _ROW_THREADS, PLAIN: _TILE_THREADS}[path]
+    of_rows = _LAYER_THREADS if norms == _LAYER_ALONE else _ROW_THREADS
+    block = {ANY: TILE.block, ROWS: of_rows, PLAIN: _TILE_THREADS}[path]
     types = {"OUT": float8_e4m3fn, "DX": to} if scaling == ARRAY else {"OUT": to}
     kernels = _TILE_KERNELS if path == PLAIN else _KERNELS
     return kernels[scaling].variant(block=block, shared=shared, IN=dtype, **types, SCALING=scaling,
@@ -213,7 +219,8 @@ class _Launches:
             return None
         written: Members = {} if only_amax else dict(v.outputs)
         program = v.scaling, v.x.dtype, v.dtype if output is None else output.recipe.dtype, v.backward, path
-        norms = next((n for n in (self._norm(written), EVERY) if _has_program(*program, n)), None)
+        norms = next((n for n in (self._norm(written), EVERY) if _has_program(*program, n) and not (
+            n == _LAYER_ALONE and self._row_threads() > _LAYER_THREADS)), None)
         if norms is None:
             return None
         make = {ROWS: self._by_rows, PLAIN: self._by_tiles, ANY: self._by_patches}[path]
@@ -228,16 +235,15 @@ class _Launches:
 
     def _by_rows(self, variant: Any, members: Members, written: Members,
                  only_amax: bool) -> list[Launch] | None:
-        v, backward, chunks = self.values, self.values.backward, self.columns // _CHUNK
-        threads = cdiv(cdiv(chunks, _ROW_CHUNKS[backward]), _WARP) * _WARP
-        if threads > _ROW_THREADS:
+        v, backward, threads = self.values, self.values.backward, self._row_threads()
+        all_rows = self._all_rows(members)
+        if threads > _ROW_THREADS or all_rows >= _MANY_ROWS:
             return None
         arrays, layer = 1 + backward + (v.residual is not None), v.flags & LAYER
         of_thread = _ROW_CHUNKS[backward] * _ROWS_AT_ONCE[backward] * arrays * _CHUNK * v.x.dtype.itemsize
         floats = 4 * _CHUNK * _ROW_CHUNKS[backward]
         of_thread += floats * (1 + bool(layer and not backward))
         counters = 0 if only_amax else floats * sum(map(bool, v.sums))
-        all_rows = self._all_rows(members)
         rows = _MOST_ROWS[backward]
         # Of gradients as many blocks share a multiprocessor as registers allow.
         blocks = max(1, _ROW_THREADS // threads) if backward else 1
@@ -254,6 +260,11 @@ class _Launches:
         grid = grid_size(cdiv(all_rows, rows), self.x.shape)
         return [variant(self.gpu.shared - _STATIC_SHARED[ROWS]).bind(self.x, grid, shared=shared, block=threads,
                                               call={**self.source, **written, **sums}, **members), *after]
+
+    def _row_threads(self) -> int:
+        """Threads of a block on path rows."""
+        chunks = cdiv(self.columns // _CHUNK, _ROW_CHUNKS[self.values.backward])
+        return cdiv(chunks, _WARP) * _WARP
 
     def _all_rows(self, members: Members) -> int:
         """Rows of x, and those whose scales are padding."""

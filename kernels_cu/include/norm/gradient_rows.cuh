@@ -29,6 +29,24 @@ private:
     }
 };
 
+// Adds term(chunk, i) of a pair of rows. more: others follow in the block; if not, the sums are stored.
+template <class Term>
+__device__ __forceinline__ void add_rows(const ColumnCounter& counter, const RowPosition& at, bool more,
+                                         u32 pair, float* to, Term term) {
+#pragma unroll
+    for (int j = 0; j < kRowChunks; j++) {
+        if (!at.has_column(j)) continue;
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] = term(j, i);
+            if (at.has_row(1)) v[i] = add_rn(v[i], term(kRowChunks + j, i));
+        }
+        if (more) counter.add(pair, j, v);
+        else counter.store(pair, j, v, to + at.at(j));
+    }
+}
+
 // The gradients of every row of the block. Returns the thread's amax, as bits.
 template <class Output, class Params, class... More>
 __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call, More... more) {
@@ -96,26 +114,13 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
 #pragma unroll
             for (int r = 0; r < kRowsAtOnce; r++) of[r].mean_grad = found[r];
         }
-        const auto add_rows = [&](const ColumnCounter& counter, float* to, auto term) {
-#pragma unroll
-            for (int j = 0; j < kRowChunks; j++) {
-                if (!at.has_column(j)) continue;
-                float v[8];
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    v[i] = term(j, i);
-                    if (at.has_row(1)) v[i] = add_rn(v[i], term(kRowChunks + j, i));
-                }
-                if (following.left > 0) counter.add(pair, j, v);
-                else counter.store(pair, j, v, to + sums_at + at.at(j));
-            }
-        };
         if (call.weight_sums)
-            add_rows(weight_sums, call.weight_sums, [&](int c, int i) {
+            add_rows(weight_sums, at, following.left > 0, pair, call.weight_sums + sums_at, [&](int c, int i) {
                 return mul_rn(grad[c][i], Source::normed(z[c][i], of[c / kRowChunks]));
             });
         if (!kRms && call.bias_sums)
-            add_rows(bias_sums, call.bias_sums, [&](int c, int i) { return grad[c][i]; });
+            add_rows(bias_sums, at, following.left > 0, pair, call.bias_sums + sums_at,
+                     [&](int c, int i) { return grad[c][i]; });
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
             float w[8];

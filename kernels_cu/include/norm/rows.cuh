@@ -16,15 +16,14 @@ constexpr int kMostRowThreads = 512;
 
 // The columns of a thread, and the rows of its block.
 struct RowPosition {
-    i64 row;                     // the first of kRowsAtOnce
+    int row;                     // the first of kRowsAtOnce
     int left;                    // how many rows of the block exist from this one on
     int padding;                 // and how many follow that have only scales
     int chunks;                  // of a row
 
     __device__ __forceinline__ explicit RowPosition(const SourceCall& call)
-        : row((i64)blockIdx.x * call.rows_per_block),
-          left(left_of(call.rows - row, (int)call.rows_per_block)),
-          padding(left_of(call.all_rows - row, (int)call.rows_per_block) - left),
+        : row((int)(kBackward ? blockIdx.x * call.rows_per_block : blockIdx.x)),
+          left(of_block(call.rows, call)), padding(of_block(call.all_rows, call) - left),
           chunks((int)(call.columns / 8)) {}
     __device__ __forceinline__ int column(int j) const {
         return (j * (int)blockDim.x + (int)threadIdx.x) * 8;
@@ -39,7 +38,16 @@ struct RowPosition {
         return chunk / kRowChunks * (i64)(chunks * 8) + chunk % kRowChunks * (int)blockDim.x * 8;
     }
     __device__ __forceinline__ i64 first() const { return row * (i64)(chunks * 8) + (int)threadIdx.x * 8; }
-    __device__ __forceinline__ void advance() { row += kRowsAtOnce, left -= kRowsAtOnce; }
+    // How far it is to the next rows of the block: of gradients they adjoin, since these are summed up.
+    __device__ __forceinline__ int step() const { return kBackward ? kRowsAtOnce : (int)gridDim.x; }
+    __device__ __forceinline__ void advance() { row += step(), left -= kRowsAtOnce; }
+
+private:
+    // Returns how many of the first `rows` rows this block has.
+    __device__ __forceinline__ int of_block(i64 rows, const SourceCall& call) const {
+        if (kBackward) return left_of(rows - row, (int)call.rows_per_block);
+        return row < rows ? (int)((u32)(rows - row - 1) / gridDim.x) + 1 : 0;
+    }
 };
 
 // The next rows, in shared memory: x, BACKWARD grad, residual.
@@ -88,7 +96,7 @@ private:
 #pragma unroll
                 for (int l = 0; l < kLoads; l++)
                     copy_async<(kLoads > 1)>(place(array, c, l), from + at.at(c) + l * kLoad);
-        from += kRowsAtOnce * (i64)(at.chunks * 8);
+        from += at.step() * (i64)(at.chunks * 8);
     }
 };
 
@@ -248,6 +256,6 @@ struct RowCodes {
         if (at.has(chunk)) codes.store(to + at.at(chunk));
     }
     __device__ __forceinline__ void advance(const RowPosition& at) {
-        to += kRowsAtOnce * (i64)(at.chunks * 8);
+        to += at.step() * (i64)(at.chunks * 8);
     }
 };

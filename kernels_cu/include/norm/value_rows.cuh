@@ -53,10 +53,10 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
                 store_eight<true, IN>(call.normed + first + at.at(c), z[c], at.has_column(c) ? 8 : 0);
         }
         output.store(p, at, z);
-        first += call.columns;
+        first += at.step() * call.columns;
         at.advance();
     }
 #pragma unroll 1
-    for (; at.padding > 0; at.padding--, at.row++) output.pad(p, at);
+    for (; at.padding > 0; at.padding--, at.row += at.step()) output.pad(p, at);
     return output.amax();
 }
