@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -145,6 +146,10 @@ def _backward_cases() -> Iterator[Case]:
                     yield case(dtype, shape, values_of, recipe=None, dtype=to, **kind)
         for options in more:
             yield case(dtype, (150, 136), "normal", recipe=None, **options)
+    for options, directions in product((_DELAYED, _BLOCKS, _MX), (_ROW, _BOTH)):
+        recipe = replace(options["recipe"], dtype=float8_e5m2)
+        yield case(bfloat16, (37, 136), "normal", **{**options, "recipe": recipe}, **directions,
+                   residual_grad=True)
     for rows in (1, 2, 3, 63, 64, 65, 127, 129, 300):           # sums of columns: every tail of the tree
         for kind in ({}, {"kind": "layer"}):
             yield case(bfloat16, (rows, 72), "normal", recipe=None, **kind)
