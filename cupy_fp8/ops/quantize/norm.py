@@ -185,8 +185,9 @@ class _Forward(Op[_Inputs]):
             shape, source, recipe, rowwise, columnwise)
         weights = call.read("weight", weight, tuple(dict.fromkeys((source, float32))), shape[1:],
                             "one for each column of x")
-        like_x = {name: None if a is None else call.read(name, a, (source,), shape, "x's shape")
-                  for name, a in (("grad", grad), (self.residual, residual))}
+        like_x = {name: call.read(name, a, (source,), shape, "x's shape") if given else None
+                  for name, a, given in (("grad", grad, self.backward),
+                                         (self.residual, residual, residual is not None))}
         biases = None if bias is None else self.read_bias(call, bias, weights, kind)
         rstds = None if rstd is None else call.read("rstd", rstd, (float32,), shape[:1],
                                                     "one for each row of x")
