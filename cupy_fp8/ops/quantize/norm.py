@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -195,7 +194,10 @@ class _Forward(Op[_Inputs]):
         through = None if round_through is None else lookup(
             round_through, (bfloat16, float16), "round_through").dtype
         call.noop(noop)
-        (_check_unscaled if output is None else functools.partial(check_scales, recipe))(scale, amax)
+        if output is None:
+            _check_unscaled(scale, amax, rowwise, columnwise)
+        else:
+            check_scales(recipe, scale, amax)
         given_scale = (0, 0.0) if scale is None else call.scalar("scale", scale)
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
         wanted = _wanted(residual=return_residual, normed=return_normed, rstd=return_rstd)
@@ -285,10 +287,12 @@ class _Backward(_Forward):
 _FORWARD, _BACKWARD = _Forward(), _Backward()
 
 
-def _check_unscaled(scale: Any, amax: Any) -> None:
+def _check_unscaled(scale: Any, amax: Any, rowwise: Any, columnwise: Any) -> None:
     for name, given in (("scale", scale), ("amax", amax)):
         if given is not None:
             raise ValueError(f"{name}: only with a recipe; without one dx is not scaled")
+    if not flag(rowwise, "rowwise") or flag(columnwise, "columnwise"):
+        raise ValueError("rowwise, columnwise: only with a recipe; without one dx is an array of x's shape")
 
 
 def _matrix(x: Input) -> tuple[int, int]:
