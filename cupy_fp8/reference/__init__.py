@@ -34,11 +34,10 @@ from .scales.swizzle import swizzle_scales, unswizzle_scales
 __all__ = [
     "activation_backward_quantize", "activation_quantize", "astype", "cast_transpose", "compute_amax",
     "compute_scale", "convert_scales", "dequantize", "group_quantize", "group_sums", "grouped_matmul_nt",
-    "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize",
-    "norm_backward_quantize", "norm_quantize", "pad_groups", "permute",
-    "permute_backward", "permute_transpose", "quantize_block", "quantize_mx", "quantize_permute",
-    "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks",
-    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "topk_gate",
-    "topk_gate_backward", "transpose", "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales",
-    "update_delayed_scaling", "z_loss",
+    "load_balance_loss", "matmul_nt", "multi_cast_transpose", "multi_quantize", "norm_backward_quantize",
+    "norm_quantize", "pad_groups", "permute", "permute_backward", "permute_transpose", "quantize_block",
+    "quantize_mx", "quantize_permute", "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose",
+    "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales",
+    "topk_gate", "topk_gate_backward", "transpose", "unpad_groups", "unpermute", "unpermute_backward",
+    "unswizzle_scales", "update_delayed_scaling", "z_loss",
 ]

@@ -64,7 +64,7 @@ VALID: dict[str, list[Any]] = {
     "eps": [*SIZES, 2**63, 1.5, F32, F16_LARGE],
     "clamp": [*COUNTS, 2**63, 1.5, F32, F16_INF, F16_LARGE], "block": [*COUNTS, [64, 64]],
     "history_len": [*COUNTS, 2**63, HUGE], "rows": [1 << 17], "num_experts": [12],
-    "k": [12], "factor": FINITE, "coeff": FINITE,
+    "k": [12], "factor": FINITE, "coeff": FINITE, "weight_offset": FINITE,
     "route of a mask.topk": [0], "route of a mask.rows": SIZES,
     "splits": [INDICES, [1], (1, 48)], "order": [INDICES],
     "splits_to_offsets.splits": [INDICES, [1], [64, 64], (1, 48)],

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import far_gates
+import far_norms
 import numpy as np
 import product_kernels
 import pytest
@@ -354,7 +355,8 @@ def _experts(m: Any, mask: Any) -> Any:
 #: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few
 #: blocks. A grid for many groups ends with blocks for which no rows are left, and one for scales of tokens
 #: with blocks that look for unused rows. On a GPU all blocks run.
-_UNREACHED = {"group_quantize-current-of_many", "permute_transpose"} | {f"{name}-wide" for name in (
+_UNREACHED = {"group_quantize-current-of_many", "permute_transpose", *far_norms.UNREACHED} | {
+    f"{name}-wide" for name in (
     "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both",
     "quantize_block-rowwise",
     "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise",
@@ -365,7 +367,7 @@ _UNREACHED = {"group_quantize-current-of_many", "permute_transpose"} | {f"{name}
 _OTHER_ENDS = {f"quantize_mx-swizzled-both-{name}" for name in ("tall", "wide")}
 ON_DEVICE: dict[str, Far] = {
     name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _activations, _rows, _scales,
-                            _others, far_gates.calls)
+                            _others, far_gates.calls, far_norms.calls)
     for name, far in calls() if name not in _OTHER_ENDS}
 CALLS = {name: far for name, far in ON_DEVICE.items() if name not in _UNREACHED}
 
@@ -375,5 +377,7 @@ WITHOUT_CALL = {
     "cast_current": "reads no more than the multiprocessors hold",
     "group_cast_current": f"{_AT_ONCE}; a GPU launches it for group_quantize-current-of_many",
     "multi_cast_current": f"{_AT_ONCE}; a GPU would need a list of twice 2**31 elements",
+    "norm_column_sums": "follows norm_statistics; a GPU launches it for norm_backward_quantize-any",
+    "norm_statistics": "goes through rows 2**16 apart; a GPU launches it for norm_quantize-any",
     "route_rank": "has int32 rows, of which `route` refuses 2**31",
     "splits_to_offsets": "adds up all sizes before a window: test_offsets_of_many_groups"}

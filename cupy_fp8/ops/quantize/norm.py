@@ -11,10 +11,10 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Several, one_array, several
-from ...formats import INPUT_DTYPES, bfloat16, choice, flag, float16, float32, lookup, shown
+from ...formats import INPUT_DTYPES, bfloat16, choice, flag, float16, float32, lookup, number
 from ...kernels import Launch
+from ...options import checked_eps
 from ...recipes import Recipe, check_scales
-from ...results import Quantized
 from . import fused, norm_launches
 from .norm_launches import LAYER, ROUND_THROUGH, Values
 from .quantized_result import QuantizedResult
@@ -64,8 +64,8 @@ def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, residual: Array | 
 
     Returns
     -------
-    Quantized of shape [M, K]; with any return_* a tuple of it and what was asked for, in this order: residual,
-    normed, rstd.
+    Quantized of shape [M, K]; with any return_* a tuple of it and what was asked for, in this order:
+    residual, normed, rstd.
 
     Raises
     ------
@@ -83,8 +83,8 @@ def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, residual: Array | 
     >>> q.data.astype(np.float32).tolist(), rstd.astype(float).round(4).tolist()        # 3 and -4, by 3.5355
     ([[0.875, -1.125]], [0.2828])
     """
-    given = (x, None, weight, recipe, residual, bias, None, kind, eps, weight_offset, round_through, None, scale,
-             amax, rowwise, columnwise, return_residual, return_normed, return_rstd, noop)
+    given = (x, None, weight, recipe, residual, bias, None, kind, eps, weight_offset, round_through, None,
+             scale, amax, rowwise, columnwise, return_residual, return_normed, return_rstd, noop)
     return run(_FORWARD, given, out)
 
 
@@ -129,7 +129,8 @@ def norm_backward_quantize(grad: Array, x: Array, weight: Array, recipe: Recipe 
     row-wise. A second, small launch adds up dweight and dbias.
 
     >>> import numpy as np, cupy_fp8 as fp8
-    >>> grad, x, weight = np.array([[1, 1]], np.float32), np.array([[3, 4]], np.float32), np.ones(2, np.float32)
+    >>> grad, x = np.array([[1, 1]], np.float32), np.array([[3, 4]], np.float32)
+    >>> weight = np.ones(2, np.float32)
     >>> dx, dweight = fp8.norm_backward_quantize(grad, x, weight, None)
     >>> dx.astype(float).round(4).tolist(), dweight.astype(float).round(4).tolist()
     ([[0.0453, -0.0339]], [0.8485, 1.1314])
@@ -151,7 +152,8 @@ class _Inputs(NamedTuple):
 class _Result(Description):
     """Describes a Quantized or an array, alone or in a tuple with arrays."""
 
-    def __init__(self, first: Description, extras: Sequence[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
+    def __init__(self, first: Description,
+                 extras: Sequence[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
         self.first, self._extras = first, extras
         more = (one_array(shape, dtype, f"out[{i}]") for i, (_, shape, dtype) in enumerate(extras, 1))
         self._all = Several(first, *more)
@@ -175,32 +177,30 @@ class _Forward(Op[_Inputs]):
                   scale: Any, amax: Any, rowwise: Any, columnwise: Any, return_residual: Any,
                   return_normed: Any, return_rstd: Any, noop: Any) -> _Inputs:
         x_input = call.read("x", x, INPUT_DTYPES)
-        if x_input.array.ndim != 2:
-            raise ValueError(f"x: expected shape [M, K], got {x_input.shape}")
-        shape, source = x_input.shape, x_input.dtype
+        shape, source = _matrix(x_input), x_input.dtype
         choice(kind, "kind", NORMS)
         to = self.array_dtype(recipe, dtype, source)
         output = None if recipe is None and self.backward else fused.output_of(
-            (shape[0], shape[1]), source, recipe, rowwise, columnwise)
+            shape, source, recipe, rowwise, columnwise)
         weights = call.read("weight", weight, tuple(dict.fromkeys((source, float32))), shape[1:],
                             "one for each column of x")
-        like_x = {name: None if a is None else call.read(name, a, (source,), shape, "x's shape")
-                  for name, a in (("grad", grad), (self.residual, residual))}
+        like_x = {name: call.read(name, a, (source,), shape, "x's shape") if given else None
+                  for name, a, given in (("grad", grad, self.backward),
+                                         (self.residual, residual, residual is not None))}
         biases = None if bias is None else self.read_bias(call, bias, weights, kind)
-        rstds = None if rstd is None else call.read("rstd", rstd, (float32,), shape[:1], "one for each row of x")
-        offset, epsilon = _number(weight_offset, "weight_offset"), _number(eps, "eps")
-        if not epsilon >= 0:
-            raise ValueError(f"eps: expected a number of 0 or more, got {shown(eps)}")
-        through = None if round_through is None else lookup(round_through, (bfloat16, float16), "round_through").dtype
+        rstds = None if rstd is None else call.read("rstd", rstd, (float32,), shape[:1],
+                                                    "one for each row of x")
+        epsilon, offset = checked_eps(eps), number(weight_offset, "weight_offset")
+        through = None if round_through is None else lookup(
+            round_through, (bfloat16, float16), "round_through").dtype
         call.noop(noop)
         if output is None:
-            _check_unscaled(scale, amax)
+            _check_unscaled(scale, amax, rowwise, columnwise)
         else:
             check_scales(recipe, scale, amax)
         given_scale = (0, 0.0) if scale is None else call.scalar("scale", scale)
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
-        wanted = {name: flag(value, f"return_{name}") for name, value in (
-            ("residual", return_residual), ("normed", return_normed), ("rstd", return_rstd))}
+        wanted = _wanted(residual=return_residual, normed=return_normed, rstd=return_rstd)
         if wanted["residual"] and residual is None:
             raise ValueError("return_residual: there is no residual to add; x itself is what is normed")
         values = Values(
@@ -223,8 +223,9 @@ class _Forward(Op[_Inputs]):
         return call.read("bias", bias, (weight.dtype,), weight.shape, "weight's shape")
 
     def more_options(self, values: Values, through: Any, wanted: dict[str, bool]) -> dict[str, Any]:
-        return {"residual": values.residual and values.residual.array, "bias": values.bias and values.bias.array,
-                "round_through": through, **{f"return_{name}": given for name, given in wanted.items()}}
+        return {"residual": values.residual and values.residual.array,
+                "bias": values.bias and values.bias.array, "round_through": through,
+                **{f"return_{name}": given for name, given in wanted.items()}}
 
     def extras(self, values: Values, wanted: dict[str, bool]) -> tuple[Any, ...]:
         shape, dtype = values.x.shape, values.x.dtype
@@ -278,32 +279,32 @@ class _Backward(_Forward):
     def reference(self, inputs: _Inputs) -> Any:
         v = inputs.values
         assert v.grad
+        recipe, dtype = (v.output.recipe, None) if v.output else (None, v.dtype)
         return reference.norm_backward_quantize(
-            v.grad.array, v.x.array, v.weight.array, v.output and v.output.recipe, **inputs.options,
-            dtype=None if v.output else v.dtype)
+            v.grad.array, v.x.array, v.weight.array, recipe, **inputs.options, dtype=dtype)
 
 
 _FORWARD, _BACKWARD = _Forward(), _Backward()
 
 
-def _check_unscaled(scale: Any, amax: Any) -> None:
+def _check_unscaled(scale: Any, amax: Any, rowwise: Any, columnwise: Any) -> None:
     for name, given in (("scale", scale), ("amax", amax)):
         if given is not None:
             raise ValueError(f"{name}: only with a recipe; without one dx is not scaled")
+    if not flag(rowwise, "rowwise") or flag(columnwise, "columnwise"):
+        raise ValueError("rowwise, columnwise: only with a recipe; without one dx is an array of x's shape")
 
 
-def _number(value: Any, name: str) -> float:
-    """A finite number, rounded to f32. TypeError, ValueError for anything else."""
-    if not isinstance(value, (int, float, np.floating, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {shown(value)}")
-    with np.errstate(over="ignore", under="ignore"):
-        try:
-            rounded = float(np.float32(value))
-        except OverflowError:
-            rounded = float("inf")
-    if not np.isfinite(rounded):
-        raise ValueError(f"{name}: expected a finite number (in float32), got {shown(value)}")
-    return rounded
+def _matrix(x: Input) -> tuple[int, int]:
+    """The shape [M, K] of x."""
+    if x.array.ndim != 2:
+        raise ValueError(f"x: expected shape [M, K], got {x.shape}")
+    return x.shape[0], x.shape[1]
+
+
+def _wanted(**given: Any) -> dict[str, bool]:
+    """The flags return_*, by what they return."""
+    return {name: flag(value, f"return_{name}") for name, value in given.items()}
 
 
 variants = norm_launches.variants

@@ -26,7 +26,7 @@ def norm_quantize(x: np.ndarray, weight: np.ndarray, recipe: Recipe, *, residual
     summed = numerics.narrow(z, x.dtype)
     if residual is not None and round_through is not None:
         z = numerics.widen(summed)
-    rows = _Rows.of(z, kind, eps)
+    rows = NormedRows.of(z, kind, eps)
     y = mul(rows.normed, _weight(weight, weight_offset))
     if bias is not None:
         y = add(y, numerics.widen(bias))
@@ -46,7 +46,7 @@ def norm_backward_quantize(grad: np.ndarray, x: np.ndarray, weight: np.ndarray, 
                            dtype: Any = None, scale: Any = None, amax: np.ndarray | None = None,
                            rowwise: bool = True, columnwise: bool = False) -> tuple[Any, ...]:
     """(dx, quantised by the recipe's rule or rounded to `dtype`; dweight; of LayerNorm dbias)."""
-    rows, g = _Rows.of(numerics.widen(x), kind, eps, rstd), numerics.widen(grad)
+    rows, g = NormedRows.of(numerics.widen(x), kind, eps, rstd), numerics.widen(grad)
     gw = mul(g, _weight(weight, weight_offset))
     dx = sub(gw, mul(rows.normed, _mean(mul(gw, rows.normed))))
     if kind == "layer":
@@ -63,21 +63,21 @@ def norm_backward_quantize(grad: np.ndarray, x: np.ndarray, weight: np.ndarray, 
     return quantised, dweight, *dbias
 
 
-class _Rows(NamedTuple):
+class NormedRows(NamedTuple):
     """n = c * i and i = 1 / sigma of each row."""
 
     normed: np.ndarray
     rstd: np.ndarray
 
     @staticmethod
-    def of(z: np.ndarray, kind: str, eps: float, rstd: np.ndarray | None = None) -> _Rows:
+    def of(z: np.ndarray, kind: str, eps: float, rstd: np.ndarray | None = None) -> NormedRows:
         c = sub(z, _mean(z)) if kind == "layer" else z
         if rstd is None:
             deviation = numerics.sqrt(add(_mean(mul(c, c)), np.float32(eps)))
             i = div(numerics.F32_ONE, deviation)
         else:
             i = rstd[:, None]
-        return _Rows(mul(c, i), i)
+        return NormedRows(mul(c, i), i)
 
 
 def _mean(terms: np.ndarray) -> np.ndarray:
