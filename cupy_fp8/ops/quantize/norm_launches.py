@@ -54,9 +54,9 @@ _WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
 
 
 class Values(NamedTuple):
-    """What a call computes. grad: a call with it computes gradients. layer, eps, offset, flags: the norm. outputs:
-    the addresses of x + residual, of the normed values and of 1 / sigma, or 0. sums: where the gradients of
-    weight and bias go, or 0. output: how the result is stored; or None: as `dtype`."""
+    """What a call computes. grad: a call with it computes gradients. flags, eps, offset: of the norm.
+    outputs: the addresses of x + residual, of the normed values and of 1 / sigma, or 0. sums: where the
+    gradients of weight and bias go, or 0. output: how the result is stored; or None: as `dtype`."""
 
     x: Input
     grad: Input | None
@@ -92,7 +92,8 @@ def _has_program(scaling: str, dtype: np.dtype[Any], to: np.dtype[Any], backward
     usual = dtype == bfloat16 and (to == float8_e4m3fn or backward)
     if scaling == ARRAY:
         usual = to == dtype == bfloat16 and norms in (RMS, RESIDUAL)
-        return path == ANY and norms == EVERY or path == ROWS and dtype != float32 and (norms == EVERY or usual)
+        of_rows = path == ROWS and dtype != float32 and (norms == EVERY or usual)
+        return of_rows or (path == ANY and norms == EVERY)
     if norms == EVERY:
         to_e4m3 = to == float8_e4m3fn and not (backward and dtype == float32)
         return path == ANY or usual or (path == ROWS and (dtype == bfloat16 or to_e4m3))
@@ -170,7 +171,8 @@ class _Launches:
         v = self.values
         flags = v.flags | _WIDE * self.wide | _WEIGHT_F32 * (v.weight.dtype == float32)
         inverse = np.float32(1) / np.float32(self.columns or 1)
-        return {"x": v.x.at, "grad": v.grad.at if v.grad else 0, "residual": v.residual.at if v.residual else 0,
+        return {"x": v.x.at, "grad": v.grad.at if v.grad else 0,
+                "residual": v.residual.at if v.residual else 0,
                 "weight": v.weight.at, "bias": v.bias.at if v.bias else 0, "rstd": v.rstd.at if v.rstd else 0,
                 "noop": self.call.noop_at, "rows": self.rows, "columns": self.columns, "all_rows": self.rows,
                 "columns_f32": self.columns, "columns_inverse": inverse, "eps": v.eps,
@@ -258,8 +260,9 @@ class _Launches:
         written |= {"all_rows": all_rows, "rows_per_block": rows}
         sums, after = self._sums(rows, only_amax)
         grid = grid_size(cdiv(all_rows, rows), self.x.shape)
-        return [variant(self.gpu.shared - _STATIC_SHARED[ROWS]).bind(self.x, grid, shared=shared, block=threads,
-                                              call={**self.source, **written, **sums}, **members), *after]
+        launch = variant(self.gpu.shared - _STATIC_SHARED[ROWS]).bind(
+            self.x, grid, shared=shared, block=threads, call={**self.source, **written, **sums}, **members)
+        return [launch, *after]
 
     def _row_threads(self) -> int:
         """Threads of a block on path rows."""
@@ -294,8 +297,10 @@ class _Launches:
         sums, after = self._sums(TILE.rows, only_amax)
         assert v.output is not None
         vector = self._vector(members)
-        return [variant(most_shared).bind(self.x, blocks, shared=shared, tiles=1,
-                                              call={**self.source, **written, **sums}, **vector, **members), *after]
+        source = {**self.source, **written, **sums}
+        launch = variant(most_shared).bind(self.x, blocks, shared=shared, tiles=1, call=source, **vector,
+                                           **members)
+        return [launch, *after]
 
     def _vector(self, members: Members) -> Members:
         """Whether every row of transposed data allows 16-byte stores."""
@@ -313,8 +318,8 @@ class _Launches:
         shared = TILE.shared if columnwise and output and output.transposed else fused.LEAST_SHARED
         grid = TILE.grid(self.x.shape)
         more = {"tiles": 1, **self._vector(members)} if output else {}
-        launches.append(variant(TILE.shared).bind(self.x, grid, shared=shared, call={**self.source, **written},
-                                                  **more, **members))
+        launches.append(variant(TILE.shared).bind(self.x, grid, shared=shared, **more, **members,
+                                                  call={**self.source, **written}))
         if self.values.sums[0] and not only_amax and self.x.size:
             sums, after = self._sums(_SUMMED_ROWS, only_amax)
             grid = grid_size(cdiv(self.rows, _SUMMED_ROWS) * cdiv(self.columns, 32), self.x.shape)
@@ -330,7 +335,8 @@ class _Launches:
     def _statistics(self, at: int, rstd: int = 0) -> Launch:
         grid = min(self.rows, _STATISTICS_BLOCKS)
         members = {**self.source, "statistics": at, "rstd_out": rstd}
-        return _helper(_STATISTICS, self.values.x.dtype, self.values.backward).bind(self.x, grid, call=members)
+        variant = _helper(_STATISTICS, self.values.x.dtype, self.values.backward)
+        return variant.bind(self.x, grid, call=members)
 
     def _sums(self, rows: int, only_amax: bool) -> tuple[Members, list[Launch]]:
         """Members for the sums of grad * n and of grad over `rows` rows at a time, and the launches that add

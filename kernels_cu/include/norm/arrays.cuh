@@ -32,6 +32,7 @@ struct PatchArray {
         store_eight<false, DX>(p.dx + (patch.row + r) * p.call.columns + patch.column, dx.of,
                                patch.columns_of(r));
     }
-    __device__ __forceinline__ void store(const NormArrayParams&, const TilePosition&, const PatchPosition&) {}
+    __device__ __forceinline__ void store(const NormArrayParams&, const TilePosition&,
+                                          const PatchPosition&) {}
     static __device__ __forceinline__ u32 amax() { return 0; }
 };

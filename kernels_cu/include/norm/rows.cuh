@@ -145,7 +145,8 @@ public:
         for (int i = threadIdx.x; i < 2 * kSegments; i += blockDim.x) shared()[i] = as_float(kAbsentTerm);
         __syncthreads();
     }
-    // sums: a sum of each of this thread's chunks, -0 where it does not exist. Returns finish(sum) of the rows.
+    // sums: a sum of each of this thread's chunks, -0 where it does not exist. Returns finish(sum) of the
+    // rows.
     template <class Finish>
     __device__ __forceinline__ void find(const float (&sums)[kChunks], Finish finish,
                                          float (&totals)[kRowsAtOnce]) {

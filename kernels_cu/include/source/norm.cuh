@@ -72,7 +72,8 @@ struct Source {
     static constexpr bool kGated = false;
     static constexpr int kHalves = 1;
 
-    // Divides a sum over the columns of a row. Sums that are not extreme need no division (numerics/arith.cuh).
+    // Divides a sum over the columns of a row. Sums that are not extreme need no division
+    // (numerics/arith.cuh).
     static __device__ __forceinline__ float mean(const SourceCall& call, float sum) {
         return is_moderate_sum(sum) ? quick_quotient(sum, call.columns_f32, call.columns_inverse)
                                     : div_rn(sum, call.columns_f32);
@@ -95,7 +96,8 @@ struct Source {
         return mul_rn(centred(z, of), of.rstd);
     }
     // bias: -0 where there is none.
-    static __device__ __forceinline__ float value(float z, const RowStatistics& of, float weight, float bias) {
+    static __device__ __forceinline__ float value(float z, const RowStatistics& of, float weight,
+                                                  float bias) {
         const float y = mul_rn(normed(z, of), weight);
         return kRms ? y : add_rn(y, bias);
     }
