@@ -137,12 +137,13 @@ class _Gpu(NamedTuple):
     multiprocessors: int
     shared: int                  # bytes of a block
     most_tiles: int = 1 << 31    # of path plain
+    enough_blocks: tuple[int, int] = _ENOUGH_BLOCKS
 
     @staticmethod
     @functools.cache
     def of(device_id: int | None) -> _Gpu:
         if device_id is None:
-            return _Gpu(2, 200 << 10, 31)
+            return _Gpu(2, 200 << 10, 31, (2, 2))
         return _Gpu(multiprocessors(device_id), shared_memory_per_block(device_id))
 
 
@@ -251,7 +252,7 @@ class _Launches:
         blocks = max(1, _ROW_THREADS // threads) if backward else 1
         most_shared = self.gpu.shared // blocks - _STATIC_SHARED[ROWS]
         while rows > _ROWS_AT_ONCE[backward] and (
-                cdiv(all_rows, rows) < _ENOUGH_BLOCKS[backward]
+                cdiv(all_rows, rows) < self.gpu.enough_blocks[backward]
                 or threads * (of_thread + counters * _levels(rows)) > most_shared):
             rows //= 2
         shared = threads * (of_thread + counters * _levels(rows))
