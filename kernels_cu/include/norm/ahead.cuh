@@ -102,7 +102,7 @@ private:
             if (is_stored(i)) store_relaxed(place(i, row), (u64)launch << 32 | as_bits(all[i]));
         // Two blocks may store the same.
         if (call.rstd_out)
-            atomicExch(reinterpret_cast<u32*>(call.rstd_out + row), as_bits(as_float(f32::narrow(of.rstd))));
+            store_relaxed(reinterpret_cast<u32*>(call.rstd_out + row), f32::narrow(of.rstd));
     }
 
     // A thread's chunks of some segments: a warp has 2^turns segments of a row, kTileWarps from one another.

@@ -24,7 +24,9 @@ constexpr bool kTwoTiles = kBackward || (kNorms == Norms::rms && kScaling != Sca
 #else
 constexpr bool kTwoTiles = kBackward || kNorms == Norms::rms;
 #endif
-constexpr int kNormBlocks = kOfRows && !kBackward ? kRms ? 2 : kNorms == Norms::layer ? kLayerBlocks : 1
+constexpr int kRmsBlocks = kNorms == Norms::residual && kScaling == Scaling::mx_blocks ? 1 : 2;
+constexpr int kNormBlocks = kOfRows && !kBackward ? kRms ? kRmsBlocks
+        : kNorms == Norms::layer ? kLayerBlocks : 1
     : kTiled && kTwoTiles ? kStreamBlocks : 1;
 
 template <class OfRows, class OfTiles, class OfPatches, class Params, class... More>

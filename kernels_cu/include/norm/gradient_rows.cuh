@@ -140,7 +140,7 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
     extern __shared__ __align__(16) u8 shared[];
     RowPosition at(call);
     NextRows next(call, at, shared);
-    if (at.left > 0) next.request(call, at);
+    next.request(call, at);
     const ThreadFloats weights{next.end(call)};
     const GradientSums sums(call, weights);
     keep_weights(call, at, weights);

@@ -19,12 +19,12 @@ struct RowPosition {
     int row;                     // the first of kRowsAtOnce
     int left;                    // how many rows of the block exist from this one on
     int padding;                 // and how many follow that have only scales
-    int chunks;                  // of a row
+    int chunks;                  // of a row; none where no row exists
 
     __device__ __forceinline__ explicit RowPosition(const SourceCall& call)
         : row((int)(kBackward ? blockIdx.x * call.rows_per_block : blockIdx.x)),
           left(of_block(call.rows, call)), padding(of_block(call.all_rows, call) - left),
-          chunks((int)(call.columns / 8)) {}
+          chunks(left ? (int)(call.columns / 8) : 0) {}
     __device__ __forceinline__ int column(int j) const {
         return (j * (int)blockDim.x + (int)threadIdx.x) * 8;
     }

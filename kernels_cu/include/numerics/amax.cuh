@@ -128,6 +128,13 @@ __device__ __forceinline__ void store_relaxed(u64* word, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(word), "l"(value) : "memory");
 #endif
 }
+__device__ __forceinline__ void store_relaxed(u32* word, u32 value) {
+#ifdef CUPY_FP8_HOST
+    host_store_relaxed(word, value);
+#else
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(word), "r"(value) : "memory");
+#endif
+}
 __device__ __forceinline__ i32 load_relaxed(const float* buffer) {
     return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer));
 }
