@@ -46,7 +46,6 @@ _TILE_THREADS, _TILE_BYTES = 512, TILE.rows * TILE.columns * 2
 #: Bytes of shared memory that kernels have beside what a launch asks for, at most.
 _STATIC_SHARED = {ROWS: 2 << 10, PLAIN: 20 << 10}
 _LEAST_SHARED = 1024
-_STATISTICS_BLOCKS = 1 << 16
 #: Path rows numbers rows by int.
 _MANY_ROWS = 1 << 30
 _SUMMED_ROWS = 128
@@ -138,12 +137,13 @@ class _Gpu(NamedTuple):
     shared: int                  # bytes of a block
     most_tiles: int = 1 << 31    # of path plain
     enough_blocks: tuple[int, int] = _ENOUGH_BLOCKS
+    statistics_blocks: int = 1 << 16
 
     @staticmethod
     @functools.cache
     def of(device_id: int | None) -> _Gpu:
         if device_id is None:
-            return _Gpu(2, 200 << 10, 31, (2, 2))
+            return _Gpu(2, 200 << 10, 31, (2, 2), 4)
         return _Gpu(multiprocessors(device_id), shared_memory_per_block(device_id))
 
 
@@ -334,7 +334,7 @@ class _Launches:
         return address(words)
 
     def _statistics(self, at: int, rstd: int = 0) -> Launch:
-        grid = min(self.rows, _STATISTICS_BLOCKS)
+        grid = min(self.rows, self.gpu.statistics_blocks)
         members = {**self.source, "statistics": at, "rstd_out": rstd}
         variant = _helper(_STATISTICS, self.values.x.dtype, self.values.backward)
         return variant.bind(self.x, grid, call=members)
