@@ -89,7 +89,7 @@ def _cases_of(case: Callable[..., Case], more: tuple[dict[str, Any], ...]) -> It
     for recipe in _RECIPES:
         for options, directions in product(more, (_ROW, _BOTH)):
             yield case(bfloat16, (150, 272), "normal", **recipe, **directions, **options)
-            yield case(float32, (35, 136), "edges", **recipe, **directions, **options)
+            yield case(float32, (35, 136), "normal", **recipe, **directions, **options)
             yield case(float16, (37, 75), "normal", **recipe, **directions, **options)
         for directions in (_ROW, _COLUMN, _BOTH):
             yield case(float16, (48, 64), "normal", "offset", **recipe, **directions)
@@ -128,6 +128,8 @@ def _forward_cases() -> Iterator[Case]:
         {"kind": "layer", "bias": True, **residual, "return_rstd": True}, {"residual": True, "eps": 1e-3},
         {"round_through": bfloat16, **residual, "return_normed": True},
         {"round_through": float16, "kind": "layer", "bias": True, "weight": float32}))
+    for columns, kind in product((72, 1032, 8192, 16384), ({}, {"kind": "layer"})):
+        yield case(bfloat16, (3, columns), "normal", **_DELAYED, **_ROW, **kind, return_rstd=True)
     for shape in ((5, 0), (0, 8), (3, 1)):
         yield case(bfloat16, shape, **_BLOCKS, **residual, **_RETURNED)
         yield case(float32, shape, **_DELAYED, **residual, **_RETURNED)
