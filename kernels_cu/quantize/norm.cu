@@ -5,7 +5,7 @@
 //
 // Paths: rows    whole rows in registers, row-wise results (norm/rows.cuh). blockDim.x: ops/quantize/norm.py
 //        plain   tiles in every direction (norm/tiles.cuh), by 512 threads
-//        any     every call: after norm_statistics, a block of 256 threads for each tile of 128 x 128 elements
+//        any     every call: after norm_statistics, a block of 256 threads for each tile of 128 x 128
 //
 // norm_cast, norm_block, norm_mx   quantise by the scalings of include/fused
 // norm_array                       SCALING none: gradients as DX
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
 norm_column_sums(const __grid_constant__ NormStatisticsParams p) { sum_columns(p.call); }
 #endif
 
-#if defined(ENTRY_norm_cast) || defined(ENTRY_norm_block) || defined(ENTRY_norm_mx) || defined(ENTRY_norm_array)
+#if !defined(ENTRY_norm_statistics) && !defined(ENTRY_norm_column_sums)
 #if defined(ENTRY_norm_cast)
 #include "norm/row_cast.cuh"
 #elif defined(ENTRY_norm_block)
@@ -45,15 +45,10 @@ norm_column_sums(const __grid_constant__ NormStatisticsParams p) { sum_columns(p
 #include "norm/arrays.cuh"
 #endif
 #include "norm/drivers.cuh"
-#ifdef MAXREG
-#define NORM_BOUNDS __maxnreg__(MAXREG)
-#else
-#define NORM_BOUNDS __launch_bounds__(kNormThreads, kNormBlocks)
-#endif
 #endif
 
 #ifdef ENTRY_norm_cast
-extern "C" __global__ void NORM_BOUNDS
+extern "C" __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
 norm_cast(const __grid_constant__ FusedCastParams p) {
     if (is_set(p.call.noop)) return;
     const float scale = begin_cast(p);
@@ -62,21 +57,21 @@ norm_cast(const __grid_constant__ FusedCastParams p) {
 #endif
 
 #ifdef ENTRY_norm_block
-extern "C" __global__ void NORM_BOUNDS
+extern "C" __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
 norm_block(const __grid_constant__ FusedBlockParams p) {
     if (!is_set(p.call.noop)) norm<RowBlocks, StreamBlocks, PatchBlocks>(p, p.call);
 }
 #endif
 
 #ifdef ENTRY_norm_mx
-extern "C" __global__ void NORM_BOUNDS
+extern "C" __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
 norm_mx(const __grid_constant__ FusedMxParams p) {
     if (!is_set(p.call.noop)) norm<RowMx, StreamMx, PatchMx>(p, p.call);
 }
 #endif
 
 #ifdef ENTRY_norm_array
-extern "C" __global__ void NORM_BOUNDS
+extern "C" __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
 norm_array(const __grid_constant__ NormArrayParams p) {
     if (!is_set(p.call.noop)) norm<RowArray, RowArray, PatchArray>(p, p.call);
 }

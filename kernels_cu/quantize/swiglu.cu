@@ -1,11 +1,13 @@
-// SwiGLU and its gradients, quantised from one read (docs/numerics.md, section 9):
+// SwiGLU, other gated activations and their gradients, quantised from one read (docs/numerics.md, sections 9
+// and 13):
 //
-//   y = ((a * sigma(a)) * b) * p        a and b: halves of a row of x, p: its weight
+//   y = (act(a) * b) * p                a and b: halves of a row of x, p: its weight
 //
-// include/fused/program.cuh has the pieces and the defines. Bytes moved per element of y: 2 sizeof(IN), and 1
-// per direction; of gradients, per element of grad: 3 sizeof(IN), and 2 per direction.
-#include "source/silu.cuh"
-using Activation = Silu;
+// include/fused/program.cuh has the pieces and the defines. ACT: the activation, as in activation.cu. Bytes
+// moved per element of y: 2 sizeof(IN), and 1 per direction; of gradients, per element of grad: 3 sizeof(IN),
+// and 2 per direction.
+#include "source/any_kind.cuh"
+using Activation = ACT;
 #include "source/gated.cuh"
 #include "source/gated_patch.cuh"
 #include "source/gated_stream.cuh"

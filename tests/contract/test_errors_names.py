@@ -132,6 +132,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         "recipe": MXScaling(), "bias": X[:2].copy(), "splits": SPLITS}),
     "swiglu_backward_quantize": (fp8.swiglu_backward_quantize, (X[:, :128].copy(), X),
                                  {"recipe": BlockScaling()}),
+    "activation_quantize": (fp8.activation_quantize, (X,), {"recipe": BlockScaling()}),
+    "activation_quantize of two halves": (fp8.activation_quantize, (X,), {
+        "recipe": BlockScaling(), "kind": "geglu"}),
+    "activation_backward_quantize": (fp8.activation_backward_quantize, (X, X), {"recipe": BlockScaling()}),
     "BlockScaling": (BlockScaling, (), {}), "CurrentScaling": (CurrentScaling, (), {}),
     "DelayedScaling": (DelayedScaling, (), {}),
     "MXScaling": (MXScaling, (), {}), "BlockScaling.quantize": (BlockScaling().quantize, (X,), {}),

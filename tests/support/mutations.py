@@ -25,6 +25,7 @@ from faults_in_fused import FUSED_FAULTS
 from faults_in_kernels import KERNEL_FAULTS
 from faults_in_layers import LAYER_FAULTS
 from faults_in_modules import MODULE_FAULTS
+from faults_in_norms import NORM_FAULTS
 
 if TYPE_CHECKING:
     from cupy_fp8.cases.covering import Recorded
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 SURVIVED = "survived"        # how an outcome begins if nothing has found the fault
 FOUND_BY_SANITIZER = 66
 
-_ALL = (*KERNEL_FAULTS, *FUSED_FAULTS, *LAYER_FAULTS, *MODULE_FAULTS, *FILE_FAULTS)
+_ALL = (*KERNEL_FAULTS, *FUSED_FAULTS, *NORM_FAULTS, *LAYER_FAULTS, *MODULE_FAULTS, *FILE_FAULTS)
 FAULTS = {fault.key: fault for fault in _ALL}
 assert len(FAULTS) == len(_ALL), "two faults have the same file and name"
 #: The order of these operands changes no byte, and nothing else.

@@ -121,7 +121,7 @@ BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + 
 
 
 #: For sm_80 NVRTC leaves the loop over the rows of these programs rolled, and the rows being loaded in local
-#: memory (fused/rows.cuh): so many bytes.
+#: memory (fused/rows.cuh): so many bytes. That of the shortest activation it unrolls.
 ROLLED, ROLLED_STACK = {("BACKWARD", "0"), ("PATH", "rows")}, 48
 
 
@@ -159,7 +159,7 @@ def test_variant(variant, arch, toolkit, compiled, record_property):
     c = compiled(variant, arch, toolkit)
     record_property("registers", c.registers)
     is_rolled = arch == "sm_80" and entry(variant) == "swiglu_cast" and options(variant) >= ROLLED
-    stack = ROLLED_STACK if is_rolled else 0
+    stack = ROLLED_STACK if is_rolled and ("ACT", "Relu") not in variant.defines else 0
     assert (c.stack, c.spill_stores, c.spill_loads) == (stack, 0, 0), "not everything fits in registers"
     dynamic = LAUNCHED[variant].shared if variant in LAUNCHED else 0
     assert c.shared + dynamic <= SHARED.get(arch, LEAST_SHARED), "more shared memory than a block has"

@@ -7,14 +7,18 @@ from functools import partial
 from typing import Any
 
 from ... import reference
-from ...results import Quantized
+from ...reference.quantize.activations import GATED
 from ..data import part
+from . import swiglu
 from .tiles import EDGE, assert_tile, corners, of_a_tile
 
 
-def _compare(quantised: Callable[..., Quantized], args: tuple[Any, ...], options: dict[str, Any],
-             out: Quantized) -> None:
+def _compare(quantised: Callable[..., Any], of_gated: Callable[..., None], args: tuple[Any, ...],
+             options: dict[str, Any], out: Any) -> None:
     """quantised: the reference."""
+    if options["kind"] in GATED:
+        of_gated(quantised, args, options, out)
+        return
     *arrays, recipe = args
     recipe, given = of_a_tile(recipe, options, out)
     for r, c in corners(out.shape):
@@ -22,5 +26,6 @@ def _compare(quantised: Callable[..., Quantized], args: tuple[Any, ...], options
         assert_tile(out, quantised(*tiles, recipe, **given), r, c)
 
 
-COMPARE = {"activation_quantize": partial(_compare, reference.activation_quantize),
-           "activation_backward_quantize": partial(_compare, reference.activation_backward_quantize)}
+COMPARE = {"activation_quantize": partial(_compare, reference.activation_quantize, swiglu.compare),
+           "activation_backward_quantize": partial(_compare, reference.activation_backward_quantize,
+                                                   swiglu.compare_backward)}

@@ -1,7 +1,10 @@
-"""Samples of SwiGLU with quantisation: tiles of whole blocks, and for gradients whole rows."""
+"""Samples of SwiGLU and other gated activations with quantisation: tiles of whole blocks, and for gradients
+whole rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,9 @@ from ..data import part
 from .tiles import EDGE, assert_tile, corners, of_a_tile
 
 
-def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> None:
-    """Compares the codes of tiles at the corners and of one between."""
+def compare(quantised: Callable[..., Quantized], args: tuple[Any, ...], options: dict[str, Any],
+            out: Quantized) -> None:
+    """Compares the codes of tiles at the corners and of one between. quantised: the reference."""
     x, recipe = args
     recipe, given = of_a_tile(recipe, options, out)
     for r, c in corners(out.shape):
@@ -23,14 +27,15 @@ def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> 
         if options.get("interleaved"):
             halves = [slice(2 * c, 2 * (c + EDGE))]
         tile = _joined(x, slice(r, r + EDGE), halves)
-        assert_tile(out, reference.swiglu_quantize(tile, recipe, **_of_rows(given, r, halves)), r, c)
+        assert_tile(out, quantised(tile, recipe, **_of_rows(given, r, halves)), r, c)
 
 
-def _compare_backward(args: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
-    """Compares whole rows: the first blocks of each direction."""
+def compare_backward(quantised: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any],
+                     out: Any) -> None:
+    """Compares whole rows: the first blocks of each direction. quantised: the reference."""
     (grad, x, recipe), few = args, slice(0, EDGE)
     made, sums = out if isinstance(out, tuple) else (out, None)
-    want, wanted_sums = reference.swiglu_backward_quantize(
+    want, wanted_sums = quantised(
         part(grad, few), part(x, few), recipe, **_of_rows(options, 0, [slice(None)]))
     for written, wanted in ((made._row, want._row), (made._column, want._column)):
         if written is not None and wanted is not None:
@@ -61,4 +66,5 @@ def _of_rows(options: dict[str, Any], first: int, columns: list[slice]) -> dict[
     return given
 
 
-COMPARE = {"swiglu_quantize": _compare, "swiglu_backward_quantize": _compare_backward}
+COMPARE = {"swiglu_quantize": partial(compare, reference.swiglu_quantize),
+           "swiglu_backward_quantize": partial(compare_backward, reference.swiglu_backward_quantize)}

@@ -102,6 +102,9 @@ def _cases_of(case: Callable[..., Case], more: tuple[dict[str, Any], ...]) -> It
         for columns in (1032, 2880, 8192, 8200, 16384, 16392, 32776):
             for kind in ({}, layer):
                 yield case(bfloat16, (3, columns), "normal", **recipe, **_ROW, **kind)
+        # Blocks of a GPU have several rows.
+        for kind in ({}, layer):
+            yield case(bfloat16, (4500, 72), "normal", **recipe, **_ROW, **kind)
         yield case(bfloat16, (5, 4040), "normal", **recipe, **_BOTH)
         yield case(bfloat16, (130, 1928), "normal", **recipe, **_BOTH, **layer)
     yield from _scale_cases(case)

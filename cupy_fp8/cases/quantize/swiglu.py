@@ -57,7 +57,7 @@ _SCALES: tuple[Any, ...] = (
 _WEIGHTED = {"probs": "normal"}
 
 
-def _inputs(case: Case) -> Arguments:
+def inputs(case: Case) -> Arguments:
     options = dict(case.options)
     rows, width = case.shape
     experts = options.pop("experts", None)
@@ -78,8 +78,8 @@ def _inputs(case: Case) -> Arguments:
     return (source(case), options.pop("recipe")), options
 
 
-def _backward_inputs(case: Case) -> Arguments:
-    (x, recipe), options = _inputs(case)
+def backward_inputs(case: Case) -> Arguments:
+    (x, recipe), options = inputs(case)
     half = Case(case.op, case.dtype, (case.shape[0], case.shape[1] // 2), case.values, case.layout)
     return (source(half, 3), x, recipe), options
 
@@ -281,8 +281,8 @@ _OF_GPT_OSS: dict[str, dict[str, Any]] = {
 _GPT_OSS_SHAPE = (16384, 2880)
 
 
-def _timed_row(op: str) -> Callable[..., Timed]:
-    """Returns timed(label, shape of y, dtype, **options)."""
+def timed_row(op: str) -> Callable[..., Timed]:
+    """Returns timed(label, shape of y, dtype, **options), for x [M, 2 H]."""
     case = maker(op, "normal")
 
     def timed(label: str, shape: tuple[int, int], dtype: np.dtype[Any] = bfloat16, **options: Any) -> Timed:
@@ -293,7 +293,7 @@ def _timed_row(op: str) -> Callable[..., Timed]:
 
 
 def _timed() -> Iterator[Timed]:
-    timed = _timed_row("swiglu_quantize")
+    timed = timed_row("swiglu_quantize")
     for shape in TIMED_MATRICES:
         yield timed("per tensor row", shape, **_PER_TENSOR)
         yield timed("per tensor both", shape, **_PER_TENSOR, **_BOTH)
@@ -310,7 +310,7 @@ def _timed() -> Iterator[Timed]:
 
 
 def _timed_backward() -> Iterator[Timed]:
-    timed = _timed_row("swiglu_backward_quantize")
+    timed = timed_row("swiglu_backward_quantize")
     for shape in TIMED_MATRICES[1:3]:
         yield timed("per tensor row", shape, **_PER_TENSOR)
         yield timed("per tensor both", shape, **_PER_TENSOR, **_BOTH)
@@ -331,14 +331,14 @@ def _host_calls(x: Array) -> Iterator[HostCalls]:
 
 
 #: These arrays are too small to count. "[1].result" is the gradient of probs.
-_MOVES = all_but("probs", "bias", "splits", "[1].result")
+MOVES = all_but("probs", "bias", "splits", "[1].result")
 
 register(
-    Registration("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
+    Registration("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, inputs, _cases,
                  "SwiGLU, quantised without a rounding in between",
-                 programs=(swiglu.variants,), timed=_timed, moves=_MOVES, host_calls=_host_calls),
-    Registration("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs,
+                 programs=(swiglu.variants,), timed=_timed, moves=MOVES, host_calls=_host_calls),
+    Registration("swiglu_backward_quantize", _backward, _backward_reference, backward_inputs,
                  _backward_cases,
                  "the gradients of SwiGLU, quantised",
-                 programs=(swiglu.variants, bias_gradient.variants), timed=_timed_backward, moves=_MOVES),
+                 programs=(swiglu.variants, bias_gradient.variants), timed=_timed_backward, moves=MOVES),
 )

@@ -31,8 +31,10 @@ _ENTRIES = {ONE_SCALE: "cast", F32_BLOCKS: "block", MX_BLOCKS: "mx"}
 #: can do).
 ANY, ROWS, TILES, PLAIN = "any", "rows", "tiles", "plain"
 OPTIONS, EXPERTS, WIDE, QUOTIENTS = "options", "experts", "wide", "quotients"
-#: A flag of the struct SourceCall.
-WIDE_FLAG = 8
+#: A flag of the struct SourceCall, and what it has the activation's number times.
+WIDE_FLAG, _KIND_UNIT = 8, 16
+#: The number of an activation is its place here (AnyKind in kernels_cu/include/source/any_kind.cuh).
+KINDS = "silu", "gelu", "gelu_tanh", "relu", "relu2"
 
 TILE = shapes.SMALL
 #: A thread has so many 16-byte loads in flight for each array (kStages rows of kLoads).
@@ -201,14 +203,21 @@ class Program(NamedTuple):
 HasPath = Callable[[Program, np.dtype[Any], np.dtype[Any]], bool]
 
 
-class Source:
-    """The kernels of kernels_cu/quantize/<name>.cu: <name>_cast, _block and _mx. halves: of a row of x.
-    has_path: which programs there are. defines: the source's own."""
+@functools.cache
+def _kernels(name: str) -> dict[str, Kernel]:
+    """The kernels of a .cu file, by scaling."""
+    return {scaling: Kernel(f"quantize/{name}", f"{name}_{entry}") for scaling, entry in _ENTRIES.items()}
 
-    def __init__(self, name: str, halves: int, has_path: HasPath, **defines: str) -> None:
-        self.halves, self._has_path, self._defines = halves, has_path, defines
-        self.kernels = {scaling: Kernel(f"quantize/{name}", f"{name}_{entry}")
-                        for scaling, entry in _ENTRIES.items()}
+
+class Source:
+    """The kernels of kernels_cu/quantize/<name>.cu, <name>_cast, _block and _mx, for one activation. halves:
+    of a row of x. has_path: which programs there are. Path any has one program for all activations."""
+
+    def __init__(self, name: str, halves: int, has_path: HasPath, activation: str) -> None:
+        self.halves, self._has_path, self.kernels = halves, has_path, _kernels(name)
+        #: SomeName, a struct of kernels_cu/include/source, is the activation some_name.
+        self._struct = "".join(map(str.capitalize, activation.split("_")))
+        self.kind_flags = _KIND_UNIT * KINDS.index(activation)
         self.by_path = functools.cache(self._by_path)
 
     def _by_path(self, scaling: str, dtype: np.dtype[Any], to: np.dtype[Any],
@@ -220,7 +229,7 @@ class Source:
             if self._has_path(program, dtype, to):
                 variant = self.kernels[scaling].variant(
                     block=program.block, shared=program.shared, IN=dtype, OUT=to, SCALING=scaling,
-                    BACKWARD=int(backward), PATH=path, **self._defines)
+                    BACKWARD=int(backward), PATH=path, ACT="AnyKind" if path == ANY else self._struct)
                 found[path] = program, variant
         return found
 
@@ -265,7 +274,8 @@ def launches(call: Call, source: Source, values: Values, destinations: Members) 
     program, variant = next(programs[path] for path in values.paths if path in programs)
     grid, tiles = _grid(program, output.shape, half, x.dtype)
     column_data = destinations.get("data_t", 0) or destinations.get("column_data", 0)
-    members: Members = {"call": values.members, "tiles": tiles}
+    call_members = {**values.members, "flags": values.members["flags"] | source.kind_flags}
+    members: Members = {"call": call_members, "tiles": tiles}
     if output.transposed:
         members["vector"] = int(output.shape[0] % 16 == 0 and column_data % 16 == 0)
 

@@ -34,26 +34,29 @@ _COLUMN_SUMS = Kernel("quantize/norm", "norm_column_sums", block=256)
 #: The define NORMS says which calls a program serves.
 RMS, RESIDUAL, _LAYER_ALONE, EVERY = "rms", "residual", "layer", "every"
 #: Of norm/rows.cuh: threads of a block, and, forward and backward, a thread's chunks of a row and rows.
-_ROW_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, (4, 2), (1, 2)
+#: LayerNorm alone has fewer threads.
+_ROW_THREADS, _LAYER_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, 256, (4, 2), (1, 2)
 _CHUNK, _WARP = 8, 32
 #: Rows of a block on path rows, at most, and blocks that should remain.
-_MOST_ROWS, _ENOUGH_BLOCKS = (8, 64), (1024, 128)
-#: Path plain takes rows of at most so many columns, finds statistics so many parts ahead for each
+_MOST_ROWS, _ENOUGH_BLOCKS = (4, 64), (1024, 128)
+#: Path plain takes rows of at most so many columns, finds statistics so many tiles ahead for each
 #: multiprocessor of the GPU, and looks for them so often before it finds them itself.
-_MOST_COLUMNS, _LEAD, _PATIENCE = 1 << 15, 1, 1 << 16
+_MOST_COLUMNS, _LEAD, _PATIENCE = 1 << 15, 1.5, 1 << 16
 _TILE_THREADS, _TILE_BYTES = 512, TILE.rows * TILE.columns * 2
 #: Bytes of shared memory that kernels have beside what a launch asks for, at most.
 _STATIC_SHARED = {ROWS: 2 << 10, PLAIN: 20 << 10}
 _LEAST_SHARED = 1024
 _STATISTICS_BLOCKS = 1 << 16
+#: Path rows numbers rows by int.
+_MANY_ROWS = 1 << 30
 _SUMMED_ROWS = 128
 _WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
 
 
 class Values(NamedTuple):
-    """What a call computes. grad: a call with it computes gradients. layer, eps, offset, flags: the norm. outputs:
-    the addresses of x + residual, of the normed values and of 1 / sigma, or 0. sums: where the gradients of
-    weight and bias go, or 0. output: how the result is stored; or None: as `dtype`."""
+    """What a call computes. grad: a call with it computes gradients. flags, eps, offset: of the norm.
+    outputs: the addresses of x + residual, of the normed values and of 1 / sigma, or 0. sums: where the
+    gradients of weight and bias go, or 0. output: how the result is stored; or None: as `dtype`."""
 
     x: Input
     grad: Input | None
@@ -83,14 +86,17 @@ class Values(NamedTuple):
 # ---- programs ----
 def _has_program(scaling: str, dtype: np.dtype[Any], to: np.dtype[Any], backward: bool, path: str,
                  norms: str) -> bool:
-    """Path any has all programs for every norm; rows those from bfloat16, and to e4m3; plain those from bfloat16
-    to what is usual. What is usual has programs for one norm too."""
+    """Path any has all programs for every norm; rows those from bfloat16, and to e4m3 (not
+    the gradients of float32); plain those from bfloat16 to what is usual. What is usual has programs for one
+    norm too."""
     usual = dtype == bfloat16 and (to == float8_e4m3fn or backward)
     if scaling == ARRAY:
-        return path != PLAIN and (norms == EVERY or (norms in (RMS, RESIDUAL) and path == ROWS
-                                                     and to == dtype == bfloat16))
+        usual = to == dtype == bfloat16 and norms in (RMS, RESIDUAL)
+        of_rows = path == ROWS and dtype != float32 and (norms == EVERY or usual)
+        return of_rows or (path == ANY and norms == EVERY)
     if norms == EVERY:
-        return path == ANY or usual or (path == ROWS and (dtype == bfloat16 or to == float8_e4m3fn))
+        to_e4m3 = to == float8_e4m3fn and not (backward and dtype == float32)
+        return path == ANY or usual or (path == ROWS and (dtype == bfloat16 or to_e4m3))
     return path != ANY and usual and (norms != _LAYER_ALONE or (path == ROWS and not backward))
 
 
@@ -98,7 +104,8 @@ def _has_program(scaling: str, dtype: np.dtype[Any], to: np.dtype[Any], backward
 def _variant(scaling: str, dtype: np.dtype[Any], to: np.dtype[Any], backward: bool, path: str, norms: str,
              shared: int) -> Variant:
     """shared: the most bytes that a launch has. to: of arrays that are not quantised their dtype."""
-    block = {ANY: TILE.block, ROWS: _ROW_THREADS, PLAIN: _TILE_THREADS}[path]
+    of_rows = _LAYER_THREADS if norms == _LAYER_ALONE else _ROW_THREADS
+    block = {ANY: TILE.block, ROWS: of_rows, PLAIN: _TILE_THREADS}[path]
     types = {"OUT": float8_e4m3fn, "DX": to} if scaling == ARRAY else {"OUT": to}
     kernels = _TILE_KERNELS if path == PLAIN else _KERNELS
     return kernels[scaling].variant(block=block, shared=shared, IN=dtype, **types, SCALING=scaling,
@@ -130,12 +137,13 @@ class _Gpu(NamedTuple):
     multiprocessors: int
     shared: int                  # bytes of a block
     most_tiles: int = 1 << 31    # of path plain
+    enough_blocks: tuple[int, int] = _ENOUGH_BLOCKS
 
     @staticmethod
     @functools.cache
     def of(device_id: int | None) -> _Gpu:
         if device_id is None:
-            return _Gpu(2, 200 << 10, 31)
+            return _Gpu(2, 200 << 10, 31, (2, 2))
         return _Gpu(multiprocessors(device_id), shared_memory_per_block(device_id))
 
 
@@ -163,10 +171,12 @@ class _Launches:
         """Members of the struct SourceCall that all launches have."""
         v = self.values
         flags = v.flags | _WIDE * self.wide | _WEIGHT_F32 * (v.weight.dtype == float32)
-        return {"x": v.x.at, "grad": v.grad.at if v.grad else 0, "residual": v.residual.at if v.residual else 0,
+        inverse = np.float32(1) / np.float32(self.columns or 1)
+        return {"x": v.x.at, "grad": v.grad.at if v.grad else 0,
+                "residual": v.residual.at if v.residual else 0,
                 "weight": v.weight.at, "bias": v.bias.at if v.bias else 0, "rstd": v.rstd.at if v.rstd else 0,
                 "noop": self.call.noop_at, "rows": self.rows, "columns": self.columns, "all_rows": self.rows,
-                "columns_f32": self.columns, "eps": v.eps,
+                "columns_f32": self.columns, "columns_inverse": inverse, "eps": v.eps,
                 "weight_offset": v.offset if v.offset else -0.0, "flags": flags}
 
     def all(self) -> Iterator[Launch]:
@@ -212,7 +222,8 @@ class _Launches:
             return None
         written: Members = {} if only_amax else dict(v.outputs)
         program = v.scaling, v.x.dtype, v.dtype if output is None else output.recipe.dtype, v.backward, path
-        norms = next((n for n in (self._norm(written), EVERY) if _has_program(*program, n)), None)
+        norms = next((n for n in (self._norm(written), EVERY) if _has_program(*program, n) and not (
+            n == _LAYER_ALONE and self._row_threads() > _LAYER_THREADS)), None)
         if norms is None:
             return None
         make = {ROWS: self._by_rows, PLAIN: self._by_tiles, ANY: self._by_patches}[path]
@@ -227,22 +238,21 @@ class _Launches:
 
     def _by_rows(self, variant: Any, members: Members, written: Members,
                  only_amax: bool) -> list[Launch] | None:
-        v, backward, chunks = self.values, self.values.backward, self.columns // _CHUNK
-        threads = cdiv(cdiv(chunks, _ROW_CHUNKS[backward]), _WARP) * _WARP
-        if threads > _ROW_THREADS:
+        v, backward, threads = self.values, self.values.backward, self._row_threads()
+        all_rows = self._all_rows(members)
+        if threads > _ROW_THREADS or all_rows >= _MANY_ROWS:
             return None
         arrays, layer = 1 + backward + (v.residual is not None), v.flags & LAYER
         of_thread = _ROW_CHUNKS[backward] * _ROWS_AT_ONCE[backward] * arrays * _CHUNK * v.x.dtype.itemsize
         floats = 4 * _CHUNK * _ROW_CHUNKS[backward]
         of_thread += floats * (1 + bool(layer and not backward))
         counters = 0 if only_amax else floats * sum(map(bool, v.sums))
-        all_rows = self._all_rows(members)
         rows = _MOST_ROWS[backward]
         # Of gradients as many blocks share a multiprocessor as registers allow.
         blocks = max(1, _ROW_THREADS // threads) if backward else 1
         most_shared = self.gpu.shared // blocks - _STATIC_SHARED[ROWS]
         while rows > _ROWS_AT_ONCE[backward] and (
-                cdiv(all_rows, rows) < _ENOUGH_BLOCKS[backward]
+                cdiv(all_rows, rows) < self.gpu.enough_blocks[backward]
                 or threads * (of_thread + counters * _levels(rows)) > most_shared):
             rows //= 2
         shared = threads * (of_thread + counters * _levels(rows))
@@ -251,8 +261,14 @@ class _Launches:
         written |= {"all_rows": all_rows, "rows_per_block": rows}
         sums, after = self._sums(rows, only_amax)
         grid = grid_size(cdiv(all_rows, rows), self.x.shape)
-        return [variant(self.gpu.shared - _STATIC_SHARED[ROWS]).bind(self.x, grid, shared=shared, block=threads,
-                                              call={**self.source, **written, **sums}, **members), *after]
+        launch = variant(self.gpu.shared - _STATIC_SHARED[ROWS]).bind(
+            self.x, grid, shared=shared, block=threads, call={**self.source, **written, **sums}, **members)
+        return [launch, *after]
+
+    def _row_threads(self) -> int:
+        """Threads of a block on path rows."""
+        chunks = cdiv(self.columns // _CHUNK, _ROW_CHUNKS[self.values.backward])
+        return cdiv(chunks, _WARP) * _WARP
 
     def _all_rows(self, members: Members) -> int:
         """Rows of x, and those whose scales are padding."""
@@ -276,13 +292,16 @@ class _Launches:
                 or only_amax):
             return None
         progress = self.call.workspace("norm", 2 + 2 * 4 * self.rows)
-        lead = cdiv(self.columns, TILE.columns) + int(_LEAD * self.gpu.multiprocessors)
+        # Blocks that run have _LEAD tiles of each multiprocessor.
+        lead = cdiv(int(_LEAD * self.gpu.multiprocessors), cdiv(self.columns, TILE.columns))
         written |= {"progress": progress, "lead": lead, "patience": _PATIENCE}
         sums, after = self._sums(TILE.rows, only_amax)
         assert v.output is not None
         vector = self._vector(members)
-        return [variant(most_shared).bind(self.x, blocks, shared=shared, tiles=1,
-                                              call={**self.source, **written, **sums}, **vector, **members), *after]
+        source = {**self.source, **written, **sums}
+        launch = variant(most_shared).bind(self.x, blocks, shared=shared, tiles=1, call=source, **vector,
+                                           **members)
+        return [launch, *after]
 
     def _vector(self, members: Members) -> Members:
         """Whether every row of transposed data allows 16-byte stores."""
@@ -300,8 +319,8 @@ class _Launches:
         shared = TILE.shared if columnwise and output and output.transposed else fused.LEAST_SHARED
         grid = TILE.grid(self.x.shape)
         more = {"tiles": 1, **self._vector(members)} if output else {}
-        launches.append(variant(TILE.shared).bind(self.x, grid, shared=shared, call={**self.source, **written},
-                                                  **more, **members))
+        launches.append(variant(TILE.shared).bind(self.x, grid, shared=shared, **more, **members,
+                                                  call={**self.source, **written}))
         if self.values.sums[0] and not only_amax and self.x.size:
             sums, after = self._sums(_SUMMED_ROWS, only_amax)
             grid = grid_size(cdiv(self.rows, _SUMMED_ROWS) * cdiv(self.columns, 32), self.x.shape)
@@ -317,7 +336,8 @@ class _Launches:
     def _statistics(self, at: int, rstd: int = 0) -> Launch:
         grid = min(self.rows, _STATISTICS_BLOCKS)
         members = {**self.source, "statistics": at, "rstd_out": rstd}
-        return _helper(_STATISTICS, self.values.x.dtype, self.values.backward).bind(self.x, grid, call=members)
+        variant = _helper(_STATISTICS, self.values.x.dtype, self.values.backward)
+        return variant.bind(self.x, grid, call=members)
 
     def _sums(self, rows: int, only_amax: bool) -> tuple[Members, list[Launch]]:
         """Members for the sums of grad * n and of grad over `rows` rows at a time, and the launches that add

@@ -1,4 +1,4 @@
-"""SwiGLU and quantisation from a single read: the functions that users call, their arguments and results."""
+"""Gated activations and quantisation from a single read: SwiGLU for users, arguments and results for all."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
     [[2.25], [30.0], [0.75]]
     """
     given = (x, None, recipe, scale, amax, probs, bias, splits, rowwise, columnwise, clamp, form, interleaved,
-             noop)
-    result: Quantized = run(_FORWARD, given, out)
+             noop, "swiglu")
+    result: Quantized = run(FORWARD, given, out)
     return result
 
 
@@ -138,8 +138,8 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
     ([[1.0, 0.0]], [0.0])
     """
     given = (x, grad, recipe, scale, amax, probs, bias, splits, rowwise, columnwise, clamp, form, interleaved,
-             noop)
-    result: tuple[Quantized, Array | None] = run(_BACKWARD, given, out)
+             noop, "swiglu")
+    result: tuple[Quantized, Array | None] = run(BACKWARD, given, out)
     return result
 
 
@@ -149,7 +149,7 @@ class _Forward(Op[Inputs]):
 
     def arguments(self, call: Call, x: Any, grad: Any, recipe: Any, scale: Any, amax: Any, probs: Any,
                   bias: Any, splits: Any, rowwise: Any, columnwise: Any, clamp: Any, form: Any,
-                  interleaved: Any, noop: Any) -> Inputs:
+                  interleaved: Any, noop: Any, kind: Any) -> Inputs:
         x_input = call.read("x", x, INPUT_DTYPES)
         if x_input.array.ndim != 2 or x_input.shape[1] % 2:
             raise ValueError(f"x: expected shape [M, 2 H], got {x_input.shape}")
@@ -166,9 +166,9 @@ class _Forward(Op[Inputs]):
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
         options = {"scale": scale, "amax": amax, "probs": weights and weights.array,
                    "bias": biases and biases.array, "splits": groups and groups.host, "rowwise": rowwise,
-                   "columnwise": columnwise, "clamp": clamp, "form": form, "interleaved": interleaved}
+                   "columnwise": columnwise, "clamp": clamp, "interleaved": interleaved}
         return Inputs(x=x_input, grad=grad_input, probs=weights, bias=biases, groups=groups,
-                      scale=given_scale, amax_at=amax_at, limit=limit, gpt_oss=form == "gpt_oss",
+                      scale=given_scale, amax_at=amax_at, limit=limit, kind=kind, gpt_oss=form == "gpt_oss",
                       interleaved=bool(interleaved), output=output, options=options)
 
     def result_shape(self, rows: int, width: int) -> tuple[int, int]:
@@ -181,7 +181,10 @@ class _Forward(Op[Inputs]):
         return inputs.output.result
 
     def reference(self, inputs: Inputs) -> Any:
-        return reference.swiglu_quantize(inputs.x.array, inputs.output.recipe, **inputs.options)
+        x, recipe = inputs.x.array, inputs.output.recipe
+        if inputs.kind != "swiglu":
+            return reference.activation_quantize(x, recipe, kind=inputs.kind, **inputs.options)
+        return reference.swiglu_quantize(x, recipe, form=_form(inputs), **inputs.options)
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
         assert isinstance(call.result, QuantizedResult)
@@ -203,8 +206,10 @@ class _Backward(_Forward):
 
     def reference(self, inputs: Inputs) -> Any:
         assert inputs.grad
-        return reference.swiglu_backward_quantize(inputs.grad.array, inputs.x.array, inputs.output.recipe,
-                                                  **inputs.options)
+        given = inputs.grad.array, inputs.x.array, inputs.output.recipe
+        if inputs.kind != "swiglu":
+            return reference.activation_backward_quantize(*given, kind=inputs.kind, **inputs.options)
+        return reference.swiglu_backward_quantize(*given, form=_form(inputs), **inputs.options)
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
         assert isinstance(call.result, _Gradients)
@@ -248,7 +253,12 @@ class _Nothing(Description):
         return ()
 
 
-_FORWARD, _BACKWARD = _Forward(), _Backward()
+#: The ops of every gated kind.
+FORWARD, BACKWARD = _Forward(), _Backward()
+
+
+def _form(inputs: Inputs) -> str:
+    return "gpt_oss" if inputs.gpt_oss else "swiglu"
 
 
 def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | None, Input | None]:

@@ -1,4 +1,4 @@
-"""Launches of SwiGLU with quantisation. Kernels: kernels_cu/quantize/swiglu.cu."""
+"""Launches of gated activations with quantisation. Kernels: kernels_cu/quantize/swiglu.cu."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ...calls.group_sizes import Groups
 from ...formats import bfloat16, float8_e4m3fn
 from ...kernels import Launch, Variant
 from ...layouts import cdiv
+from ...reference.quantize.activations import GATED
 from ...reference.quantize.swiglu import ALPHA
 from . import fused
 from .bias_gradient import ColumnSums, partial_sums
@@ -32,8 +33,8 @@ class Inputs(NamedTuple):
     """Holds the validated arguments of a call.
 
     grad: the gradient of y; a call with it computes that of x. groups: the rows of experts that have biases
-    of their own. scale: (address, 0) or (0, value). limit: infinity without clamp. options: those of the
-    reference, by name."""
+    of their own. scale: (address, 0) or (0, value). limit: infinity without clamp. kind: one of GATED.
+    options: those of the reference, by name."""
 
     x: Input
     grad: Input | None
@@ -43,6 +44,7 @@ class Inputs(NamedTuple):
     scale: tuple[int, float]
     amax_at: int
     limit: float
+    kind: str
     gpt_oss: bool
     interleaved: bool
     output: fused.Output
@@ -77,7 +79,7 @@ def launches(call: Call, inputs: Inputs, result: QuantizedResult, written: Seque
         members["flags"] |= fused.WIDE_FLAG
     values = fused.Values(x, inputs.grad is not None, half, members, _paths(inputs, members), output,
                           inputs.amax_at, inputs.scale)
-    yield from fused.launches(call, _SOURCE, values, destinations)
+    yield from fused.launches(call, SOURCES[inputs.kind], values, destinations)
     if sums and "done" not in members:
         yield from sums.launches(x, fused.TILE.columns, call.noop_at)
 
@@ -113,8 +115,8 @@ def _paths(inputs: Inputs, members: fused.Members) -> tuple[str, ...]:
     if members["flags"] == fused.WIDE_FLAG and inputs.bias is None and not (
             backward and half % fused.TILE.columns):
         both = output.columnwise or (output.scaling == ONE_SCALE and backward)
-        return TILES if both else ROWS, WIDE
-    return EXPERTS if members.get("experts") else OPTIONS, WIDE
+        return TILES if both else ROWS, WIDE, ANY
+    return EXPERTS if members.get("experts") else OPTIONS, WIDE, ANY
 
 
 def _has_path(program: fused.Program, source: np.dtype[Any], to: np.dtype[Any]) -> bool:
@@ -134,10 +136,17 @@ def _has_path(program: fused.Program, source: np.dtype[Any], to: np.dtype[Any]) 
         QUOTIENTS: scaling == F32_BLOCKS and to_e4m3 and not backward}.get(program.path, False))
 
 
-_SOURCE = fused.Source("swiglu", 2, _has_path)
+def _has_quick_path(program: fused.Program, source: np.dtype[Any], to: np.dtype[Any]) -> bool:
+    """Kinds other than SwiGLU take path any for all but bf16 to e4m3 without options."""
+    return program.path == ANY or (program.path in (ROWS, TILES) and to == float8_e4m3fn
+                                   and _has_path(program, source, to) and source == bfloat16)
+
+
+SOURCES = {kind: fused.Source("swiglu", 2, _has_path if kind == "swiglu" else _has_quick_path, activation)
+           for kind, activation in GATED.items()}
 
 
 def variants() -> Iterator[Variant]:
-    """Yields every variant that these ops may launch."""
+    """Yields every variant that SwiGLU may launch."""
     yield from row_segments.rows_variants()
-    yield from _SOURCE.variants()
+    yield from SOURCES["swiglu"].variants()

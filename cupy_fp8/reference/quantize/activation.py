@@ -10,36 +10,39 @@ import numpy as np
 from ...recipes import Recipe
 from ...results import Quantized
 from .. import numerics
+from .activations import GATED, activation
 from .by_recipe import quantize_by
+from .swiglu import swiglu, swiglu_backward
 
 
 def activation_quantize(x: np.ndarray, recipe: Recipe, *, kind: str = "silu", scale: Any = None,
-                        amax: np.ndarray | None = None, rowwise: bool = True,
-                        columnwise: bool = False) -> Quantized:
-    """Quantises act(x) by the recipe's rule."""
-    y, _ = activation(numerics.widen(x), kind)
+                        amax: np.ndarray | None = None, probs: np.ndarray | None = None,
+                        bias: np.ndarray | None = None, splits: np.ndarray | None = None,
+                        rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
+                        interleaved: bool = False) -> Quantized:
+    """Quantises act(x), or of gated kinds (act(a) * b) * p, by the recipe's rule."""
+    if kind in GATED:
+        y = swiglu(x, probs=probs, bias=bias, splits=splits, clamp=clamp, interleaved=interleaved, kind=kind)
+    else:
+        y, _ = activation(numerics.widen(x), kind)
     return quantize_by(recipe, y, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=amax,
                        source=x.dtype)
 
 
 def activation_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Recipe, *, kind: str = "silu",
-                                 scale: Any = None, amax: np.ndarray | None = None, rowwise: bool = True,
-                                 columnwise: bool = False) -> Quantized:
-    """Quantises grad * act'(x) by the recipe's rule."""
-    _, slope = activation(numerics.widen(x), kind)
-    return quantize_by(recipe, numerics.mul(numerics.widen(grad), slope), rowwise=rowwise,
-                       columnwise=columnwise, scale=scale, amax=amax, source=x.dtype)
-
-
-def activation(a: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(act(a), act'(a)) in f32."""
-    return _ACTIVATIONS[kind](a)
-
-
-def _silu(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    one, sigma = numerics.F32_ONE, numerics.sigmoid(a)
-    slope = numerics.mul(sigma, numerics.add(one, numerics.mul(a, numerics.sub(one, sigma))))
-    return numerics.mul(a, sigma), slope
-
-
-_ACTIVATIONS = {"silu": _silu}
+                                 scale: Any = None, amax: np.ndarray | None = None,
+                                 probs: np.ndarray | None = None, bias: np.ndarray | None = None,
+                                 splits: np.ndarray | None = None, rowwise: bool = True,
+                                 columnwise: bool = False, clamp: float | None = None,
+                                 interleaved: bool = False
+                                 ) -> Quantized | tuple[Quantized, np.ndarray | None]:
+    """The gradient of x, quantised by the recipe's rule; of gated kinds (that, the gradient of probs)."""
+    if kind in GATED:
+        dx, dprobs = swiglu_backward(grad, x, probs=probs, bias=bias, splits=splits, clamp=clamp,
+                                     interleaved=interleaved, kind=kind)
+    else:
+        _, slope = activation(numerics.widen(x), kind)
+        dx, dprobs = numerics.mul(numerics.widen(grad), slope), None
+    q = quantize_by(recipe, dx, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=amax,
+                    source=x.dtype)
+    return (q, dprobs) if kind in GATED else q

@@ -11,6 +11,7 @@ from ...recipes import Recipe
 from ...results import Quantized
 from .. import numerics
 from ..scales.swizzle import group_ranges
+from .activations import GATED, Pair, activation, silu
 from .by_recipe import quantize_by
 
 ALPHA = np.float32(1.702)
@@ -43,41 +44,41 @@ def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Recipe, *,
 
 def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None,
            splits: np.ndarray | None = None, clamp: float | None = None, form: str = "swiglu",
-           interleaved: bool = False) -> np.ndarray:
-    """y = ((a * sigma(a)) * b) * p in f32; for 'gpt_oss' ((a * sigma(alpha * a)) * (b + 1)) * p."""
+           interleaved: bool = False, kind: str = "swiglu") -> np.ndarray:
+    """y = (act(a) * b) * p in f32; for 'gpt_oss' ((a * sigma(alpha * a)) * (b + 1)) * p."""
     a, b = clamped(*halves(x, bias, splits, interleaved), clamp)
-    if form == "gpt_oss":
-        sigma, b = numerics.sigmoid(numerics.mul(a, ALPHA)), numerics.add(b, numerics.F32_ONE)
-    else:
-        assert form == "swiglu"
-        sigma = numerics.sigmoid(a)
-    y = numerics.mul(numerics.mul(a, sigma), b)
+    (act, _), b = _activated(a, b, kind, form)
+    y = numerics.mul(act, b)
     return y if probs is None else numerics.mul(y, probs[:, np.newaxis])
 
 
 def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None = None,
                     bias: np.ndarray | None = None, splits: np.ndarray | None = None,
                     clamp: float | None = None, form: str = "swiglu",
-                    interleaved: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
+                    interleaved: bool = False,
+                    kind: str = "swiglu") -> tuple[np.ndarray, np.ndarray | None]:
     """(dx in f32, laid out as x; dprobs or None)."""
-    one, g = numerics.F32_ONE, numerics.widen(grad)
+    g = numerics.widen(grad)
     given_a, given_b = halves(x, bias, splits, interleaved)
     a, b = clamped(given_a, given_b, clamp)
-    u = a
-    if form == "gpt_oss":
-        u, b = numerics.mul(a, ALPHA), numerics.add(b, one)
-    sigma = numerics.sigmoid(u)
-    silu = numerics.mul(a, sigma)
+    (act, slope), b = _activated(a, b, kind, form)
     ge = g if probs is None else numerics.mul(g, probs[:, np.newaxis])
-    slope = numerics.mul(sigma, numerics.add(one, numerics.mul(u, numerics.sub(one, sigma))))
-    da, db = numerics.mul(numerics.mul(ge, b), slope), numerics.mul(ge, silu)
+    da, db = numerics.mul(numerics.mul(ge, b), slope), numerics.mul(ge, act)
     if clamp is not None:
         limit = np.float32(clamp)
         with np.errstate(invalid="ignore"):
             da = np.where(given_a > limit, np.float32(0), da)
             db = np.where(np.abs(given_b) > limit, np.float32(0), db)
     dx = np.stack([da, db], axis=-1).reshape(x.shape) if interleaved else np.concatenate([da, db], axis=1)
-    return dx, None if probs is None else numerics.tree_sum(numerics.mul(numerics.mul(g, silu), b), 1)
+    return dx, None if probs is None else numerics.tree_sum(numerics.mul(numerics.mul(g, act), b), 1)
+
+
+def _activated(a: np.ndarray, b: np.ndarray, kind: str, form: str) -> tuple[Pair, np.ndarray]:
+    """((act(a), its derivative), what act(a) is multiplied by)."""
+    if form == "gpt_oss":
+        return silu(a, numerics.mul(a, ALPHA)), numerics.add(b, numerics.F32_ONE)
+    assert form == "swiglu"
+    return activation(a, GATED[kind]), b
 
 
 def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None,

@@ -46,6 +46,9 @@ constexpr bool kBackward = BACKWARD;
 constexpr bool kOptions = kPath >= Path::options, kExperts = kPath >= Path::experts;
 // True if the program also serves calls without experts.
 constexpr bool kMaybeExperts = kPath >= Path::wide;
+// True of a source whose programs spill where those of others just fit: they get fewer blocks
+// (stream_shape.cuh).
+template <class Any> constexpr bool kTakesRegisters = false;
 // True if a block of threads computes a whole tile at a time.
 constexpr bool kTiled = kPath >= Path::tiles;
 

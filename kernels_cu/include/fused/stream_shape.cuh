@@ -24,18 +24,23 @@ static_assert(kThreadRows % kRowsPerRequest == 0,
 // otherwise. Quotients take more registers, and so do blocks of f32 with options. An activation whose
 // programs spill gets fewer blocks here.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
-constexpr int kRowwiseBlocks = 4 - kBackward;
+constexpr int kRowwiseBlocks = 4 - kBackward - (kBackward && kTakesRegisters<Source>);
 #else
 constexpr int kRowwiseBlocks = kBackward ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr bool kOneBlockOfGradients = kBackward;                     // With two the compiler spills.
+// With two the compiler spills.
+constexpr bool kOneBlockOfTiles =
+    kBackward || (kScaling == Scaling::f32_blocks && kTakesRegisters<Source>);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool kOneBlockOfTiles =
+    kBackward && kScaling == Scaling::mx_blocks && kTakesRegisters<Source>;
 #else
-constexpr bool kOneBlockOfGradients = false;
+constexpr bool kOneBlockOfTiles = false;
 #endif
 constexpr int kStreamBlocks = kPath == Path::quotients ? 1
     : !kTiled ? kRowwiseBlocks
-    : kArrays > 2 || kOneBlockOfGradients || (kOptions && !kOneScale && sizeof(IN::storage) == 4) ? 1 : 2;
+    : kArrays > 2 || kOneBlockOfTiles || (kOptions && !kOneScale && sizeof(IN::storage) == 4) ? 1 : 2;
 
 // A block of threads has at most so many rows, since the weight of each is in shared memory: as many as
 // threads, where shared memory suffices (ops/quantize/fused.py has the same rule). Forward in f32 blocks with

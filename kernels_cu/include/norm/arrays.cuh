@@ -19,7 +19,7 @@ struct RowArray {
                                           const float (&dx)[kChunks][8]) {
 #pragma unroll
         for (int c = 0; c < kChunks; c++) store_eight<true, DX>(to + at.at(c), dx[c], at.has(c) ? 8 : 0);
-        to += kRowsAtOnce * (i64)(at.chunks * 8);
+        to += at.step() * (i64)(at.chunks * 8);
     }
     static __device__ __forceinline__ void pad(const NormArrayParams&, const RowPosition&) {}
     static __device__ __forceinline__ u32 amax() { return 0; }
@@ -32,6 +32,7 @@ struct PatchArray {
         store_eight<false, DX>(p.dx + (patch.row + r) * p.call.columns + patch.column, dx.of,
                                patch.columns_of(r));
     }
-    __device__ __forceinline__ void store(const NormArrayParams&, const TilePosition&, const PatchPosition&) {}
+    __device__ __forceinline__ void store(const NormArrayParams&, const TilePosition&,
+                                          const PatchPosition&) {}
     static __device__ __forceinline__ u32 amax() { return 0; }
 };

@@ -7,11 +7,25 @@
 #include "norm/value_rows.cuh"
 #endif
 
-constexpr int kNormThreads = kPath == Path::rows ? kMostRowThreads : kTiled ? kStreamThreads : kThreads;
-// Whole rows in registers: of y so that more blocks share a multiprocessor than the compiler aims at. Two
-// blocks of y's tiles with every option would spill.
-constexpr int kNormBlocks = kPath == Path::rows && !kBackward ? 1 + kRms
-    : kTiled && (kBackward || kRms) ? kStreamBlocks : 1;
+// LayerNorm alone has fewer threads (ops/quantize/norm_launches.py has this number).
+constexpr int kLayerThreads = 256;
+constexpr bool kOfRows = kPath == Path::rows;
+constexpr int kNormThreads = kOfRows ? kNorms == Norms::layer ? kLayerThreads : kMostRowThreads
+    : kTiled ? kStreamThreads : kThreads;
+// So many blocks share a multiprocessor: of whole rows of y more than the compiler aims at, of tiles where
+// they do not spill.
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
+constexpr int kLayerBlocks = 2;
+#else
+constexpr int kLayerBlocks = 3;
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kTwoTiles = kBackward || (kNorms == Norms::rms && kScaling != Scaling::mx_blocks);
+#else
+constexpr bool kTwoTiles = kBackward || kNorms == Norms::rms;
+#endif
+constexpr int kNormBlocks = kOfRows && !kBackward ? kRms ? 2 : kNorms == Norms::layer ? kLayerBlocks : 1
+    : kTiled && kTwoTiles ? kStreamBlocks : 1;
 
 template <class OfRows, class OfTiles, class OfPatches, class Params, class... More>
 __device__ __forceinline__ u32 norm(const Params& p, const SourceCall& call, More... more) {

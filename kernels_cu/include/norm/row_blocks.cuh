@@ -28,17 +28,17 @@ struct RowBlocks {
 #pragma unroll
         for (int c = 0; c < kChunks; c++) codes.put(at, c, quantized(p, y[c], broadcast(own, c)));
         codes.advance(at);
-        advance(p);
+        advance(p, at);
     }
     __device__ __forceinline__ void pad(const FusedBlockParams& p, const RowPosition& at) {
         const int row = owned<4>() / kRowChunks;
         if (scale && row < at.padding) *scale = 0.0f;
-        advance(p);
+        advance(p, at);
     }
     static __device__ __forceinline__ u32 amax() { return 0; }
 
 private:
-    __device__ __forceinline__ void advance(const FusedBlockParams& p) {
-        if (scale) scale += kRowsAtOnce * p.row_scales.row;
+    __device__ __forceinline__ void advance(const FusedBlockParams& p, const RowPosition& at) {
+        if (scale) scale += at.step() * p.row_scales.row;
     }
 };

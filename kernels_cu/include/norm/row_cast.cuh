@@ -5,15 +5,17 @@
 
 struct RowCast {
     const float scale;
+    const bool raises;           // an amax is wanted
     RowCodes codes;
     u32 largest = 0;
 
     __device__ __forceinline__ RowCast(const FusedCastParams& p, const RowPosition& at, float scale)
-        : scale(scale), codes(p.data, at) {}
+        : scale(scale), raises(p.amax || p.workspace), codes(p.data, at) {}
     __device__ __forceinline__ void store(const FusedCastParams& p, const RowPosition& at,
                                           const float (&y)[kChunks][8]) {
+        if (raises)
 #pragma unroll
-        for (int c = 0; c < kChunks; c++) largest = raised_by(largest, y[c]);
+            for (int c = 0; c < kChunks; c++) largest = raised_by(largest, y[c]);
         if (!p.data) return;
 #pragma unroll
         for (int c = 0; c < kChunks; c++) codes.put(at, c, quantized(y[c], scale));

@@ -16,15 +16,14 @@ constexpr int kMostRowThreads = 512;
 
 // The columns of a thread, and the rows of its block.
 struct RowPosition {
-    i64 row;                     // the first of kRowsAtOnce
+    int row;                     // the first of kRowsAtOnce
     int left;                    // how many rows of the block exist from this one on
     int padding;                 // and how many follow that have only scales
     int chunks;                  // of a row
 
     __device__ __forceinline__ explicit RowPosition(const SourceCall& call)
-        : row((i64)blockIdx.x * call.rows_per_block),
-          left(left_of(call.rows - row, (int)call.rows_per_block)),
-          padding(left_of(call.all_rows - row, (int)call.rows_per_block) - left),
+        : row((int)(kBackward ? blockIdx.x * call.rows_per_block : blockIdx.x)),
+          left(of_block(call.rows, call)), padding(of_block(call.all_rows, call) - left),
           chunks((int)(call.columns / 8)) {}
     __device__ __forceinline__ int column(int j) const {
         return (j * (int)blockDim.x + (int)threadIdx.x) * 8;
@@ -39,7 +38,16 @@ struct RowPosition {
         return chunk / kRowChunks * (i64)(chunks * 8) + chunk % kRowChunks * (int)blockDim.x * 8;
     }
     __device__ __forceinline__ i64 first() const { return row * (i64)(chunks * 8) + (int)threadIdx.x * 8; }
-    __device__ __forceinline__ void advance() { row += kRowsAtOnce, left -= kRowsAtOnce; }
+    // How far it is to the next rows of the block: of gradients they adjoin, since these are summed up.
+    __device__ __forceinline__ int step() const { return kBackward ? kRowsAtOnce : (int)gridDim.x; }
+    __device__ __forceinline__ void advance() { row += step(), left -= kRowsAtOnce; }
+
+private:
+    // Returns how many of the first `rows` rows this block has.
+    __device__ __forceinline__ int of_block(i64 rows, const SourceCall& call) const {
+        if (kBackward) return left_of(rows - row, (int)call.rows_per_block);
+        return row < rows ? (int)((u32)(rows - row - 1) / gridDim.x) + 1 : 0;
+    }
 };
 
 // The next rows, in shared memory: x, BACKWARD grad, residual.
@@ -88,7 +96,7 @@ private:
 #pragma unroll
                 for (int l = 0; l < kLoads; l++)
                     copy_async<(kLoads > 1)>(place(array, c, l), from + at.at(c) + l * kLoad);
-        from += kRowsAtOnce * (i64)(at.chunks * 8);
+        from += at.step() * (i64)(at.chunks * 8);
     }
 };
 
@@ -137,14 +145,20 @@ public:
         for (int i = threadIdx.x; i < 2 * kSegments; i += blockDim.x) shared()[i] = as_float(kAbsentTerm);
         __syncthreads();
     }
-    // sums: a sum of each of this thread's chunks, -0 where it does not exist. Returns those of the rows.
-    __device__ __forceinline__ void find(const float (&sums)[kChunks], float (&totals)[kRowsAtOnce]) {
+    // sums: a sum of each of this thread's chunks, -0 where it does not exist. Returns finish(sum) of the
+    // rows.
+    template <class Finish>
+    __device__ __forceinline__ void find(const float (&sums)[kChunks], Finish finish,
+                                         float (&totals)[kRowsAtOnce]) {
         u32 bits[kChunks];
 #pragma unroll
         for (int c = 0; c < kChunks; c++) bits[c] = as_bits(sums[c]);
         float own = rest_of_warp(fold(bits, add_bits));              // of chunk owned<4>()
         if (blockDim.x == 32) {
-            finish(own, totals);
+            // Chunks 0 and 1 are owned by lanes that are 2 apart, 0 and 2 by lanes that are 1 apart.
+            own = add_rn(own, __shfl_xor_sync(~0u, own, 2));
+            if (!kBackward) own = add_rn(own, __shfl_xor_sync(~0u, own, 1));
+            exchange(finish(own), totals);
             return;
         }
         float* const segments = shared() + turn * kSegments;
@@ -159,11 +173,10 @@ public:
         if constexpr (kBackward) {
             const u32 rows[2] = {as_bits(segments[lane]), as_bits(segments[kRowSegments + lane])};
             own = rest_of_warp(fold(rows, add_bits));
-            exchange(own, totals);
         } else {
-            const float low = add_rn(segments[2 * lane], segments[2 * lane + 1]);
-            totals[0] = warp_tree_sum(low);
+            own = warp_tree_sum(add_rn(segments[2 * lane], segments[2 * lane + 1]));
         }
+        exchange(finish(own), totals);
     }
 
 private:
@@ -183,19 +196,14 @@ private:
         for (int step = 4; step < 32; step *= 2) sum = add_rn(sum, __shfl_xor_sync(~0u, sum, step));
         return sum;
     }
-    // Adds up the chunks of a row, where a warp has all of them. Chunks 0 and 1 are owned by lanes that are 2
-    // apart, 0 and 2 by lanes that are 1 apart.
-    static __device__ __forceinline__ void finish(float own, float (&totals)[kRowsAtOnce]) {
-        own = add_rn(own, __shfl_xor_sync(~0u, own, 2));
-        if constexpr (kBackward) exchange(own, totals);
-        else totals[0] = add_rn(own, __shfl_xor_sync(~0u, own, 1));
-    }
-    // own: the sum of row threadIdx.x % 2.
+    // own: of row threadIdx.x % kRowsAtOnce.
     static __device__ __forceinline__ void exchange(float own, float (&totals)[kRowsAtOnce]) {
-        const float other = __shfl_xor_sync(~0u, own, 1);
-        const bool second = threadIdx.x & 1;
-        totals[0] = second ? other : own;
-        if constexpr (kBackward) totals[1] = second ? own : other;
+        totals[0] = own;
+        if constexpr (kBackward) {
+            const float other = __shfl_xor_sync(~0u, own, 1);
+            const bool second = threadIdx.x & 1;
+            totals[0] = second ? other : own, totals[1] = second ? own : other;
+        }
     }
 };
 
@@ -211,32 +219,33 @@ __device__ __forceinline__ void sum_chunks(const RowPosition& at, Term term, flo
     }
 }
 
-// Mean and 1 / sigma of the rows of z.
+// Mean and 1 / sigma of the rows of z. given: 1 / sigma is `rstd`.
 __device__ __forceinline__ void find_statistics(const SourceCall& call, const RowPosition& at,
                                                 const float (&z)[kChunks][8], RowTotals& totals,
+                                                bool given,
+                                                const float (&rstd)[kRowsAtOnce],
                                                 RowStatistics (&of)[kRowsAtOnce]) {
     float sums[kChunks], found[kRowsAtOnce];
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; r++) of[r] = {0.0f, 0.0f, 0.0f, 0.0f};
     if (call.is_layer()) {
         sum_chunks(at, [&](int c, int i) { return z[c][i]; }, sums);
-        totals.find(sums, found);
+        totals.find(sums, [&](float sum) { return Source::mean(call, sum); }, found);
 #pragma unroll
-        for (int r = 0; r < kRowsAtOnce; r++) of[r].mean = Source::mean(call, found[r]);
+        for (int r = 0; r < kRowsAtOnce; r++) of[r].mean = found[r];
     }
-    if (kBackward && call.rstd) {
+    if (given) {
 #pragma unroll
-        for (int r = 0; r < kRowsAtOnce; r++)
-            of[r].rstd = at.has_row(r) ? load_read_only(call.rstd + at.row + r) : 0.0f;
+        for (int r = 0; r < kRowsAtOnce; r++) of[r].rstd = rstd[r];
         return;
     }
     sum_chunks(at, [&](int c, int i) {
         const float centred = Source::centred(z[c][i], of[c / kRowChunks]);
         return mul_rn(centred, centred);
     }, sums);
-    totals.find(sums, found);
+    totals.find(sums, [&](float sum) { return Source::rstd(call, sum); }, found);
 #pragma unroll
-    for (int r = 0; r < kRowsAtOnce; r++) of[r].rstd = Source::rstd(call, found[r]);
+    for (int r = 0; r < kRowsAtOnce; r++) of[r].rstd = found[r];
 }
 
 // Where a thread's codes go.
@@ -248,6 +257,6 @@ struct RowCodes {
         if (at.has(chunk)) codes.store(to + at.at(chunk));
     }
     __device__ __forceinline__ void advance(const RowPosition& at) {
-        to += kRowsAtOnce * (i64)(at.chunks * 8);
+        to += at.step() * (i64)(at.chunks * 8);
     }
 };

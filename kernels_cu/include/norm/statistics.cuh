@@ -15,15 +15,16 @@ public:
     // elements.
     template <class Term>
     __device__ __forceinline__ float operator()(i64 row, Term term) const {
-        const i64 chunks = (call.columns + 7) / 8, rounds = (chunks + kStatisticsThreads - 1) / kStatisticsThreads;
+        const i64 chunks = (call.columns + 7) / 8;
+        const i64 rounds = (chunks + kStatisticsThreads - 1) / kStatisticsThreads;
 #pragma unroll 1
         for (i64 round = 0; round < rounds; round++) {
             const i64 column = (round * kStatisticsThreads + threadIdx.x) * 8;
             const int count = left_of(call.columns - column, 8);
             float z[8], grad[8], w[8];
             load(row, column, count, z, grad, w);
-            const float sum = shared.of_block(
-                sum_of_eight(count, [&](int i) { return term(z[i], BACKWARD ? mul_rn(grad[i], w[i]) : 0.0f); }));
+            const float sum = shared.of_block(sum_of_eight(
+                count, [&](int i) { return term(z[i], BACKWARD ? mul_rn(grad[i], w[i]) : 0.0f); }));
             if (threadIdx.x == 0) shared.running.add(round, sum);
         }
         __shared__ float total;
@@ -104,7 +105,8 @@ __device__ __forceinline__ void sum_columns(const SourceCall& call) {
         if (r < left) {
             const i64 at = (row + r) * call.columns + column;
             const float z = IN::widen(call.x[at]), grad = IN::widen(call.grad[at]);
-            const RowStatistics of{call.statistics[row + r], call.statistics[call.rows + row + r], 0.0f, 0.0f};
+            const float* const statistics = call.statistics + row + r;
+            const RowStatistics of{statistics[0], statistics[call.rows], 0.0f, 0.0f};
             terms[0] = mul_rn(grad, Source::normed(z, of)), terms[1] = grad;
         }
         sums[0].add(r, terms[0]), sums[1].add(r, terms[1]);

@@ -2,6 +2,39 @@
 #pragma once
 #include "norm/rows.cuh"
 
+// True if weights have biases beside them in shared memory.
+__device__ __forceinline__ bool has_biases(const SourceCall& call) {
+    return kNorms == Norms::layer || (kNorms == Norms::every && call.bias);
+}
+__device__ __forceinline__ void keep_biases(const SourceCall& call, const RowPosition& at,
+                                            const ThreadFloats& biases) {
+    if (!has_biases(call)) return;
+#pragma unroll
+    for (int j = 0; j < kRowChunks; j++) {
+        float v[8];
+        load_bias<true>(call, at.column(j), at.has_column(j) ? 8 : 0, v);
+        biases.put(j, v);
+    }
+}
+// Replaces z by y. Where there is no column, weight and bias are 0, and so is y (or NaN, as all of the row).
+__device__ __forceinline__ void find_values(const SourceCall& call, const RowPosition& at,
+                                            const ThreadFloats& weights, const ThreadFloats& biases,
+                                            const RowStatistics& of, i64 first, float (&z)[kChunks][8]) {
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+        float w[8], b[8];
+        weights.get(c, w);
+#pragma unroll
+        for (float& each : b) each = -0.0f;
+        if (has_biases(call)) biases.get(c, b);
+#pragma unroll
+        for (int i = 0; i < 8; i++) z[c][i] = Source::value(z[c][i], of, w[i], b[i]);
+        round_through(call, z[c]);
+        if (kNorms == Norms::every && call.normed)
+            store_eight<true, IN>(call.normed + first + at.at(c), z[c], at.has_column(c) ? 8 : 0);
+    }
+}
+
 // y of every row of the block. Returns the thread's amax, as bits.
 template <class Output, class Params, class... More>
 __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call, More... more) {
@@ -10,15 +43,8 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
     NextRows next(call, at, shared);
     next.request(call, at);
     const ThreadFloats weights{next.end(call)}, biases{weights.end(kRowChunks)};
-    const bool has_bias = kNorms == Norms::layer || (kNorms == Norms::every && call.bias);
     keep_weights(call, at, weights);
-#pragma unroll
-    for (int j = 0; j < kRowChunks; j++) {
-        if (!has_bias) break;
-        float v[8];
-        load_bias<true>(call, at.column(j), at.has_column(j) ? 8 : 0, v);
-        biases.put(j, v);
-    }
+    keep_biases(call, at, biases);
     RowTotals totals;
     Output output(p, at, more...);
     i64 first = at.first();
@@ -36,27 +62,14 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
         }
         if (at.left > 1) next.request(call, at);
         RowStatistics of[1];
-        find_statistics(call, at, z, totals, of);
+        find_statistics(call, at, z, totals, false, {0.0f}, of);
         if (call.rstd_out && threadIdx.x == 0) call.rstd_out[at.row] = as_float(f32::narrow(of[0].rstd));
-#pragma unroll
-        for (int c = 0; c < kChunks; c++) {
-            if (!at.has_column(c)) continue;                         // z is 0
-            float w[8], b[8];
-            weights.get(c, w);
-#pragma unroll
-            for (float& each : b) each = -0.0f;
-            if (has_bias) biases.get(c, b);
-#pragma unroll
-            for (int i = 0; i < 8; i++) z[c][i] = Source::value(z[c][i], of[0], w[i], b[i]);
-            round_through(call, z[c]);
-            if (kNorms == Norms::every && call.normed)
-                store_eight<true, IN>(call.normed + first + at.at(c), z[c], 8);
-        }
+        find_values(call, at, weights, biases, of[0], first, z);
         output.store(p, at, z);
-        first += call.columns;
+        first += at.step() * call.columns;
         at.advance();
     }
 #pragma unroll 1
-    for (; at.padding > 0; at.padding--, at.row++) output.pad(p, at);
+    for (; at.padding > 0; at.padding--, at.row += at.step()) output.pad(p, at);
     return output.amax();
 }

@@ -20,6 +20,7 @@ __device__ __forceinline__ u32 with_sign_turned(u32 bits) { return bits ^ 0x8000
 __device__ __forceinline__ bool has_bits(float a, u32 bits) { return as_bits(a) == bits; }
 __device__ __forceinline__ bool is_nan(float a) { return a != a; }
 __device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
+__device__ __forceinline__ float one_unless_at_most_zero(float a) { return a <= 0.0f ? 0.0f : 1.0f; }
 // Returns the operand that is not NaN, like PTX max.f32. Both operands are magnitudes, so the order of zeros
 // never matters.
 __device__ __forceinline__ float max_number(float a, float b) {
@@ -119,6 +120,13 @@ __device__ __forceinline__ bool is_less(float a, float b) {
     const i32 a_order = a_bits < 0 ? -(a_bits & 0x7fffffff) : a_bits;
     const i32 b_order = b_bits < 0 ? -(b_bits & 0x7fffffff) : b_bits;
     return !is_nan(a) && !is_nan(b) && a_order < b_order;            // Zeros of both signs are 0.
+}
+// Returns 0 for a <= 0, and 1 for other numbers and NaN.
+__device__ __forceinline__ float one_unless_at_most_zero(float a) {
+    u32 r;
+    asm("{\n\t.reg .pred q;\n\tsetp.gtu.f32 q, %1, 0f00000000;\n\t"
+        "selp.b32 %0, 0x3f800000, 0, q;\n\t}" : "=r"(r) : "r"(as_bits(a)));
+    return as_float(r);
 }
 // The operands are integers, because NVRTC 12.9 uses abs.ftz.f32 where a magnitude, an integer mask, becomes
 // a float operand.

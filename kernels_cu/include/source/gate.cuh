@@ -10,8 +10,10 @@
 //   terms(v)                   replaces each v by its term: four or eight elements (path any, rows.cuh)
 //   terms(v, raw)              the same of eight; raw: their bits in x, for a quicker test (stream.cuh)
 //   terms_of(a, alpha, is_scaled, v)        v receives the terms of alpha * a; is_scaled: alpha is not 1. For
-//                              gated sources alone, whose option gpt_oss takes a * f(alpha * a) for a * f(a)
+//                              gated sources with programs for options, of which gpt_oss takes
+//                              a * f(alpha * a) for a * f(a)
 //   activation(a, term), derivative(alpha * a, term)
+// Path any has those of any_kind.cuh, which find act and act' of every activation.
 // act(0) is 0, since elements that do not exist are zeros and count for every amax. Values and gradients of
 // finite numbers are numbers: what overflows on the way is bounded.
 #pragma once
@@ -74,3 +76,5 @@ struct Gate : Act {
         }
     }
 };
+template <class Act, bool kIsGated>
+constexpr bool kTakesRegisters<Gate<Act, kIsGated>> = kTakesRegisters<Act>;

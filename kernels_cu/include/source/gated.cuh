@@ -1,11 +1,12 @@
 // The source y = (act(a) * b) * p: a and b are halves of a row of x, p is its weight. It has options: biases,
 // clamp, gpt_oss and interleaved x. Activation: declared before this is included.
 #pragma once
+#include "source/any_kind.cuh"
 #include "source/gate.cuh"
 
 // The members say what a call asks for.
 struct SourceCall {
-    static constexpr u32 kClamped = 1, kGptOss = 2, kInterleaved = 4, kWide = 8;
+    static constexpr u32 kClamped = 1, kGptOss = 2, kInterleaved = 4, kWide = 8, kKinds = 16;
     static constexpr u32 kNone = ~0u;
 
     const IN::storage* x;        // [rows, 2 H]: a then b in each row, or a0 b0 a1 b1 ... (kInterleaved)
@@ -25,10 +26,11 @@ struct SourceCall {
     float limit, minus_limit;    // a <= limit, -limit <= b <= limit; infinite without kClamped
     float alpha;                 // of terms(alpha * a): 1, or 1.702 with kGptOss, where b is b + 1
     // kWide: every row of x, grad and bias allows 16-byte loads (interleaved grad: loads of 4 elements), and
-    // every row of as-is data 8-byte stores
+    // every row of as-is data 8-byte stores. And kKinds * the activation's number
     u32 flags;
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
+    __device__ __forceinline__ Kind kind() const { return (Kind)(flags / kKinds); }
     __device__ __forceinline__ bool interleaved() const { return has(kInterleaved); }
     __device__ __forceinline__ i64 half() const { return kBackward ? columns / 2 : columns; }        // H
     __device__ __forceinline__ i64 wrap() const { return interleaved() ? columns : half(); }

@@ -109,10 +109,10 @@ __device__ __forceinline__ void store_sum(const SourceCall& call, const PatchPos
         call.sums[first / Tile::kColumns * call.rows + patch.row + r] = as_float(f32::narrow(total));
 }
 
-// A slice of a row: a, b and (BACKWARD) grad, biased and clamped, and the terms of a. clipped: bit i for a,
-// bit 8 + i for b.
+// A slice of a row: a, b and (BACKWARD) grad, biased and clamped, act(a) and (BACKWARD) act'(a). clipped: bit
+// i for a, bit 8 + i for b.
 struct Slice {
-    float v[kArrays][kSlice], terms[kSlice];
+    float v[kArrays][kSlice], act[kSlice], slope[kSlice];
     u32 clipped = 0;
 
     __device__ __forceinline__ void add_bias(const SourceCall& call, const IN::storage* biases, i64 column,
@@ -141,29 +141,25 @@ struct Slice {
             a = clamped_a, b = clamped_b;
         }
     }
-    // Finds the terms; with gpt_oss b becomes b + 1.
-    __device__ __forceinline__ void find_terms(const SourceCall& call) {
-#pragma unroll
-        for (int i = 0; i < kSlice; i++) terms[i] = mul_rn(call.alpha, v[0][i]);
-        Source::terms(terms);
+    // Finds act(a) and its derivative; with gpt_oss b becomes b + 1.
+    __device__ __forceinline__ void evaluate(const SourceCall& call) {
+        ::evaluate<true>(call.kind(), call.alpha, v[0], act, slope);
         if (!call.has(SourceCall::kGptOss)) return;
 #pragma unroll
         for (int i = 0; i < kSlice; i++) v[1][i] = add_rn(v[1][i], 1.0f);
     }
     // Computes the gradients. others: bits of columns that are db, or do not exist; all_others: those of all
     // slices.
-    __device__ __forceinline__ void gradients(const SourceCall& call, u32 all_others, u32 others,
-                                              float (&out)[kSlice]) const {
+    __device__ __forceinline__ void gradients(u32 all_others, u32 others, float (&out)[kSlice]) const {
         if (all_others != 0xffu) {
 #pragma unroll
             for (int i = 0; i < kSlice; i++)
-                out[i] = Source::gradient_a(v, i, mul_rn(call.alpha, v[0][i]), terms[i]);
+                out[i] = mul_rn(Source::gated(v[kArrays - 1][i], v, i), slope[i]);
         }
         if (!all_others) return;
 #pragma unroll
         for (int i = 0; i < kSlice; i++)
-            if (others >> i & 1)
-                out[i] = Source::gradient_b(v[kArrays - 1][i], Source::activation(v[0][i], terms[i]));
+            if (others >> i & 1) out[i] = Source::gradient_b(v[kArrays - 1][i], act[i]);
     }
 };
 
@@ -195,7 +191,7 @@ private:
             s.add_bias(call, biases, patch.column, left, slice);
         if (call.has(SourceCall::kClamped)) s.clamp(call);
         if constexpr (kBackward) grad.widen(call, slice, s.v[kArrays - 1]);
-        s.find_terms(call);
+        s.evaluate(call);
         return s;
     }
     // Computes eight elements of y.
@@ -203,7 +199,7 @@ private:
                                              const float& weight, float (&y)[8]) {
         const Slice s = widened(call, patch, r, 0);
 #pragma unroll
-        for (int i = 0; i < kSlice; i++) y[i] = Source::value(s.v, i, s.terms[i]);
+        for (int i = 0; i < kSlice; i++) y[i] = Source::gated(s.act[i], s.v, i);
         if (!call.probs) return;
 #pragma unroll
         for (int i = 0; i < kSlice; i++) y[i] = mul_rn(y[i], weight);
@@ -221,8 +217,7 @@ private:
             if (call.sums) {
 #pragma unroll
                 for (int i = 0; i < kSlice; i++) {
-                    const float term =
-                        Source::gradient_weight(s.v, i, Source::activation(s.v[0][i], s.terms[i]));
+                    const float term = Source::gradient_weight(s.v, i, s.act[i]);
                     sum.add(slice * kSlice + i, others >> i & 1 ? as_float(kAbsentTerm) : term);
                 }
             }
@@ -231,7 +226,7 @@ private:
                 for (int i = 0; i < kSlice; i++)
                     s.v[kArrays - 1][i] = mul_rn(s.v[kArrays - 1][i], weight);
             }
-            s.gradients(call, all_others, others, out);
+            s.gradients(all_others, others, out);
             if (!call.has(SourceCall::kClamped)) continue;
             // Gradients of clipped elements are 0 whatever the weight, and those of absent elements must be
             // too: 0 times Inf would be NaN.

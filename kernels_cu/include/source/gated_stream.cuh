@@ -63,6 +63,9 @@ public:
     __device__ __forceinline__ int left_in(int part, int left) const { return has(part) ? left : 0; }
 
 private:
+    // Source, by a name that depends on Call: an activation without programs for options has no terms_of().
+    using Options = typename Either<(sizeof(Call) > 0), Source, Call>::Type;
+
     const Biases biases;
     static_assert(!kOptions || 4 * Tile::kColumns == kStreamThreads,
                   "each loads a bias: of two experts, of a and b");
@@ -172,7 +175,7 @@ private:
 #pragma unroll
             for (float& a : v[0]) a = at_most(a, call.limit);
         }
-        Source::terms_of(v[0], call.alpha, call.has(Call::kGptOss), terms);
+        Options::terms_of(v[0], call.alpha, call.has(Call::kGptOss), terms);
         if constexpr (kBackward) {
             read(r, 2, raw[0]);
             widen_eight(raw[0], v[kArrays - 1]);

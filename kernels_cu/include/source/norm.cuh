@@ -40,13 +40,14 @@ struct SourceCall {
     u32* progress;               // path plain: struct Progress
     i64 rows, columns;
     i64 all_rows;                // path rows: with those that have only padding of scales
-    float columns_f32, eps;
+    float columns_f32, columns_inverse;          // columns, and 1 / that, rounded
+    float eps;
     float weight_offset;         // -0 changes no bit
     // kWide: every row of x, grad, residual, summed and normed, weight and bias allow 16-byte accesses, and
     // every row of as-is data 8-byte stores
     u32 flags;
     u32 rows_per_block;          // path rows
-    u32 lead;                    // path plain: so many parts of statistics are found ahead
+    u32 lead;                    // path plain: statistics are found so many bands ahead
     u32 patience;                // path plain: so often a block looks for statistics before it finds them
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
@@ -71,11 +72,22 @@ struct Source {
     static constexpr bool kGated = false;
     static constexpr int kHalves = 1;
 
+    // Divides a sum over the columns of a row. Sums that are not extreme need no division
+    // (numerics/arith.cuh).
+    static __device__ __forceinline__ float mean(const SourceCall& call, float sum) {
+        return is_moderate_sum(sum) ? quick_quotient(sum, call.columns_f32, call.columns_inverse)
+                                    : div_rn(sum, call.columns_f32);
+    }
+    // 1 / sqrt(squares / columns + eps)
     static __device__ __forceinline__ float rstd(const SourceCall& call, float squares) {
+        if (is_moderate_sum(squares) && as_bits(call.eps) < as_bits(1e18f))
+            return reciprocal(sqrt_rn(add_rn(quick_quotient(squares, call.columns_f32, call.columns_inverse),
+                                             call.eps)));
         return div_rn(1.0f, sqrt_rn(add_rn(div_rn(squares, call.columns_f32), call.eps)));
     }
-    static __device__ __forceinline__ float mean(const SourceCall& call, float sum) {
-        return div_rn(sum, call.columns_f32);
+    // True between 2^-60 and 2^60.
+    static __device__ __forceinline__ bool is_moderate_sum(float sum) {
+        return (as_bits(sum) & 0x7fffffffu) - (67u << 23) < 120u << 23;
     }
     static __device__ __forceinline__ float centred(float z, const RowStatistics& of) {
         return kRms ? z : sub_rn(z, of.mean);
@@ -84,7 +96,8 @@ struct Source {
         return mul_rn(centred(z, of), of.rstd);
     }
     // bias: -0 where there is none.
-    static __device__ __forceinline__ float value(float z, const RowStatistics& of, float weight, float bias) {
+    static __device__ __forceinline__ float value(float z, const RowStatistics& of, float weight,
+                                                  float bias) {
         const float y = mul_rn(normed(z, of), weight);
         return kRms ? y : add_rn(y, bias);
     }

@@ -1,0 +1,37 @@
+// Path any serves every activation with one program: the call says which (SourceCall::kind()).
+#pragma once
+#include "source/gelu.cuh"
+#include "source/gelu_tanh.cuh"
+#include "source/relu.cuh"
+#include "source/silu.cuh"
+
+// KINDS in cupy_fp8/ops/quantize/fused.py has the same order.
+enum class Kind : u32 { silu, gelu, gelu_tanh, relu, relu2 };
+// An activation for the define ACT on path any. Drivers of other paths are declared there too, and want one.
+struct AnyKind : Silu {};
+
+// Finds act(a) and (BACKWARD) act'(a) of some elements, of a * f(alpha * a) for a * f(a) where kIsScaled.
+template <class Act, bool kIsScaled, int kCount>
+__device__ __forceinline__ void evaluate_one(float alpha, const float (&a)[kCount], float (&act)[kCount],
+                                             float (&slope)[kCount]) {
+    float argument[kCount], terms[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; i++) terms[i] = argument[i] = kIsScaled ? mul_rn(alpha, a[i]) : a[i];
+    Act::terms(terms);
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        act[i] = Act::activation(a[i], terms[i]);
+        if (kBackward) slope[i] = Act::derivative(argument[i], terms[i]);
+    }
+}
+template <bool kIsScaled, int kCount>
+__device__ __forceinline__ void evaluate(Kind kind, float alpha, const float (&a)[kCount],
+                                         float (&act)[kCount], float (&slope)[kCount]) {
+    switch (kind) {
+        case Kind::silu: return evaluate_one<Silu, kIsScaled>(alpha, a, act, slope);
+        case Kind::gelu: return evaluate_one<Gelu, false>(alpha, a, act, slope);
+        case Kind::gelu_tanh: return evaluate_one<GeluTanh, false>(alpha, a, act, slope);
+        case Kind::relu: return evaluate_one<Relu, false>(alpha, a, act, slope);
+        default: return evaluate_one<Relu2, false>(alpha, a, act, slope);
+    }
+}
