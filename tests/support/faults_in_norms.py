@@ -4,7 +4,7 @@ faults_in_kernels.py are."""
 from faults import Fault
 
 _FORWARD, _BACKWARD, _NORM = "norm_quantize", "norm_backward_quantize", "quantize/norm"
-_TESTS = "tests/ops/quantize/test_norm.py"
+_TESTS = "tests/ops/quantize/test_norm_blocks.py"
 
 NORM_FAULTS = (
     Fault("quantize/norm.cu", "if (!is_set(p.call.noop)) norm<RowMx,", "if (blockIdx.x == 0) norm<RowMx,",
