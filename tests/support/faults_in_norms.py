@@ -4,7 +4,7 @@ faults_in_kernels.py are."""
 from faults import Fault
 
 _FORWARD, _BACKWARD, _NORM = "norm_quantize", "norm_backward_quantize", "quantize/norm"
-_TESTS = "tests/ops/quantize/test_norm.py"
+_TESTS = "tests/ops/quantize/test_norm_blocks.py"
 
 NORM_FAULTS = (
     Fault("quantize/norm.cu", "if (!is_set(p.call.noop)) norm<RowMx,", "if (blockIdx.x == 0) norm<RowMx,",
@@ -32,8 +32,8 @@ NORM_FAULTS = (
     Fault("include/norm/statistics.cuh", "for (int w = 0; w < kWarps; w++) total",
           "for (int w = 0; w < kWarps - 1; w++) total", _BACKWARD, _NORM, name="sums of columns"),
     # ---- path rows ----
-    Fault("include/norm/rows.cuh", "r == 0 || r < left;", "r == 0 || r <= left;", _BACKWARD, _NORM,
-          "PATH=rows"),
+    Fault("include/norm/rows.cuh", "for (int step = 4; step < 32; step *= 2)",
+          "for (int step = 8; step < 32; step *= 2)", _BACKWARD, _NORM, "PATH=rows"),
     Fault("include/norm/value_rows.cuh", "first += at.step() * call.columns;", "", _FORWARD, _NORM,
           "PATH=rows", case="return_residual=True"),
     Fault("include/norm/gradient_rows.cuh", "v[i] = add_rn(lower[i], v[i]);",

@@ -66,7 +66,7 @@ def _small(case: Callable[..., Case], layer: dict[str, Any]) -> Iterator[Case]:
     """Cases that launch every kind of program on a few blocks, for callers that take only a few cases."""
     for recipe, directions in product((_DELAYED, _BLOCKS, _MX), (_ROW, _BOTH)):
         yield case(bfloat16, (37, 272), "normal", **recipe, **directions, **layer)
-    yield case(bfloat16, (35, 57), "normal", **_DELAYED, **_BOTH)
+    yield case(bfloat16, (13, 57), "normal", **_DELAYED, **_BOTH)
     yield case(bfloat16, (35, 72), "normal", **_CURRENT, **_BOTH)
 
 
@@ -89,7 +89,8 @@ def _cases_of(case: Callable[..., Case], more: tuple[dict[str, Any], ...]) -> It
     for recipe in _RECIPES:
         for options, directions in product(more, (_ROW, _BOTH)):
             yield case(bfloat16, (150, 272), "normal", **recipe, **directions, **options)
-            yield case(float32, (35, 136), "edges", **recipe, **directions, **options)
+            for values_of in ("normal", "edges"):
+                yield case(float32, (35, 136), values_of, **recipe, **directions, **options)
             yield case(float16, (37, 75), "normal", **recipe, **directions, **options)
         for directions in (_ROW, _COLUMN, _BOTH):
             yield case(float16, (48, 64), "normal", "offset", **recipe, **directions)
@@ -131,6 +132,8 @@ def _forward_cases() -> Iterator[Case]:
         {"kind": "layer", "bias": True, **residual, "return_rstd": True}, {"residual": True, "eps": 1e-3},
         {"round_through": bfloat16, **residual, "return_normed": True},
         {"round_through": float16, "kind": "layer", "bias": True, "weight": float32}))
+    for columns, kind in product((72, 1032, 8192, 16384), ({}, {"kind": "layer"})):
+        yield case(bfloat16, (3, columns), "normal", **_DELAYED, **_ROW, **kind, return_rstd=True)
     for shape in ((5, 0), (0, 8), (3, 1)):
         yield case(bfloat16, shape, **_BLOCKS, **residual, **_RETURNED)
         yield case(float32, shape, **_DELAYED, **residual, **_RETURNED)

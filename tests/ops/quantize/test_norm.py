@@ -3,19 +3,14 @@ tests/ops/test_cases.py compares bytes over all cases."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from test_swiglu import BLOCKS, DELAYED, MX, every_recipe, normal
-from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
-from cupy_fp8 import reference
 from cupy_fp8.formats import bfloat16, float16, float32
-from cupy_fp8.kernels import Launch
-from cupy_fp8.ops.quantize import norm_launches
 from cupy_fp8.testing import assert_bytes_equal
 
 KINDS = ("rms", "layer")
@@ -230,52 +225,3 @@ def test_edges(run):
     codes, rstd = run.numpy(made[0]).data.view(np.uint8), run.numpy(made[1])
     assert codes.tolist() == [[0x7F] + [0] * 7, [0, 0x80] + [0] * 6, [0x7F] * 8, [0x7F] * 8]
     assert_bytes_equal(rstd, np.array([0, 0, np.inf, np.nan], float32))
-
-
-# ---- how rows and tiles are dealt to thread blocks ----
-@where_kernels_run
-@every_kind
-@pytest.mark.parametrize("rows", [1, 5, 67, 130])
-def test_sums_of_columns_do_not_depend_on_blocks(run, monkeypatch, kind, rows):
-    grad, x, _, weight, _ = arrays(run, (rows, 264), bfloat16)
-    want = reference.norm_backward_quantize(run.numpy(grad), run.numpy(x), run.numpy(weight), None, kind=kind)
-    for most, how in product((2, 4, 16, 64), (None, BLOCKS)):
-        monkeypatch.setattr(norm_launches, "_MOST_ROWS", (most, most))
-        monkeypatch.setattr(norm_launches, "_ENOUGH_BLOCKS", (1, 1))
-        _, *sums = map(run.numpy, fp8.norm_backward_quantize(grad, x, weight, how, kind=kind))
-        for found, wanted in zip(sums, want[1:], strict=True):
-            assert_bytes_equal(found, wanted)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The path of each launch."""
-    paths, start = [], Launch.start
-
-    def noted(launch: Launch, *given: Any) -> None:
-        paths.append(dict(launch.variant.defines).get("PATH"))
-        start(launch, *given)
-
-    monkeypatch.setattr(Launch, "start", noted)
-    return paths
-
-
-@where_kernels_run
-@every_kind
-@pytest.mark.parametrize("order", ["desc", "random"])
-def test_a_block_that_waits_in_vain_finds_statistics(run, monkeypatch, launched, kind, order):
-    """It looks once. Of two bands, and in a call after another one, whose statistics are those of before."""
-    monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
-    monkeypatch.setattr(norm_launches, "_PATIENCE", 0)
-    recipes: tuple[Any, ...] = (BLOCKS, MX)
-    for seed, how in product((0, 1), recipes):
-        grad, x = normal((150, 272), bfloat16, seed), normal((150, 272), bfloat16, seed + 2)
-        weight, given = normal((272,), seed=seed + 4), {"kind": kind, "columnwise": True}
-        g, there, w = map(run.array, (grad, x, weight))
-        assert_bytes_equal(fp8.norm_quantize(there, w, how, **given),
-                           reference.norm_quantize(x, weight, how, **given))
-        for a, b in zip(fp8.norm_backward_quantize(g, there, w, how, **given),
-                        reference.norm_backward_quantize(grad, x, weight, how, **given), strict=True):
-            assert_bytes_equal(a, b)
-    assert "plain" in launched
-    assert "any" not in launched
