@@ -121,12 +121,13 @@ def variants() -> Iterator[Variant]:
         yield _helper(_STATISTICS, dtype, backward)
     for dtype in INPUT_DTYPES:
         yield _helper(_COLUMN_SUMS, dtype, True)
-    scaled = product((ONE_SCALE, F32_BLOCKS, MX_BLOCKS), INPUT_DTYPES, FP8_DTYPES, (False, True))
-    unscaled = ((ARRAY, dtype, to, True) for dtype in INPUT_DTYPES for to in dict.fromkeys((dtype, float32)))
-    for program, path, norms in product((*scaled, *unscaled), (ANY, ROWS, PLAIN),
-                                        (RMS, RESIDUAL, _LAYER_ALONE, EVERY)):
-        if _has_program(*program, path, norms):
-            yield _variant(*program, path, norms, _LEAST_SHARED)
+    programs = [*product((ONE_SCALE, F32_BLOCKS, MX_BLOCKS), INPUT_DTYPES, FP8_DTYPES, (False, True)),
+                *((ARRAY, dtype, to, True) for dtype in INPUT_DTYPES
+                  for to in dict.fromkeys((dtype, float32)))]
+    for (scaling, dtype, to, backward), path, norms in product(
+            programs, (ANY, ROWS, PLAIN), (RMS, RESIDUAL, _LAYER_ALONE, EVERY)):
+        if _has_program(scaling, dtype, to, backward, path, norms):
+            yield _variant(scaling, dtype, to, backward, path, norms, _LEAST_SHARED)
     yield from bias_gradient.variants()
 
 
@@ -344,7 +345,8 @@ class _Launches:
         these up."""
         if only_amax or not self.values.sums[0]:
             return {}, []
-        members, after = {}, []
+        members: Members = {}
+        after: list[Launch] = []
         for name, at in zip(("weight_sums", "bias_sums"), self.values.sums, strict=True):
             if at:
                 shape = self.rows, self.columns
