@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_eight(typename F::storage* to, const float
 #pragma unroll
     for (int s = 0; s < 8 / kStore; s++) {
         if (!kAll) chunks[s].store_partial(to + s * kStore, count - s * kStore);
-        else if (count) chunks[s].store(to + s * kStore);
+        else if (count) chunks[s].store_whole(to + s * kStore);
     }
 }
 
