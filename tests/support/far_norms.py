@@ -17,8 +17,8 @@ _RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "block": (fp8.BlockScaling(), {})}
 _ARRAY: dict[str, tuple[Any, dict[str, Any]]] = {"array": (None, {})}
 #: Blocks find statistics ahead, or go through rows that are far apart, so the CPU can leave none out.
-UNREACHED = {f"{op}-{how}" for op in ("norm_quantize", "norm_backward_quantize")
-             for how in ("both", "any")}
+UNREACHED = {f"norm_quantize-{how}" for how in (*_RECIPES, "both", "any")}
+UNREACHED |= {"norm_backward_quantize-both", "norm_backward_quantize-any"}
 
 
 def calls() -> Iterator[tuple[str, Far]]:
