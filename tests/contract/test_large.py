@@ -35,6 +35,7 @@ _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as 
 #: Ops without a far call, and why.
 _OTHERS = {
     "cast_transpose": "is quantize_tensor", "multi_cast_transpose": "has the kernels of multi_quantize",
+    "norm_quantize": "a GPU alone runs enough of its blocks",
     "permute_transpose": "a GPU alone runs enough of its blocks",
     "matmul_nt": "has no x of one array: test_more_than_two_to_the_31_elements of tests/ops/matmul",
     "splits_to_offsets": "adds up all sizes before a window: test_offsets_of_many_groups",
