@@ -3,7 +3,8 @@
 //
 //   y = (c * i) * w [+ b]        dx = i * ((grad * w - n * c2) - c1) [+ residual]
 //
-// Paths: rows    whole rows in registers, row-wise results (norm/rows.cuh). blockDim.x: ops/quantize/norm.py
+// Paths: rows    whole rows in registers, row-wise results (norm/rows.cuh). blockDim.x:
+//                ops/quantize/norm_launches.py
 //        plain   tiles in every direction (norm/tiles.cuh), by 512 threads
 //        any     every call: after norm_statistics, a block of 256 threads for each tile of 128 x 128
 //

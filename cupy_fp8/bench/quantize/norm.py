@@ -20,7 +20,7 @@ from .tiles import EDGE, of_a_tile
 
 #: Options that have a row for each row of x, and those that have one for all rows.
 _OF_ROWS, _OF_ALL = ("residual", "residual_grad"), ("bias", "scale", "amax")
-#: The gradients of so many columns are added up, from gradients of so many rows at a time.
+#: columns whose sums are compared, and rows that the reference takes at a time
 _COLUMNS, _ROWS_AT_ONCE = 8, 1024
 
 

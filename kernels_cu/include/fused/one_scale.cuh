@@ -211,7 +211,7 @@ __device__ __forceinline__ float begin_cast(const FusedCastParams& p) {
         write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
     return scale;
 }
-// Raises what the call raises by a thread's amax. kThreads: at most so many; threads: how many there are.
+// Raises the call's amax buffers by a thread's amax. kThreads: upper bound of the block size `threads`.
 template <int kThreads>
 __device__ __forceinline__ void finish_cast(const FusedCastParams& p, u32 amax, int threads = kThreads) {
     if (!p.amax && !p.workspace) return;

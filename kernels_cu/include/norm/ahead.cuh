@@ -16,9 +16,9 @@ struct Progress {                // zero before the first launch
     u64 statistics[1];           // [4, rows]; of RMSNorm those that are not 0
 };
 
-// A warp sums up so many segments of 32 chunks at a time.
+// segments of 32 chunks that a warp sums up at a time; warps of a block
 constexpr int kSegmentsAtOnce = 4, kTileWarps = kStreamThreads / 32;
-// A part has at most so many segments: those of 128 rows, of a row of 2^15 columns, or of the rows between.
+// segments of a part, at most: those of 128 short rows, or of one row of 2^15 columns
 constexpr int kMostSegments = 256;
 
 // Statistics of the rows of a band, in shared memory.

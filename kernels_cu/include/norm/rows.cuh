@@ -118,7 +118,7 @@ struct ThreadFloats {
             for (int i = 0; i < 4; i++) v[half * 4 + i] = as_float(four.word[i]);
         }
     }
-    // What follows so many of them.
+    // the first byte after `count` of them
     __device__ __forceinline__ u8* end(int count) const { return shared + count * 32 * (int)blockDim.x; }
 
 private:

@@ -91,8 +91,8 @@ struct BlockMax {
     }
 };
 
-// Returns the largest value of all threads to thread 0, with a barrier of its own. kThreads: at most so many;
-// threads: how many there are.
+// Returns the largest value of all threads to thread 0, with a barrier of its own. kThreads: upper bound of
+// the block size `threads`.
 template <int kThreads>
 __device__ __forceinline__ u32 block_max(u32 value, int threads = kThreads) {
     __shared__ u32 per_warp[BlockMax<kThreads>::kWarps];

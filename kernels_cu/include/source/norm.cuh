@@ -47,7 +47,7 @@ struct SourceCall {
     // every row of as-is data 8-byte stores
     u32 flags;
     u32 rows_per_block;          // path rows
-    u32 lead;                    // path plain: statistics are found so many bands ahead
+    u32 lead;                    // path plain: how many bands ahead statistics are found
     u32 patience;                // path plain: so often a block looks for statistics before it finds them
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
