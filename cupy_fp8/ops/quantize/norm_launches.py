@@ -283,10 +283,12 @@ class _Launches:
     def _by_tiles(self, variant: Any, members: Members, written: Members,
                   only_amax: bool) -> list[Launch] | None:
         v = self.values
-        arrays = 1 + v.backward + (v.residual is not None)
+        staged = 2 if v.backward or v.residual else 1
         behind = {ONE_SCALE: TILE.shared, F32_BLOCKS: TILE.shared + fused.COLUMN_AMAXES,
                   MX_BLOCKS: fused.COLUMN_AMAXES}[v.scaling]
-        shared = arrays * _TILE_BYTES + behind
+        if v.backward and v.residual:
+            behind = max(behind, _TILE_BYTES)       # The output's memory has that of gradients before.
+        shared = staged * _TILE_BYTES + behind
         blocks = TILE.grid(self.x.shape)
         most_shared = self.gpu.shared - _STATIC_SHARED[PLAIN]
         if (shared > most_shared or self.columns > _MOST_COLUMNS or blocks > self.gpu.most_tiles

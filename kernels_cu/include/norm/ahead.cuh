@@ -17,7 +17,7 @@ struct Progress {                // zero before the first launch
 };
 
 // segments of 32 chunks that a warp sums up at a time; warps of a block
-constexpr int kSegmentsAtOnce = 4, kTileWarps = kStreamThreads / 32;
+constexpr int kSegmentsAtOnce = kBackward || kNorms == Norms::residual ? 2 : 4, kTileWarps = kStreamThreads / 32;
 // segments of a part, at most: those of 128 short rows, or of one row of 2^15 columns
 constexpr int kMostSegments = 256;
 
@@ -75,7 +75,10 @@ private:
     // Waits for the statistics of a row of the band, each of 128 threads for one. False: they do not come.
     __device__ __forceinline__ bool wait(u32 band) const {
         const i64 row = (i64)band * Tile::kRows + threadIdx.x;
-        if (threadIdx.x >= Tile::kRows || row >= call.rows) return true;
+        if (threadIdx.x >= Tile::kRows) return true;
+        // An absent row has n = -0, so that its products are absent terms.
+        band_statistics()[threadIdx.x] = {0.0f, -0.0f, 0.0f, 0.0f};
+        if (row >= call.rows) return true;
         for (u32 looks = 0; looks <= call.patience; looks++) {
             float all[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             bool has_come = true;

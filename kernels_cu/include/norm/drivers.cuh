@@ -19,15 +19,17 @@ constexpr int kLayerBlocks = 2;
 #else
 constexpr int kLayerBlocks = 3;
 #endif
+// Tiles: two blocks where the compiler does not spill with 64 registers a thread.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr bool kTwoTiles = kBackward || (kNorms == Norms::rms && kScaling != Scaling::mx_blocks);
+constexpr bool kTwoTiles = kBackward ? kRms : kNorms == Norms::rms && kScaling != Scaling::mx_blocks;
 #else
-constexpr bool kTwoTiles = kBackward || kNorms == Norms::rms;
+constexpr bool kTwoTiles = kBackward ? kRms
+    : kNorms == Norms::rms || (kNorms == Norms::residual && kScaling == Scaling::one_scale);
 #endif
 constexpr int kRmsBlocks = kNorms == Norms::residual && kScaling == Scaling::mx_blocks ? 1 : 2;
 constexpr int kNormBlocks = kOfRows && !kBackward ? kRms ? kRmsBlocks
         : kNorms == Norms::layer ? kLayerBlocks : 1
-    : kTiled && kTwoTiles ? kStreamBlocks : 1;
+    : kTiled && kTwoTiles ? 2 : 1;
 
 template <class OfRows, class OfTiles, class OfPatches, class Params, class... More>
 __device__ __forceinline__ u32 norm(const Params& p, const SourceCall& call, More... more) {

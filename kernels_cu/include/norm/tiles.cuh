@@ -70,58 +70,55 @@ private:
     }
 };
 
-// Adds up terms(r, eight of them) of a tile's rows, column by column, into a row of sums.
-template <class Terms>
-__device__ __forceinline__ void sum_columns(const SourceCall& call, const TilePosition& tile, float* of_warps,
-                                            Terms terms, float* to) {
-    const int left = left_of(call.rows - tile.row - row_in_step(0), kThreadRows);
-    TreeSum<kThreadRows> sums[8];
+// Sums of terms over a tile's rows, column by column. An absent row's terms are -0.
+class TileSums {
+public:
+    __device__ __forceinline__ void add(int r, int i, float term) { own[i].add(r, term); }
+    // Stores a row of sums. The whole block calls it.
+    __device__ __forceinline__ void store(const SourceCall& call, const TilePosition& tile, float* to) const {
+        __shared__ __align__(16) float of_warps[kTileWarps][Tile::kColumns];
+        static_assert(Tile::kColumnPatches == 16, "a warp has eight rows");
 #pragma unroll
-    for (int r = 0; r < kThreadRows; r++) {
-        float eight[8];
-        terms(r, eight);
+        for (int i = 0; i < 8; i++) {
+            const float sum = add_rn(own[i].sum(), __shfl_xor_sync(~0u, own[i].sum(), 16));
+            if (threadIdx.x % 32 < 16) of_warps[threadIdx.x / 32][Tile::patch_column() + i] = sum;
+        }
+        __syncthreads();
+        if (threadIdx.x < Tile::kColumns && tile.column + threadIdx.x < call.columns) {
+            TreeSum<kTileWarps> sum;
 #pragma unroll
-        for (int i = 0; i < 8; i++) sums[i].add(r, r < left ? eight[i] : as_float(kAbsentTerm));
+            for (int w = 0; w < kTileWarps; w++) sum.add(w, of_warps[w][threadIdx.x]);
+            const i64 at = tile.row / Tile::kRows * call.columns + tile.column + threadIdx.x;
+            to[at] = as_float(f32::narrow(sum.sum()));
+        }
+        __syncthreads();
     }
-    static_assert(Tile::kColumnPatches == 16, "a warp has eight rows");
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const float sum = add_rn(sums[i].sum(), __shfl_xor_sync(~0u, sums[i].sum(), 16));
-        if (threadIdx.x % 32 < 16)
-            of_warps[threadIdx.x / 32 * Tile::kColumns + Tile::patch_column() + i] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x < Tile::kColumns && tile.column + threadIdx.x < call.columns) {
-        TreeSum<kStreamThreads / 32> sum;
-#pragma unroll
-        for (int w = 0; w < kStreamThreads / 32; w++)
-            sum.add(w, of_warps[w * Tile::kColumns + threadIdx.x]);
-        const i64 at = tile.row / Tile::kRows * call.columns + tile.column + threadIdx.x;
-        to[at] = as_float(f32::narrow(sum.sum()));
-    }
-    __syncthreads();
-}
+
+private:
+    TreeSum<kThreadRows> own[8];
+};
+// Outputs in blocks keep a thread's values until they have an amax, and leave no registers for sums.
+constexpr bool kSumsFirst = kBackward && kScaling != Scaling::one_scale;
+
 // The gradients of weight and bias over a tile's rows.
-__device__ __forceinline__ void sum_gradients(const SourceCall& call, const TilePosition& tile,
-                                              const StagedTile& staged) {
-    __shared__ __align__(16) float of_warps[kStreamThreads / 32 * Tile::kColumns];
-    if (call.weight_sums)
-        sum_columns(call, tile, of_warps, [&](int r, float (&terms)[8]) {
-            const RowStatistics of = band_statistics()[row_in_step(0) + r];
-            float z[8];
-            staged.read(r, 0, z), staged.read(r, 1, terms);
-#pragma unroll
-            for (int i = 0; i < 8; i++) terms[i] = mul_rn(terms[i], Source::normed(z[i], of));
-        }, call.weight_sums);
-    if (!kRms && call.bias_sums)
-        sum_columns(call, tile, of_warps, [&](int r, float (&terms)[8]) { staged.read(r, 1, terms); },
-                    call.bias_sums);
-}
+struct TileGradientSums {
+    TileSums of_weight, of_bias;
+
+    __device__ __forceinline__ void add(int r, int i, bool exists, float z, float grad,
+                                        const RowStatistics& of) {
+        of_weight.add(r, i, mul_rn(grad, Source::normed(z, of)));
+        if (!kRms) of_bias.add(r, i, exists ? grad : as_float(kAbsentTerm));
+    }
+    __device__ __forceinline__ void store(const SourceCall& call, const TilePosition& tile) const {
+        if (call.weight_sums) of_weight.store(call, tile, call.weight_sums);
+        if (!kRms && call.bias_sums) of_bias.store(call, tile, call.bias_sums);
+    }
+};
 
 // The values of row r of a thread, 0 where there is none.
 __device__ __forceinline__ void find_values(const SourceCall& call, const TilePosition& tile,
                                             const StagedTile& staged, const float (&w)[8], int r, bool exists,
-                                            float (&values)[8]) {
+                                            TileGradientSums& sums, float (&values)[8]) {
     const RowStatistics of = band_statistics()[row_in_step(r)];
     const i64 to = (tile.row + row_in_step(r)) * call.columns + tile.column + Tile::patch_column();
     float z[8], other[8];
@@ -129,7 +126,10 @@ __device__ __forceinline__ void find_values(const SourceCall& call, const TilePo
     if constexpr (kBackward) {
         staged.read(r, 1, other);
 #pragma unroll
-        for (int i = 0; i < 8; i++) values[i] = Source::gradient(z[i], other[i], of, w[i]);
+        for (int i = 0; i < 8; i++) {
+            values[i] = Source::gradient(z[i], other[i], of, w[i]);
+            if (!kSumsFirst) sums.add(r, i, exists, z[i], other[i], of);
+        }
         if (call.has_residual()) {
             staged.read(r, 2, other);
 #pragma unroll
@@ -166,17 +166,31 @@ __device__ __forceinline__ u32 norm_tiles(const Params& p, const SourceCall& cal
     ahead.find_and_wait(at.down, at.across);
     const u32 counted = ahead.count();
     copy_async_wait();
-    if constexpr (kBackward) sum_gradients(call, tile, staged);
+    const int left = own_columns ? left_of(call.rows - tile.row - row_in_step(0), kThreadRows) : 0;
+    TileGradientSums sums;
+    if constexpr (kSumsFirst) {
+#pragma unroll
+        for (int r = 0; r < kThreadRows; r++) {
+            float z[8], grad[8];
+            staged.read(r, 0, z), staged.read(r, 1, grad);
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                sums.add(r, i, r < left, z[i], grad[i], band_statistics()[row_in_step(r)]);
+        }
+        sums.store(call, tile);
+    }
     float w[8];
     TileWeights::get(0, w);
-    Output output(p, tile, shared + (1 + kBackward + call.has_residual()) * kTileBytes, more...);
-    const int left = own_columns ? left_of(call.rows - tile.row - row_in_step(0), kThreadRows) : 0;
+    // The output's memory has the residual of gradients before.
+    Output output(p, tile, shared + (1 + (kBackward || call.has_residual())) * kTileBytes, more...);
 #pragma unroll
     for (int r = 0; r < kThreadRows; r++) {
         float values[1][8];
-        find_values(call, tile, staged, w, r, r < left, values[0]);
+        find_values(call, tile, staged, w, r, r < left, sums, values[0]);
         output.take(r, values);
     }
+    if (kBackward && !kSumsFirst) sums.store(call, tile);
+    if (kBackward && call.has_residual()) __syncthreads();
     const ChunkPosition position(call, tile);
     output.store(p, at, 0, position, left, nullptr);
     ahead.end(counted);
