@@ -108,32 +108,32 @@ private:
             store_relaxed(reinterpret_cast<u32*>(call.rstd_out + row), f32::narrow(of.rstd));
     }
 
-    // A thread's chunks of some segments: a warp has 2^turns segments of a row, kTileWarps from one another.
+    // A thread's chunks of some segments. Those of a part lie row after row; warps take them in turns.
     struct Segments {
-        int turns;
+        const int of_row, all, inverse;
         Eight x[kSegmentsAtOnce], other[kSegmentsAtOnce];
 
-        __device__ __forceinline__ explicit Segments(int segments)
-            : turns(segments <= kTileWarps           ? 0
-                    : segments <= 2 * kTileWarps     ? 1
-                    : segments <= 4 * kTileWarps     ? 2
-                                                     : 3) {}
-        __device__ __forceinline__ int row(int s) const { return s >> turns; }
-        __device__ __forceinline__ int turn(int s) const { return s & (1 << turns) - 1; }
-        __device__ __forceinline__ int column(int s) const {
-            return (turn(s) * kStreamThreads + (int)threadIdx.x) * 8;
+        __device__ __forceinline__ Segments(i64 columns, int rows)
+            : of_row((int)((columns / 8 + 31) / 32)), all(rows * of_row), inverse((1 << 16) / of_row + 1) {}
+        __device__ __forceinline__ int turns() const { return (all + kTileWarps - 1) / kTileWarps; }
+        __device__ __forceinline__ int at(int turn) const {
+            return turn * kTileWarps + (int)threadIdx.x / 32;
+        }
+        // at / of_row, as at * of_row < 2^16.
+        __device__ __forceinline__ int row(int turn) const { return at(turn) * inverse >> 16; }
+        __device__ __forceinline__ int column(int turn) const {
+            return (at(turn) - row(turn) * of_row) * 256 + (int)threadIdx.x % 32 * 8;
         }
         // from: where the first row begins; to_next: how far it is to the next row.
-        __device__ __forceinline__ void load(const SourceCall& call, int first, int count, i64 from,
-                                             i64 to_next) {
+        __device__ __forceinline__ void load(const SourceCall& call, int first, i64 from, i64 to_next) {
 #pragma unroll
             for (int s = 0; s < kSegmentsAtOnce; s++) {
-                const int own = first + s;
-                const int eight = row(own) < count && column(own) < call.columns ? 8 : 0;
-                const i64 at = from + row(own) * to_next + column(own);
-                load_eight<true>(x[s], call.x + at, eight);
-                if (kBackward) load_eight<true>(other[s], call.grad + at, eight);
-                else if (call.has_residual()) load_eight<true>(other[s], call.residual + at, eight);
+                const int turn = first + s;
+                const int eight = at(turn) < all && column(turn) < call.columns ? 8 : 0;
+                const i64 chunk = from + row(turn) * to_next + column(turn);
+                load_eight<true>(x[s], call.x + chunk, eight);
+                if (kBackward) load_eight<true>(other[s], call.grad + chunk, eight);
+                else if (call.has_residual()) load_eight<true>(other[s], call.residual + chunk, eight);
             }
 #ifndef CUPY_FP8_HOST
             // All of them are requested before anything waits.
@@ -148,14 +148,15 @@ private:
         // Returns the sum of term(row, z, grad * weight) over a chunk, as bits.
         template <class Term>
         __device__ __forceinline__ u32 sum(const SourceCall& call, int first, int s, Term term) const {
-            const int own = first + s;
-            const bool exists = column(own) < call.columns;
+            const int turn = first + s;
+            if (turn >= turns()) return kAbsentTerm;
+            const bool exists = column(turn) < call.columns;
             float z[8], v[8];
             widen_eight(x[s], z);
             if (kBackward) {
                 float w[8];
                 widen_eight(other[s], v);
-                load_weight<true>(call, column(own), exists ? 8 : 0, w);
+                load_weight<true>(call, column(turn), exists ? 8 : 0, w);
 #pragma unroll
                 for (int i = 0; i < 8; i++) v[i] = mul_rn(v[i], w[i]);
             } else if (call.has_residual()) {
@@ -166,7 +167,7 @@ private:
             }
             TreeSum<8> sum;
 #pragma unroll
-            for (int i = 0; i < 8; i++) sum.add(i, term(row(own), z[i], kBackward ? v[i] : 0.0f));
+            for (int i = 0; i < 8; i++) sum.add(i, term(row(turn), z[i], kBackward ? v[i] : 0.0f));
             return exists ? as_bits(sum.sum()) : kAbsentTerm;
         }
     };
@@ -176,13 +177,12 @@ private:
     // true if between() did in every thread.
     template <class Term, class Done, class Between>
     __device__ __forceinline__ bool add_up(i64 row, int count, Term term, Done done, Between between) const {
-        const int segments = (int)((call.columns / 8 + 31) / 32);
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        Segments own(segments);
+        Segments own(call.columns, count);
         bool result = true, called = false;
 #pragma unroll 1
-        for (int first = 0; first < count << own.turns || !called; first += kSegmentsAtOnce) {
-            own.load(call, first, count, row * call.columns, across * call.columns);
+        for (int first = 0; first < own.turns() || !called; first += kSegmentsAtOnce) {
+            own.load(call, first, row * call.columns, across * call.columns);
             if (!called) result = between();
             called = true;
             u32 sums[kSegmentsAtOnce];
@@ -191,10 +191,8 @@ private:
             float sum = as_float(fold(sums, add_bits));
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) sum = add_rn(sum, __shfl_xor_sync(~0u, sum, step));
-            const int folded = first + owned<kSegmentsAtOnce>();
-            const int k = own.row(folded), segment = own.turn(folded) * kTileWarps + warp;
-            if (lane < kSegmentsAtOnce && k < count && segment < segments)
-                of_segments()[k * segments + segment] = sum;
+            const int folded = own.at(first + owned<kSegmentsAtOnce>());
+            if (lane < kSegmentsAtOnce && folded < own.all) of_segments()[folded] = sum;
         }
         result = __syncthreads_and(result);
 #pragma unroll 1
@@ -202,8 +200,8 @@ private:
             TreeSum<4> sum;
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                sum.add(i, 4 * lane + i < segments ? of_segments()[k * segments + 4 * lane + i]
-                                                   : as_float(kAbsentTerm));
+                sum.add(i, 4 * lane + i < own.of_row ? of_segments()[k * own.of_row + 4 * lane + i]
+                                                     : as_float(kAbsentTerm));
             const float total = warp_tree_sum(sum.sum());
             if (lane == 0) done(k, total);
         }
@@ -215,8 +213,7 @@ private:
     __device__ __forceinline__ bool find(u32 band, u32 part, Between between) const {
         const i64 row = (i64)band * Tile::kRows + part;
         const int rows = left_of(call.rows - row, Tile::kRows - (int)part);
-        int count = 0;
-        for (int r = 0; r < rows; r += (int)across) count++;
+        const int count = (rows + (int)across - 1) / (int)across;
         if constexpr (kRms && !kBackward) {
             const auto done = [&](int k, float sum) {
                 store(row + k * across, {0.0f, Source::rstd(call, sum), 0.0f, 0.0f});

@@ -219,10 +219,9 @@ __device__ __forceinline__ void sum_chunks(const RowPosition& at, Term term, flo
     }
 }
 
-// Mean and 1 / sigma of the rows of z. given: 1 / sigma is `rstd`.
+// Mean and 1 / sigma of the rows of z. given: 1 / sigma is `rstd`. Without gradients, z becomes z - mean.
 __device__ __forceinline__ void find_statistics(const SourceCall& call, const RowPosition& at,
-                                                const float (&z)[kChunks][8], RowTotals& totals,
-                                                bool given,
+                                                float (&z)[kChunks][8], RowTotals& totals, bool given,
                                                 const float (&rstd)[kRowsAtOnce],
                                                 RowStatistics (&of)[kRowsAtOnce]) {
     float sums[kChunks], found[kRowsAtOnce];
@@ -233,6 +232,11 @@ __device__ __forceinline__ void find_statistics(const SourceCall& call, const Ro
         totals.find(sums, [&](float sum) { return Source::mean(call, sum); }, found);
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; r++) of[r].mean = found[r];
+        if (!kBackward)
+#pragma unroll
+            for (auto& chunk : z)
+#pragma unroll
+                for (float& each : chunk) each = Source::centred(each, of[0]);
     }
     if (given) {
 #pragma unroll
@@ -240,7 +244,7 @@ __device__ __forceinline__ void find_statistics(const SourceCall& call, const Ro
         return;
     }
     sum_chunks(at, [&](int c, int i) {
-        const float centred = Source::centred(z[c][i], of[c / kRowChunks]);
+        const float centred = kBackward ? Source::centred(z[c][i], of[c / kRowChunks]) : z[c][i];
         return mul_rn(centred, centred);
     }, sums);
     totals.find(sums, [&](float sum) { return Source::rstd(call, sum); }, found);

@@ -16,7 +16,7 @@ __device__ __forceinline__ void keep_biases(const SourceCall& call, const RowPos
         biases.put(j, v);
     }
 }
-// Replaces z by y. Where there is no column, weight and bias are 0, and so is y (or NaN, as all of the row).
+// Replaces z - mean by y. Where there is no column, weight and bias are 0, and so is y (or NaN, as all of the row).
 __device__ __forceinline__ void find_values(const SourceCall& call, const RowPosition& at,
                                             const ThreadFloats& weights, const ThreadFloats& biases,
                                             const RowStatistics& of, i64 first, float (&z)[kChunks][8]) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void find_values(const SourceCall& call, const RowPos
         for (float& each : b) each = -0.0f;
         if (has_biases(call)) biases.get(c, b);
 #pragma unroll
-        for (int i = 0; i < 8; i++) z[c][i] = Source::value(z[c][i], of, w[i], b[i]);
+        for (int i = 0; i < 8; i++) z[c][i] = Source::value_of_centred(z[c][i], of, w[i], b[i]);
         round_through(call, z[c]);
         if (kNorms == Norms::every && call.normed)
             store_eight<true, IN>(call.normed + first + at.at(c), z[c], at.has_column(c) ? 8 : 0);

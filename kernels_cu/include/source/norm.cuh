@@ -98,7 +98,11 @@ struct Source {
     // bias: -0 where there is none.
     static __device__ __forceinline__ float value(float z, const RowStatistics& of, float weight,
                                                   float bias) {
-        const float y = mul_rn(normed(z, of), weight);
+        return value_of_centred(centred(z, of), of, weight, bias);
+    }
+    static __device__ __forceinline__ float value_of_centred(float c, const RowStatistics& of, float weight,
+                                                             float bias) {
+        const float y = mul_rn(mul_rn(c, of.rstd), weight);
         return kRms ? y : add_rn(y, bias);
     }
     static __device__ __forceinline__ float gradient(float z, float grad, const RowStatistics& of,
