@@ -300,9 +300,12 @@ class _Launches:
                 or only_amax):
             return None
         progress = self.call.workspace("norm", 2 + 2 * 4 * self.rows)
+        parts, segments = cdiv(self.columns, TILE.columns), cdiv(self.columns, _CHUNK * _WARP)
         # Blocks that run have _LEAD tiles of each multiprocessor.
-        lead = cdiv(int(_LEAD * self.gpu.multiprocessors), cdiv(self.columns, TILE.columns))
-        written |= {"progress": progress, "lead": lead, "patience": _PATIENCE}
+        lead = cdiv(int(_LEAD * self.gpu.multiprocessors), parts)
+        written |= {"progress": progress, "lead": lead, "patience": _PATIENCE,
+                    "parts": parts, "parts_inverse": (1 << 24) // parts + 1,
+                    "segments": segments, "segments_inverse": (1 << 16) // segments + 1}
         sums, after = self._sums(TILE.rows, only_amax)
         assert v.output is not None
         vector = self._vector(members)

@@ -1,7 +1,7 @@
 // Statistics of the rows of bands of tiles, found ahead (norm/tiles.cuh).
 //
-// A band has as many parts as it has tiles: part i has its rows i, i + parts, … A block finds that part of
-// the band that comes `lead` later, which is its tile's; the first blocks find that of their own band too.
+// A band's rows are shared out into as many parts as it has tiles. A block finds that part of the band that
+// comes `lead` later, which is its tile's; the first blocks find that of their own band too.
 // GPUs start blocks in their order, so others find the statistics that a block needs before it starts; should
 // they not come, it finds those of its band itself, which are the same.
 #pragma once
@@ -32,8 +32,7 @@ class Ahead {
 public:
     __device__ __forceinline__ explicit Ahead(const SourceCall& call)
         : call(call), progress(*reinterpret_cast<Progress*>(call.progress)),
-          launch(load_relaxed(&progress.launches) + 1),
-          across((u32)((call.columns + Tile::kColumns - 1) / Tile::kColumns)) {}
+          launch(load_relaxed(&progress.launches) + 1) {}
 
     // Finds this block's parts, and waits for the statistics of its band. The whole block calls it.
     __device__ __forceinline__ void find_and_wait(u32 band, u32 part) {
@@ -45,7 +44,7 @@ public:
         const bool has_come = exists ? find(band + call.lead, part, look) : __syncthreads_and(look());
         if (has_come) return;
 #pragma unroll 1
-        for (u32 each = 0; each < across; each++) find(band, each, nothing);
+        for (u32 each = 0; each < call.parts; each++) find(band, each, nothing);
         __syncthreads();
         wait(band);
         __syncthreads();
@@ -64,10 +63,14 @@ public:
 private:
     const SourceCall& call;
     Progress& progress;
-    const u32 launch, across;
+    const u32 launch;
 
     static __device__ constexpr bool is_stored(int i) {
         return i < 2 + 2 * kBackward && (!kRms || i % 2 == 1);
+    }
+    // The first row of a part, from its band's on: part * 128 / parts.
+    __device__ __forceinline__ int first_row(u32 part) const {
+        return (int)((u64)(part * Tile::kRows) * call.parts_inverse >> 24);
     }
     __device__ __forceinline__ u64* place(int i, i64 row) const {
         return progress.statistics + i * call.rows + row;
@@ -110,30 +113,35 @@ private:
 
     // A thread's chunks of some segments. Those of a part lie row after row; warps take them in turns.
     struct Segments {
-        const int of_row, all, inverse;
+        const SourceCall& call;
+        const int all;
         Eight x[kSegmentsAtOnce], other[kSegmentsAtOnce];
 
-        __device__ __forceinline__ Segments(i64 columns, int rows)
-            : of_row((int)((columns / 8 + 31) / 32)), all(rows * of_row), inverse((1 << 16) / of_row + 1) {}
+        __device__ __forceinline__ Segments(const SourceCall& call, int rows)
+            : call(call), all(rows * of_row()) {}
+        __device__ __forceinline__ int of_row() const { return (int)call.segments; }
+        __device__ __forceinline__ int columns() const { return (int)call.columns; }
         __device__ __forceinline__ int turns() const { return (all + kTileWarps - 1) / kTileWarps; }
         __device__ __forceinline__ int at(int turn) const {
             return turn * kTileWarps + (int)threadIdx.x / 32;
         }
-        // at / of_row, as at * of_row < 2^16.
-        __device__ __forceinline__ int row(int turn) const { return at(turn) * inverse >> 16; }
-        __device__ __forceinline__ int column(int turn) const {
-            return (at(turn) - row(turn) * of_row) * 256 + (int)threadIdx.x % 32 * 8;
+        // at / of_row, since at * of_row < 2^16.
+        __device__ __forceinline__ int row(int turn) const {
+            return (int)((u32)at(turn) * call.segments_inverse >> 16);
         }
-        // from: where the first row begins; to_next: how far it is to the next row.
-        __device__ __forceinline__ void load(const SourceCall& call, int first, i64 from, i64 to_next) {
+        __device__ __forceinline__ int column(int turn) const {
+            return (at(turn) - row(turn) * of_row()) * 256 + (int)threadIdx.x % 32 * 8;
+        }
+        // first_row: where the part's first row begins.
+        __device__ __forceinline__ void load(int first, i64 first_row) {
 #pragma unroll
             for (int s = 0; s < kSegmentsAtOnce; s++) {
-                const int turn = first + s;
-                const int eight = at(turn) < all && column(turn) < call.columns ? 8 : 0;
-                const i64 chunk = from + row(turn) * to_next + column(turn);
-                load_eight<true>(x[s], call.x + chunk, eight);
-                if (kBackward) load_eight<true>(other[s], call.grad + chunk, eight);
-                else if (call.has_residual()) load_eight<true>(other[s], call.residual + chunk, eight);
+                const int turn = first + s, chunk = row(turn) * columns() + column(turn);
+                const int eight = at(turn) < all && column(turn) < columns() ? 8 : 0;
+                load_eight<true>(x[s], call.x + first_row + chunk, eight);
+                if (kBackward) load_eight<true>(other[s], call.grad + first_row + chunk, eight);
+                else if (call.has_residual())
+                    load_eight<true>(other[s], call.residual + first_row + chunk, eight);
             }
 #ifndef CUPY_FP8_HOST
             // All of them are requested before anything waits.
@@ -147,10 +155,10 @@ private:
         }
         // Returns the sum of term(row, z, grad * weight) over a chunk, as bits.
         template <class Term>
-        __device__ __forceinline__ u32 sum(const SourceCall& call, int first, int s, Term term) const {
+        __device__ __forceinline__ u32 sum(int first, int s, Term term) const {
             const int turn = first + s;
             if (turn >= turns()) return kAbsentTerm;
-            const bool exists = column(turn) < call.columns;
+            const bool exists = column(turn) < columns();
             float z[8], v[8];
             widen_eight(x[s], z);
             if (kBackward) {
@@ -168,26 +176,26 @@ private:
             TreeSum<8> sum;
 #pragma unroll
             for (int i = 0; i < 8; i++) sum.add(i, term(row(turn), z[i], kBackward ? v[i] : 0.0f));
-            return exists ? as_bits(sum.sum()) : kAbsentTerm;
+            // Squares are not negative: +0 adds up as absent terms do.
+            return exists || (kRms && !kBackward) ? as_bits(sum.sum()) : kAbsentTerm;
         }
     };
 
-    // Adds up term(k, z, grad * weight) over the columns of `count` rows, `across` rows from one another:
-    // done(k, sum) is called in one lane for each row. between(): called once, while elements come. Returns
+    // Adds up term(k, z, grad * weight) over the columns of `count` rows from `row` on: done(k, sum) is called in one lane for each row. between(): called once, while elements come. Returns
     // true if between() did in every thread.
     template <class Term, class Done, class Between>
     __device__ __forceinline__ bool add_up(i64 row, int count, Term term, Done done, Between between) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        Segments own(call.columns, count);
+        Segments own(call, count);
         bool result = true, called = false;
 #pragma unroll 1
         for (int first = 0; first < own.turns() || !called; first += kSegmentsAtOnce) {
-            own.load(call, first, row * call.columns, across * call.columns);
+            own.load(first, row * call.columns);
             if (!called) result = between();
             called = true;
             u32 sums[kSegmentsAtOnce];
 #pragma unroll
-            for (int s = 0; s < kSegmentsAtOnce; s++) sums[s] = own.sum(call, first, s, term);
+            for (int s = 0; s < kSegmentsAtOnce; s++) sums[s] = own.sum(first, s, term);
             float sum = as_float(fold(sums, add_bits));
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) sum = add_rn(sum, __shfl_xor_sync(~0u, sum, step));
@@ -200,7 +208,7 @@ private:
             TreeSum<4> sum;
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                sum.add(i, 4 * lane + i < own.of_row ? of_segments()[k * own.of_row + 4 * lane + i]
+                sum.add(i, 4 * lane + i < own.of_row() ? of_segments()[k * own.of_row() + 4 * lane + i]
                                                      : as_float(kAbsentTerm));
             const float total = warp_tree_sum(sum.sum());
             if (lane == 0) done(k, total);
@@ -211,12 +219,12 @@ private:
     // Finds and stores the statistics of a part of a band. Returns true if between() did in every thread.
     template <class Between>
     __device__ __forceinline__ bool find(u32 band, u32 part, Between between) const {
-        const i64 row = (i64)band * Tile::kRows + part;
-        const int rows = left_of(call.rows - row, Tile::kRows - (int)part);
-        const int count = (rows + (int)across - 1) / (int)across;
+        const int first = first_row(part);
+        const i64 row = (i64)band * Tile::kRows + first;
+        const int count = left_of(call.rows - row, first_row(part + 1) - first);
         if constexpr (kRms && !kBackward) {
             const auto done = [&](int k, float sum) {
-                store(row + k * across, {0.0f, Source::rstd(call, sum), 0.0f, 0.0f});
+                store(row + k, {0.0f, Source::rstd(call, sum), 0.0f, 0.0f});
             };
             return add_up(row, count, [](int, float z, float) { return mul_rn(z, z); }, done, between);
         } else {
@@ -232,7 +240,7 @@ private:
         if (threadIdx.x < Tile::kRows) {
             RowStatistics of{0.0f, 0.0f, 0.0f, 0.0f};
             if (kBackward && call.rstd && (int)threadIdx.x < count)
-                of.rstd = call.rstd[row + threadIdx.x * across];
+                of.rstd = call.rstd[row + threadIdx.x];
             of_rows[threadIdx.x] = of;
         }
         __syncthreads();
@@ -251,7 +259,7 @@ private:
             __syncthreads();
         }
         if constexpr (kBackward) return find_means(row, count, of_rows, between);
-        if ((int)threadIdx.x < count) store(row + threadIdx.x * across, of_rows[threadIdx.x]);
+        if ((int)threadIdx.x < count) store(row + threadIdx.x, of_rows[threadIdx.x]);
         return __syncthreads_and(between());
     }
     // Finds the means that gradients need, and stores all statistics.
@@ -269,7 +277,7 @@ private:
         };
         const auto done = [&](int r, float sum) {
             of_rows[r].mean_product = Source::mean(call, sum);
-            store(row + r * across, of_rows[r]);
+            store(row + r, of_rows[r]);
         };
         return add_up(row, count, product, done, between);
     }

@@ -48,6 +48,8 @@ struct SourceCall {
     u32 flags;
     u32 rows_per_block;          // path rows
     u32 lead;                    // path plain: how many bands ahead statistics are found
+    // path plain: segments of 256 columns of a row and parts of a band, and 2^16 or 2^24 over these, plus 1
+    u32 segments, parts, segments_inverse, parts_inverse;
     u32 patience;                // path plain: so often a block looks for statistics before it finds them
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
