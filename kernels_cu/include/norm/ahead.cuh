@@ -36,15 +36,16 @@ public:
 
     // Finds this block's parts, and waits for the statistics of its band. The whole block calls it.
     __device__ __forceinline__ void find_and_wait(u32 band, u32 part) {
-        const auto nothing = [] { return true; };
-        if (band < call.lead) find(band, part, nothing);
-        // While the rows of the later part come, the statistics of the band do.
-        const auto look = [&] { return wait(band); };
-        const bool exists = (i64)(band + call.lead) * Tile::kRows < call.rows;
-        const bool has_come = exists ? find(band + call.lead, part, look) : __syncthreads_and(look());
-        if (has_come) return;
+        // First the part of the block's own band, if nobody has found it ahead; then the one ahead: while its
+        // rows come, the statistics of the own band do. Should they not come, all parts of that band.
+        constexpr u32 kOwn = 0, kAhead = 1;
 #pragma unroll 1
-        for (u32 each = 0; each < call.parts; each++) find(band, each, nothing);
+        for (u32 step = band < call.lead ? kOwn : kAhead; step <= kAhead + call.parts; step++) {
+            const bool ahead = step == kAhead;
+            const bool has_come = find(band + (ahead ? call.lead : 0), step > kAhead ? step - kAhead - 1 : part,
+                                       [&] { return !ahead || wait(band); });
+            if (ahead && has_come) return;
+        }
         __syncthreads();
         wait(band);
         __syncthreads();
