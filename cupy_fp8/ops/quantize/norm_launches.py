@@ -36,7 +36,8 @@ RMS, RESIDUAL, _LAYER_ALONE, EVERY = "rms", "residual", "layer", "every"
 #: Of norm/rows.cuh: threads of a block, and, forward and backward, a thread's chunks of a row and rows.
 #: LayerNorm alone has fewer threads.
 _ROW_THREADS, _LAYER_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, 256, (4, 2), (1, 2)
-_LAYER_AT_ONCE = 768            # threads of a multiprocessor
+#: Threads of LayerNorm that registers of a multiprocessor allow.
+_LAYER_AT_ONCE = 768
 _CHUNK, _WARP = 8, 32
 #: Rows of a block on path rows, at most, and blocks that should remain.
 _MOST_ROWS, _ENOUGH_BLOCKS = (4, 64), (1024, 128)
@@ -249,21 +250,21 @@ class _Launches:
         floats = 4 * _CHUNK * _ROW_CHUNKS[backward]
         of_thread += floats * (1 + bool(layer and not backward))
         counters = 0 if only_amax else floats * sum(map(bool, v.sums))
-        rows = _MOST_ROWS[backward]
-        if layer and not backward and threads <= _LAYER_THREADS:
-            # Weights and biases are loaded once by each block that the GPU runs at a time.
-            at_once = min(_LAYER_AT_ONCE // threads, self.gpu.shared // (threads * of_thread + (2 << 10)))
-            rows = max(1, cdiv(all_rows, self.gpu.multiprocessors * max(1, at_once)))
         # Of gradients as many blocks share a multiprocessor as registers allow.
         blocks = max(1, _ROW_THREADS // threads) if backward else 1
         most_shared = self.gpu.shared // blocks - _STATIC_SHARED[ROWS]
-        while (backward or not layer) and rows > _ROWS_AT_ONCE[backward] and (
+        rows = _MOST_ROWS[backward]
+        while rows > _ROWS_AT_ONCE[backward] and (
                 cdiv(all_rows, rows) < self.gpu.enough_blocks[backward]
                 or threads * (of_thread + counters * _levels(rows)) > most_shared):
             rows //= 2
         shared = threads * (of_thread + counters * _levels(rows))
         if shared > most_shared:
             return None
+        if layer and not backward:
+            # A block loads weights and biases: as few blocks as run at a time.
+            at_once = min(_LAYER_AT_ONCE // threads, self.gpu.shared // (shared + _STATIC_SHARED[ROWS])) or 1
+            rows = max(rows, cdiv(all_rows, self.gpu.multiprocessors * at_once))
         written |= {"all_rows": all_rows, "rows_per_block": rows}
         sums, after = self._sums(rows, only_amax)
         grid = grid_size(cdiv(all_rows, rows), self.x.shape)

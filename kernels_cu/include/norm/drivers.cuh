@@ -15,16 +15,19 @@ constexpr int kNormThreads = kOfRows ? kNorms == Norms::layer ? kLayerThreads : 
 // So many blocks share a multiprocessor: of whole rows of y more than the compiler aims at, of tiles where
 // they do not spill.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
-constexpr int kLayerBlocks = 2;
+constexpr bool kFewRegisters = false;                                // The compiler takes more.
 #else
-constexpr int kLayerBlocks = 3;
+constexpr bool kFewRegisters = true;
 #endif
+constexpr int kLayerBlocks = kFewRegisters ? 3 : 2;
 // Tiles: two blocks where the compiler does not spill with 64 registers a thread.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr bool kTwoTiles = kBackward ? kRms : kNorms == Norms::rms && kScaling != Scaling::mx_blocks;
-#else
-constexpr bool kTwoTiles = kBackward ? kRms
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool kTwoTiles = kBackward ? kRms && (kFewRegisters || kScaling != Scaling::mx_blocks)
     : kNorms == Norms::rms || (kNorms == Norms::residual && kScaling == Scaling::one_scale);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kTwoTiles = kNorms == Norms::rms && !kBackward && kScaling != Scaling::mx_blocks;
+#else
+constexpr bool kTwoTiles = kNorms == Norms::rms && !kBackward;
 #endif
 constexpr int kRmsBlocks = kNorms == Norms::residual && kScaling == Scaling::mx_blocks ? 1 : 2;
 constexpr int kNormBlocks = kOfRows && !kBackward ? kRms ? kRmsBlocks

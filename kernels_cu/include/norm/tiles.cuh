@@ -115,7 +115,7 @@ struct TileGradientSums {
     }
 };
 
-// The values of row r of a thread, 0 where there is none.
+// The values of row r of a thread.
 __device__ __forceinline__ void find_values(const SourceCall& call, const TilePosition& tile,
                                             const StagedTile& staged, const float (&w)[8], int r, bool exists,
                                             TileGradientSums& sums, float (&values)[8]) {
@@ -147,7 +147,8 @@ __device__ __forceinline__ void find_values(const SourceCall& call, const TilePo
         if (kNorms == Norms::every && call.normed)
             store_eight<true, IN>(call.normed + to, values, exists ? 8 : 0);
     }
-    if (!exists)
+    // What does not exist is 0, or NaN by a weight; only a bias or amaxes that keep NaN would be seen.
+    if ((!kRms || kScaling == Scaling::mx_blocks) && !exists)
 #pragma unroll
         for (float& each : values) each = 0.0f;
 }
