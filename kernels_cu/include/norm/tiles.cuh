@@ -148,7 +148,7 @@ __device__ __forceinline__ void find_values(const SourceCall& call, const TilePo
             store_eight<true, IN>(call.normed + to, values, exists ? 8 : 0);
     }
     // What does not exist is 0, or NaN by a weight; only a bias or amaxes that keep NaN would be seen.
-    if ((!kRms || kScaling == Scaling::mx_blocks) && !exists)
+    if ((kBackward || !kRms || kScaling == Scaling::mx_blocks) && !exists)
 #pragma unroll
         for (float& each : values) each = 0.0f;
 }
