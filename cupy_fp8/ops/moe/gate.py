@@ -22,9 +22,9 @@ from ...typed_array import TypedArray
 
 _GATE, _BACKWARD = Kernel("moe/gate", "topk_gate"), Kernel("moe/gate_backward", "topk_gate_backward")
 _LANES = 32
-_MOST_WARPS, _EXPERTS_OF_BLOCK = 16, 2048       # A block has shared memory for so many warps times experts.
+_MOST_WARPS, _EXPERTS_OF_BLOCK = 16, 2048   # warps times experts that fit into a thread block's shared memory
 _LOAD = 16                                      # bytes of the widest load
-_WARPS_PER_SM, _BLOCKS_ON_CPU = 32, 4           # With more tokens, a block has several segments.
+_WARPS_PER_SM, _BLOCKS_ON_CPU = 32, 4           # with more tokens, thread blocks have several segments
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
@@ -119,7 +119,7 @@ def topk_gate_backward(grad: Array, logits: Array, gate: Gate, *, score_grads: A
 
 # ---- what follows from shapes and options ----
 class RowShape(NamedTuple):
-    """How a kernel's warps take rows of logits: a lane has `of_lane` experts."""
+    """How a kernel's warps take rows of logits: `of_lane` experts per lane."""
 
     tokens: int
     experts: int
@@ -127,7 +127,7 @@ class RowShape(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Warps of a block."""
+        """Warps per thread block."""
         return min(_MOST_WARPS, _EXPERTS_OF_BLOCK // (_LANES * self.of_lane))
 
     def variant(self, kernel: Kernel, logits: np.dtype[Any], score: str, shared: int = 0) -> Variant:
@@ -135,7 +135,7 @@ class RowShape(NamedTuple):
                               COUNT=self.of_lane)
 
     def is_vector(self, itemsize: int, *addresses: int) -> int:
-        """1 if rows of such elements are whole loads."""
+        """1 if rows of such elements are whole, aligned loads."""
         load = min(self.of_lane, _LOAD // itemsize)
         return int(self.experts % load == 0 and not any(at % (load * itemsize) for at in addresses))
 
@@ -147,7 +147,7 @@ def row_shape(shape: tuple[int, ...]) -> RowShape:
 
 
 def experts_of_lane() -> Iterator[int]:
-    """Every `of_lane` that there is."""
+    """Yield every value of `of_lane`."""
     return (1 << i for i in range((MOST_EXPERTS // _LANES).bit_length()))
 
 
@@ -176,11 +176,11 @@ def _groups(groups: Any, group_topk: Any, experts: int, k: int) -> _Groups:
 
 # ---- the gate ----
 class _Result(Description):
-    """Describes a Gate of these arrays and options."""
+    """Description of a Gate with these arrays and options."""
 
     def __init__(self, arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]], score: str, normalize: bool,
                  factor: float) -> None:
-        #: The arrays' names, which are also those of the kernel's members.
+        #: names of the arrays, and of the kernel's members
         self.names = tuple(arrays)
         self._options = {"score": score, "normalize": normalize, "factor": factor}
         super().__init__(*(Written(f"out.{name}", *each) for name, each in arrays.items()))
@@ -237,7 +237,7 @@ class _TopkGate(Op[_Inputs]):
         if number_of is not None and (number_of < 1 or tokens % number_of):
             raise ValueError(f"sequences: expected a divisor of the {tokens} tokens, got {shown(number_of)}")
         options = k, groups, group_topk, sequences
-        # An object that is not an int, such as an array of one element, can change before the next call.
+        # a mutable object, such as an array of one element, can change before the next call
         call.repeatable &= all(option is None or type(option) is int for option in options)
         arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             "indices": ((tokens, k), _INT32), "weights": ((tokens, k), float32),
@@ -283,13 +283,13 @@ class _TopkGate(Op[_Inputs]):
 
 
 def _group_lanes(rows: RowShape, groups: int) -> int:
-    """The lanes that share a group, a power of two; 0 if groups are not whole lanes."""
+    """Return the lanes that share a group, a power of two; 0 if groups are not whole lanes."""
     lanes, rest = divmod(rows.experts, groups * rows.of_lane) if groups else (0, 0)
     return 0 if rest or lanes & (lanes - 1) else lanes
 
 
 def _blocks_at_once(logits: Array, rows: RowShape) -> int:
-    """Blocks that run at the same time, about."""
+    """Return about how many thread blocks are resident at a time."""
     if isinstance(logits, np.ndarray):
         return _BLOCKS_ON_CPU
     return _WARPS_PER_SM // rows.warps * multiprocessors(logits.data.device_id)

@@ -26,11 +26,11 @@ from .rows import MovedRows, read_rows, rowwise
 _THREADS = 256
 _KERNEL = Kernel("moe/pad", "move_groups", block=_THREADS)
 _UNIT = 16                  # bytes that a thread loads at once
-_UNITS = 8                  # loads of a thread in flight, at most
-#: This many loads are fastest. A thread has more if rows fill them better (docs/lab-notes).
+_UNITS = 8                  # most loads in flight per thread
+#: fastest number of loads per thread, unless more fill rows better (docs/lab-notes)
 _BEST_UNITS = 5
-_INDEX_BYTES = 8            # bytes of the index of a row, which the reference finds
-_ROWS = 2048                # rows for a block of threads, at most
+_INDEX_BYTES = 8            # bytes of a row's index, for the reference
+_ROWS = 2048                # most rows per thread block
 
 
 @overload
@@ -166,13 +166,12 @@ class _MoveInputs(NamedTuple):
     rows: MovedRows
     groups: Groups
     number: int                     # rows of the result
-    align: int = 1                  # sizes are rounded up to this in the source (unpad) or the result (pad)
+    align: int = 1                  # multiple of sizes in the source (unpad) or the result (pad)
     order: Groups = NO_GROUPS
 
 
 class _MoveGroupsOp(Op[_MoveInputs]):
-    """Describes the results and makes the launches of the three ops. exact: the groups have all rows of the
-    source."""
+    """The results and launches of the three ops. exact: the groups have all rows of the source."""
 
     padded_source, exact = False, True
 
@@ -215,7 +214,7 @@ class _UnpadOp(_MoveGroupsOp):
         rows, align = read_rows(call, "y", y), _align(call, align)
         if number is None:
             number = rows.number
-        call.repeatable &= type(number) is int      # another object may be another number later
+        call.repeatable &= type(number) is int      # a mutable object may be another number later
         number = integer(number, "rows")
         if not 0 <= number < 2**63:
             wanted = f"0 or more, got {shown(number)}" if number < 0 else "less than 2**63"
@@ -256,7 +255,7 @@ _PAD, _UNPAD, _SORT = _PadOp(), _UnpadOp(), _SortOp()
 
 # ---- validation ----
 def _align(call: Call, align: Any) -> int:
-    call.repeatable &= type(align) is int           # another object may be another number later
+    call.repeatable &= type(align) is int           # a mutable object may be another number later
     return check_align(align)
 
 
@@ -268,7 +267,7 @@ def _rows_of(out: Any) -> int:
 
 
 def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
-    """Raises ValueError unless sizes on the host are 0 or more and add up to all rows."""
+    """Raise ValueError unless sizes on the host are 0 or more and add up to all rows."""
     given = none_negative(sizes)
     if sum(given) != total:
         raise ValueError(f"splits: expected sizes that add up to the {total} rows of {name}, got "
@@ -276,8 +275,8 @@ def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
 
 
 def _check_padded_sizes(sizes: np.ndarray, align: int, total: int, rows: int) -> None:
-    """Raises ValueError unless `total` rows hold the padded groups, and `rows` rows the groups without
-    padding."""
+    """Raise ValueError unless the padded groups fit into `total` rows, and the groups without padding into
+    `rows` rows."""
     given = none_negative(sizes)
     padded = sum(round_up(size, align) for size in given)
     if padded > total:
@@ -298,25 +297,25 @@ def _check_order(order: np.ndarray) -> None:
 
 
 # ---- launches ----
-#: The struct RowArray is this if there are no scales.
+#: the struct RowArray without scales
 _NOTHING = {"rows_per_block": 1, "across": 1, "step": 1}
 
 
 def _row_array(rows: Input, number: int, to: int) -> tuple[dict[str, int], int]:
-    """Returns (the struct RowArray for `number` rows that are written, blocks of threads that write them)."""
+    """Return (the struct RowArray for `number` rows that are written, the thread blocks that write them)."""
     row_bytes = rows.dtype.itemsize * prod(rows.shape[1:])
     per_block, across, row_share = _shares(row_bytes)
     low_bits = rows.at | to | row_bytes
     step = 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1
     members = {"from": rows.at, "to": to, "row_bytes": row_bytes, "rows_per_block": per_block,
                "across": across, "row_share": row_share, "step": step}
-    # There is at least one block, so that an empty array's sizes are examined too.
+    # at least one thread block, so that an empty array's sizes are examined too
     return members, grid_size(cdiv(number, per_block) * across, (number, *rows.shape[1:]))
 
 
 @functools.lru_cache(maxsize=1024)
 def _shares(row_bytes: int) -> tuple[int, int, int]:
-    """Returns (rows of a block of threads, blocks that share a row, bytes of a row that each takes)."""
+    """Return (rows per thread block, thread blocks that share a row, bytes of a row for each)."""
     at_once = _UNIT * _THREADS
     if row_bytes > at_once * _UNITS:
         across = cdiv(row_bytes, at_once * _BEST_UNITS)

@@ -187,7 +187,7 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
 
 # ---- arguments ----
 def _check_scales_move(x: Scaled, name: str) -> None:
-    """Raises ValueError for one scale, and for rows that are matrices: `pad_groups` takes these too."""
+    """Raise ValueError for one scale, and for rows that are matrices: `pad_groups` takes these too."""
     if x.block is None:
         raise ValueError(f"{name}: per-tensor data has a single scale, which does not move; permute "
                          f"{name}.data")
@@ -196,7 +196,7 @@ def _check_scales_move(x: Scaled, name: str) -> None:
 
 
 def _result_layout(x: Any, name: str, scale_layout: Any) -> str:
-    """Returns the layout of permuted scales; 'compact' if there are none."""
+    """Return the layout of permuted scales; 'compact' without scales."""
     if scale_layout is not None:
         choice(scale_layout, "scale_layout", _LAYOUTS)
         if not isinstance(x, Scaled):
@@ -241,7 +241,7 @@ class _PermuteInputs(NamedTuple):
 
 
 class _PermuteOp(Op[_PermuteInputs]):
-    """Moves tokens to rows. name: the tokens' name in messages."""
+    """Moves tokens to rows. name: of the tokens, in messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -295,7 +295,7 @@ class _UnpermuteInputs(NamedTuple):
 
 
 class _UnpermuteOp(Op[_UnpermuteInputs]):
-    """Sums the rows of each token, and gathers the elements of probs_grad by slot. name: the rows' name in
+    """Sums the rows of each token, and gathers the elements of probs_grad by slot. name: of the rows, in
     messages."""
 
     def __init__(self, name: str) -> None:
@@ -358,7 +358,7 @@ class _UnpermuteBackwardOp(Op[_UnpermuteBackwardInputs]):
         backend.require_module(y, call.xp, "y")
         rows = call.read("y", y, INPUT_DTYPES, (routing.rows, *g.shape[1:]),
                          "the routing's rows, and the columns of grad")
-        if g.dtype != rows.dtype:               # y is as the forward pass had it
+        if g.dtype != rows.dtype:               # y is that of the forward pass
             raise TypeError(f"grad: expected dtype {rows.dtype}, as y has, got {g.dtype}"
                             f"{dtype_instead(g.dtype, (rows.dtype,), 'grad')}")
         return _UnpermuteBackwardInputs(g, rows, routing, read_probs(call, probs, routing))

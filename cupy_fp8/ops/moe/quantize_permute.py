@@ -27,8 +27,9 @@ from .permute_launches import Probs, TokenScales
 from .rows import described_rows
 
 _BLOCK = (1, 128)
-_WARPS = 8                          # in a block of threads
-#: Scattered stores of scales cost more than a second launch from 4 slots a token and 2^20 scales of rows on.
+_WARPS = 8                          # warps per thread block
+#: From 4 slots per token and 2^20 scales of rows on, scattered stores of scales cost more than a second
+#: launch.
 _MANY_SLOTS, _MANY_SCALES = 4, 1 << 20
 _KERNEL = Kernel("moe/quantize_permute", "quantize_permute", block=32 * _WARPS)
 
@@ -132,7 +133,7 @@ class _QuantizePermute(Op[_Inputs]):
 
 
 def _moves_scales_apart(x: Array, routing: Routing, blocks: int) -> bool:
-    # Small cases on the CPU take both ways.
+    # small cases on the CPU take both paths
     many = _MANY_SCALES >> 16 if isinstance(x, np.ndarray) else _MANY_SCALES
     return routing.topk >= _MANY_SLOTS and routing.tokens * routing.topk * blocks >= many
 

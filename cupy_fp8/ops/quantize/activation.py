@@ -1,4 +1,4 @@
-"""Activations and quantisation from a single read. Kernels: kernels_cu/quantize/activation.cu, of gated ones
+"""Activations and quantisation from a single read. Kernels: kernels_cu/quantize/activation.cu; for gated ones
 swiglu.cu."""
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _is_gated(kind: Any) -> bool:
 
 
 class _Inputs(NamedTuple):
-    """grad: of y; a call with it computes that of x. scale: (address, 0) or (0, value)."""
+    """grad: of y; with it a call computes the gradient of x. scale: (address, 0) or (0, value)."""
 
     x: Input
     grad: Input | None
@@ -243,7 +243,7 @@ _FORWARD, _BACKWARD = _Forward(), _Backward()
 
 
 def _refuse(kind: str, given: dict[str, Any], interleaved: Any) -> None:
-    """ValueError for what gated kinds alone have."""
+    """Raise ValueError for arguments of gated kinds only."""
     flag(interleaved, "interleaved")
     for name in [name for name, value in given.items() if value is not None] + ["interleaved"] * interleaved:
         raise ValueError(f"{name}: kind {kind!r} has no second factor and no such option; the gated kinds "
@@ -251,12 +251,12 @@ def _refuse(kind: str, given: dict[str, Any], interleaved: Any) -> None:
 
 
 def _has_path(program: fused.Program, dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """bf16, and everything to e4m3, has fast programs of SiLU."""
+    """SiLU: fast programs for bf16, and for everything to e4m3."""
     return program.path == ANY or (program.path == PLAIN and (dtype == bfloat16 or to == float8_e4m3fn))
 
 
 def _has_quick_path(program: fused.Program, dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """Other kinds have fast programs for bf16 to e4m3, and for gradients in e5m2."""
+    """Other kinds: fast programs for bf16 to e4m3, and for gradients in e5m2."""
     return program.path == ANY or (program.path == PLAIN and dtype == bfloat16
                                    and (to == float8_e4m3fn or program.backward))
 
