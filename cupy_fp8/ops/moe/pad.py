@@ -62,8 +62,8 @@ def pad_groups(x: Array | Scaled | Quantized, splits: Any, *, align: int, out: A
     Returns
     -------
     Array of x's dtype, of M + (align - 1) * min(E, M) rows rounded down to a multiple of `align`: a bound
-    that does not depend on the sizes. A `Scaled` becomes a `Scaled` of so many rows with compact scales. The
-    same launch writes zeros as padding and after the last group, in data and scales.
+    that does not depend on the sizes. A `Scaled` becomes a `Scaled` of the same number of rows, with compact
+    scales. The same launch writes zeros as padding and after the last group, in data and scales.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def unpad_groups(y: Array | Scaled | Quantized, splits: Any, *, align: int, rows
     rows : of the result, the caller's bound of sum(splits) (which only the device knows). None: those of
         `out`, else all Y
     out, check : as for `pad_groups`
-    Returns an array [rows, …] of y's dtype, or a `Scaled` of so many rows with compact scales; rows after the
+    Returns an array [rows, …] of y's dtype, or a `Scaled` of `rows` rows with compact scales; rows after the
     last group are zeros. Errors and source as for `pad_groups`. Sizes are wrong if the padded groups need
     more rows than y has, or the groups more than `rows`: rows past the end of y are zeros, and rows past the
     end of the result are skipped.
