@@ -41,7 +41,7 @@ class Machine:
                 self.on_gpu(operand((*batch, n, k), types[1], pair[1], layout, scale, "normal", 2)))
 
     def checked(self, a: Scaled, b: Scaled, **options: Any) -> Any:
-        """The result, once it has been compared with the reference."""
+        """Return the result after comparison with the reference."""
         def host(value: Any) -> Any:
             return self.place.run.numpy(value) if hasattr(value, "shape") else value
 
