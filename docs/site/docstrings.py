@@ -153,6 +153,8 @@ def _inline(text: str, owner: Any, described: dict[str, str]) -> str:
 def _page_link(found: re.Match[str]) -> str:
     name = f"{found[1]}.md"
     heading = re.search(rf"(?m)^## ({found[3]}\. .*)", (DOCS / name).read_text("utf-8"))
+    if found[3] and not heading:
+        raise ValueError(f"a docstring mentions {found[0]!r}, which {name} does not have")
     anchor = "#" + re.sub(r"[^\w -]", "", heading[1].lower()).replace(" ", "-") if heading else ""
     return f"[{found[0]}](../{name}{anchor})"
 

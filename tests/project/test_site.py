@@ -73,7 +73,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     local = {"CUPY_FP8_SITE_URL": "", "CUPY_FP8_REPOSITORY_URL": "", "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run([python, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)], cwd=ROOT,
-                          env=os.environ | local, capture_output=True, text=True, timeout=300)
+                          env=os.environ | local, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
