@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -29,6 +30,21 @@ def test_the_workflow_tries_every_python_that_the_metadata_name():
     workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
     (tried,) = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
     assert tried == ", ".join(f'"{version}"' for version in named)
+
+
+@pytest.mark.parametrize(("tag", "day", "published"), [
+    (f"v{__version__}", "2026-12-01", True), (f"v{__version__}", "unreleased", False),
+    ("v999.0", "2026-12-01", False), (f"v{__version__}.1", "2026-12-01", False)])
+def test_a_tag_of_another_version_is_refused(tag, day, published, tmp_path):
+    """By the commands of the workflow, beside archives that a build of this version makes."""
+    workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+    (commands,) = re.findall(r"- name: The tag is .*\n +if: .*\n +run: \|\n((?: {10}.*\n)+)", workflow)
+    (tmp_path / "dist").mkdir()
+    for end in (".tar.gz", "-py3-none-any.whl"):
+        (tmp_path / f"dist/cupy_fp8-{__version__}{end}").touch()
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {__version__} ({day})\n")
+    done = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, env=os.environ | {"GITHUB_REF_NAME": tag})
+    assert (done.returncode == 0) == published
 
 
 def test_links_of_a_release_are_absolute(tmp_path):
