@@ -5,6 +5,7 @@ Functions return the end of a message, which begins with a semicolon, or '' wher
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
 import reprlib
@@ -184,6 +185,22 @@ def renamed(function: str, given: Iterable[str], **names: str) -> TypeError:
     name = next(iter(given))
     advice = f"; write {names[name]}=" if name in names else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
+
+
+def renamed_keywords(**names: str) -> Callable[[_Function], _Function]:
+    """Answers keywords that a function had before with those that it has: for functions that are called
+    rarely, since it costs a call."""
+    def decorated(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            if names.keys() & options.keys():
+                owner = function.__qualname__.removesuffix(".__init__")
+                raise renamed(owner, (name for name in options if name in names), **names)
+            return function(*args, **options)
+
+        return checked  # type: ignore[return-value]
+
+    return decorated
 
 
 # ---- instead of a name ----

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import backend, kernels
 from .advice import public_only, shown, type_name
-from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, once, pairs, raw_bytes
+from .arrays import Array, Result, _same, asarray, asnumpy, check_comparable, is_array, once, pairs, raw_bytes
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, DType, as_dtype, choice, float8_e8m0fnu, lookup
 from .gate import Gate
 from .grouped import Grouped
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 _Made = TypeVar("_Made")
+_Arguments = TypeVar("_Arguments", bound=tuple[Any, ...])
+_Keywords = TypeVar("_Keywords", bound=dict[str, Any])
 ExecutorName: TypeAlias = Literal["reference", "host", "cuda"]
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 
@@ -134,19 +136,19 @@ def assert_product_close(actual: Array, a: Scaled | Quantized | Grouped, b: Scal
     to = lookup(actual.dtype, INPUT_DTYPES, "actual").dtype
     if not rtol >= 0:
         raise ValueError(f"rtol: expected a number of 0 or more, got {shown(rtol)}")
-    a, b, splits, *added = (_map_arrays(each, asnumpy) for each in (a, b, splits, bias, accumulate))
+    left, right, splits, *added = (_map_arrays(each, asnumpy) for each in (a, b, splits, bias, accumulate))
     addends: dict[str, Any] = dict(zip(("bias", "accumulate"), added, strict=True))
     before = {"accumulate": None if added[1] is None else added[1].copy()}       # The call adds to it.
     with kernels.forced_executor("reference"):
-        if splits is None and group == "m" and not _has_sizes(a):
+        if splits is None and group == "m" and not _has_sizes(left):
             if bias_weights is not None:
                 raise ValueError("bias_weights: belong to products of groups; give splits")
-            desired = matmul_nt(a, b, dtype=to, **addends | before)
-            sizes = magnitudes(a, b, **addends)
+            desired = matmul_nt(left, right, dtype=to, **addends | before)
+            sizes = magnitudes(left, right, **addends)
         else:
             addends["bias_weights"] = _map_arrays(bias_weights, asnumpy)
-            desired = grouped_matmul_nt(a, b, splits, group=group, dtype=to, **addends | before)
-            sizes = grouped_magnitudes(a, b, splits, group=group, **addends)
+            desired = grouped_matmul_nt(left, right, splits, group=group, dtype=to, **addends | before)
+            sizes = grouped_magnitudes(left, right, splits, group=group, **addends)
     assert_within(actual, desired, sizes, "product", rtol)
 
 
@@ -172,11 +174,10 @@ class Executor:
         moved: _Made = _map_arrays(a, lambda v: asarray(v, like="cupy") if on_gpu else v)
         return moved
 
-    def array_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def array_arguments(self, args: _Arguments, kwargs: _Keywords) -> tuple[_Arguments, _Keywords]:
         """The arguments of a call, each moved as `array` does."""
-        return tuple(map(self.array, args)), {name: self.array(value) for name, value in kwargs.items()}
+        moved: Any = tuple(map(self.array, args)), {name: self.array(a) for name, a in kwargs.items()}
+        return moved
 
     def numpy(self, a: _Made) -> _Made:
         """The same brought back: NumPy arrays."""
