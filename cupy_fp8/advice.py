@@ -181,9 +181,11 @@ def without_rest(function: _Function) -> _Function:
 
 
 def renamed(function: str, given: Iterable[str], **names: str) -> TypeError:
-    """The error for keywords that a function does not have. names: of those that it had before."""
+    """The error for keywords that a function does not have. names: of those that it had before, the keyword
+    or the call that there is instead."""
     name = next(iter(given))
-    advice = f"; write {names[name]}=" if name in names else ""
+    instead = names.get(name, "")
+    advice = instead and f"; write {instead}" + ("" if instead.endswith(")") else "=")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
 
 

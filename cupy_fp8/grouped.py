@@ -57,7 +57,7 @@ class Grouped(Result):
     columnwise_scale_inv  the same for column-wise blocks, or None
     block       the row-wise block. The column-wise one is its transpose. None: one scale for each group
     scale_layout  how scales of blocks are stored (docs/layouts.md)
-    transposed  whether column-wise data are stored transposed
+    transposed  whether column-wise data are stored transposed: all but MX are
 
     A Grouped without scales holds plain values, in `rowwise` alone: `wrap` makes one.
 
