@@ -33,13 +33,13 @@ def usual(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
 
 
 def expect_gate(run: testing.Executor, logits: np.ndarray, k: int, leads: tuple[int, ...] = (0, 4),
-                scores: bool = False, **options: Any) -> fp8.Gate:
+                return_scores: bool = False, **options: Any) -> fp8.Gate:
     """What the loops say, in a new result and in given ones."""
-    want = gate_loops.gate(logits, k, with_scores=scores, **options)
+    want = gate_loops.gate(logits, k, with_scores=return_scores, **options)
     there: dict[str, Any] = {name: run.array(a) if isinstance(a, np.ndarray) else a
                              for name, a in options.items()}
-    made: fp8.Gate = expect(run, want, fp8.topk_gate, run.array(logits), k, return_scores=scores, **there,
-                            leads=leads)
+    made: fp8.Gate = expect(run, want, fp8.topk_gate, run.array(logits), k, return_scores=return_scores,
+                            **there, leads=leads)
     return run.numpy(made)
 
 
