@@ -9,8 +9,9 @@ import numpy as np
 from ...arrays import asnumpy
 from ...formats import FORMATS, float32
 
-#: The error that sums may have, relative to the sum of magnitudes: what is promised, and what the cases have.
-PROMISED, SUMS = 2.0**-6, 2.0**-8
+#: The error of sums, relative to the sum of magnitudes, that is promised, and that cases may have.
+PROMISED = 2.0**-6
+SUMS = 2.0**-8
 
 
 def assert_within(actual: Any, desired: np.ndarray, magnitudes: np.ndarray, name: str = "result",
