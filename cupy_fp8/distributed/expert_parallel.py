@@ -30,7 +30,7 @@ from .nccl import Nccl
 from .routing import RankRouting, Route
 from .slots import Split
 from .transport import Messages, Transport
-from .world import World
+from .world import Local, World
 
 _BLOCKS = BlockScaling()
 _MOST_SECONDS = 1_000_000
@@ -110,7 +110,8 @@ class ExpertParallel:
         self._transport: Transport | None = None
         self._failed: RankError | None = None
         if not isinstance(world, World):
-            raise TypeError(f"world: expected a World, as init() makes it, got {type_name(world)}")
+            instead = "; its run() gives each rank one" if isinstance(world, Local) else ""
+            raise TypeError(f"world: expected a World, as init() makes it, got {type_name(world)}{instead}")
         choice(transport, "transport", get_args(TransportName))
         self.world, self.rank, self.size, self._xp = world, world.rank, world.size, backend.like_module(like)
         number, region, width, slots_of_token = (

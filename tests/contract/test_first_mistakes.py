@@ -217,18 +217,6 @@ MISTAKES: dict[str, Mistake] = {
     "a state with a class": (lambda: F8.DelayedScalingState(1, fp8.DelayedScaling),
         TypeError, "write DelayedScaling()"),
     "a text as recipe": (lambda: F8.multi_quantize([X], "mxfp8"), TypeError, "did you mean MXScaling?"),
-    # ---- spellings of before ----
-    "scores=": (lambda: F8.topk_gate(X, 2, scores=True), TypeError, "'scores'; write return_scores="),
-    "dtype_out=": (lambda: F8.moe.Experts(X, X, dtype_out="float32"), TypeError, "'dtype_out'; write dtype="),
-    ".dtype_out": (lambda: F8.moe.Experts.dtype_out, AttributeError, "did you mean dtype?"),
-    "cast_transpose(transposed=)": (lambda: F8.cast_transpose(X, transposed=False), TypeError,
-                                    "write quantize_tensor(x, columnwise=True, transposed=False)"),
-    "MXScaling by position": (lambda: F8.MXScaling("e4m3", "floor"), TypeError, "write mode='floor'"),
-    "DelayedScaling by position": (lambda: F8.DelayedScaling("e4m3", 1, 16), TypeError,
-        "DelayedScaling: expected dtype alone by position; write margin=1, history_len=16"),
-    "CurrentScaling by position": (lambda: F8.CurrentScaling("e4m3", 0.1), TypeError, "write eps=0.1"),
-    "BlockScaling by position": (lambda: F8.BlockScaling((1, 128), "e4m3", 0.1), TypeError,
-        "expected block and dtype alone by position; write eps=0.1"),
     # ---- lists and files ----
     "a generator of arrays": (lambda: F8.multi_quantize((x for x in [X]), fp8.MXScaling()),
         TypeError, "list(xs) makes one"),

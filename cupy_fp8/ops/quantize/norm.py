@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args,
 import numpy as np
 
 from ... import reference
+from ...advice import matrix_instead
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Several, one_array, several
@@ -382,7 +383,8 @@ def _check_unscaled(scale: Any, amax: Any, rowwise: Any, columnwise: Any) -> Non
 def _matrix(x: Input) -> tuple[int, int]:
     """The shape [M, K] of x."""
     if x.array.ndim != 2:
-        raise ValueError(f"x: expected shape [M, K], got {x.shape}")
+        raise ValueError(f"x: expected shape [M, K], got {x.shape}"
+                         f"{matrix_instead(x.shape, 'x', batch=False)}")
     return x.shape[0], x.shape[1]
 
 

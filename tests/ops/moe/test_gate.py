@@ -283,11 +283,11 @@ def test_a_refused_call_writes_nothing(run):
     out = fp8.topk_gate(x, 3, return_scores=True)
     before = [fp8.asnumpy(a).tobytes() for a in out._arrays().values()]
     calls: list[tuple[Any, int, dict[str, Any]]] = [
-        (wrong, 3, {}), (x, 4, {}), (x, 3, {"sequences": 2}), (x, 3, {"scores": False}),
+        (wrong, 3, {}), (x, 4, {}), (x, 3, {"sequences": 2}), (x, 3, {"return_scores": False}),
         (x, 3, {"factor": 2.0}), (x, 3, {"score": "sigmoid"}), (x, 3, {"bias": run.array(normal((11,)))})]
     for logits, k, options in calls:
         with pytest.raises(ValueError):         # noqa: PT011 (test_messages_of_gates.py has the messages)
-            fp8.topk_gate(logits, k, **{"scores": True, **options}, out=out)
+            fp8.topk_gate(logits, k, **{"return_scores": True, **options}, out=out)
         assert [fp8.asnumpy(a).tobytes() for a in out._arrays().values()] == before
 
 
