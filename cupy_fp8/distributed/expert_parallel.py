@@ -109,9 +109,10 @@ class ExpertParallel:
                  timeout: float = 30.0, like: Any = None) -> None:
         self._transport: Transport | None = None
         self._failed: RankError | None = None
-        if not isinstance(world, World):
-            instead = "; its run() gives each rank one" if isinstance(world, Local) else ""
-            raise TypeError(f"world: expected a World, as init() makes it, got {type_name(world)}{instead}")
+        given: Any = world
+        if not isinstance(given, World):
+            instead = "; its run() gives each rank one" if isinstance(given, Local) else ""
+            raise TypeError(f"world: expected a World, as init() makes it, got {type_name(given)}{instead}")
         choice(transport, "transport", get_args(TransportName))
         self.world, self.rank, self.size, self._xp = world, world.rank, world.size, backend.like_module(like)
         number, region, width, slots_of_token = (
