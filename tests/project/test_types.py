@@ -58,7 +58,8 @@ def anys(source: str, names: set[str]) -> Iterator[str]:
             yield from of_function(node, node.name)
         if isinstance(node, ast.ClassDef) and node.name in names:
             for each in node.body:
-                if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
+                if isinstance(each, ast.FunctionDef) and (not each.name.startswith("_")
+                                                          or each.name in ("__getitem__", "__iter__")):
                     yield from of_function(each, f"{node.name}.{each.name}")
                 if (isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
                         and not each.target.id.startswith("_") and unclear(each.annotation)):
@@ -93,10 +94,12 @@ class Result:
     @property
     def shape(self) -> Any: ...
     def _hidden(self) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...
 class Other:
     rows: Any
 """, {"result", "inside", "missing", "one", "fine", "Result"})] == [
-        "result", "inside", "missing", "one", "Result.rows", "Result.shape"]
+        "result", "inside", "missing", "one", "Result.rows", "Result.shape",
+        "Result.__getitem__"]
 
 
 USES = """
@@ -140,6 +143,12 @@ reveal_type(dprobs)  # TypedArray | None
 biased = fp8.moe.Experts(w, w, bias=(x, x)).backward(x, saved)
 reveal_type(biased[4])  # tuple[TypedArray | None, TypedArray | None]
 reveal_type(fp8.matmul_nt(q, q))  # TypedArray
+grouped = fp8.group_quantize(x, sizes, recipe)
+reveal_type(grouped[0])  # Quantized
+reveal_type(next(iter(fp8.Grouped.wrap(x, sizes))))  # TypedArray
+def of_any_group(given: fp8.Grouped) -> int:
+    return len(given)
+of_any_group(grouped)
 def of_any_layer(given: fp8.moe.Experts) -> fp8.Quantized:
     return given.up
 of_any_layer(layer)
