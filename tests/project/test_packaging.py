@@ -230,6 +230,7 @@ fp8.finfo("e4m4")  # arg-type
 fp8.CurrentScaling(dtype="e4m4")  # arg-type
 fp8.BlockScaling(dtype="e4m4")  # arg-type
 fp8.MXScaling("rceil")  # arg-type
+fp8.MXScaling("e4m3", "rceil")  # call-arg
 name: str = fp8.MXScaling().dtype  # assignment
 name = fp8.group_quantize(x, [64, 64], fp8.BlockScaling()).splits  # assignment
 name = fp8.route(np.zeros((4, 1), np.int32)).row_map  # assignment

@@ -31,7 +31,7 @@ def calls() -> Iterator[tuple[str, Far]]:
 
 def _gated(m: Any, x: Any) -> Any:
     """A block takes a sequence, so that no block waits for those that the CPU leaves out."""
-    made = m.topk_gate(x, 2, scores=True, sequences=len(x) // 8)
+    made = m.topk_gate(x, 2, return_scores=True, sequences=len(x) // 8)
     return made.indices, made.weights, made.counts, made.scores, made.score_sums
 
 

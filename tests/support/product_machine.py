@@ -14,9 +14,9 @@ from fake_cublaslt import FakeCublasLt
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, reference
 from cupy_fp8.cases.matmul.dense import operand
-from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import float8_e4m3fn, float32
 from cupy_fp8.reference.matmul.dense import magnitudes
+from cupy_fp8.reference.matmul.tolerance import assert_within
 
 M, N, K = 68, 72, 272
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ... import reference
-from ...advice import shown
+from ... import advice, reference
+from ...advice import shown, without_rest
 from ...arrays import Array, address
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written, one_array
@@ -28,10 +28,12 @@ _WARPS_PER_SM, _BLOCKS_ON_CPU = 32, 4           # with more tokens, thread block
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
+@without_rest
 def topk_gate(logits: Array, k: int, *, score: Score = "softmax", bias: Array | None = None,
               groups: int | None = None, group_topk: int | None = None, normalize: bool = True,
-              factor: float = 1.0, indices: Array | None = None, scores: bool = False,
-              sequences: int | None = None, out: Gate | None = None) -> Gate:
+              factor: float = 1.0, indices: Array | None = None,
+              return_scores: bool = False, sequences: int | None = None, out: Gate | None = None,
+              **renamed: NoReturn) -> Gate:
     """Choose the k best experts of each token and their weights: what `route` and `permute` begin with.
 
         s = softmax(logits), sigma(logits) or sqrt(softplus(logits))         scores
@@ -54,7 +56,7 @@ def topk_gate(logits: Array, k: int, *, score: Score = "softmax", bias: Array | 
     factor : a finite number, rounded to f32
     indices : int32 or int64 array [T, k] of an earlier gate: the same experts again, whose weights follow
         these logits; -1: none. bias, groups and group_topk then change nothing
-    scores : return s of all experts too
+    return_scores : s of all experts too
     sequences : S, which divides T: return sums over the T / S tokens of each sequence of s (softmax), or of
         s / (sum of s + 1e-20), and counts by sequence, as `load_balance_loss` needs them. 1: all tokens
     out : an earlier result of the same shapes and options; written in place and returned. With it the call
@@ -82,7 +84,9 @@ def topk_gate(logits: Array, k: int, *, score: Score = "softmax", bias: Array | 
     >>> fp8.route(gate.indices, num_experts=4, align=16)
     Routing(2 tokens x 2 slots -> 64 rows of 4 experts, aligned to 16, numpy)
     """
-    given = (logits, k, score, bias, groups, group_topk, normalize, factor, indices, scores, sequences)
+    if renamed:
+        raise advice.renamed("topk_gate", renamed, scores="return_scores")
+    given = (logits, k, score, bias, groups, group_topk, normalize, factor, indices, return_scores, sequences)
     result: Gate = run(_TOPK_GATE, given, out)
     return result
 
@@ -218,9 +222,9 @@ class _Inputs(NamedTuple):
 
 class _TopkGate(Op[_Inputs]):
     def arguments(self, call: Call, logits: Any, k: Any, score: Any, bias: Any, groups: Any, group_topk: Any,
-                  normalize: Any, factor: Any, indices: Any, scores: Any, sequences: Any) -> _Inputs:
+                  normalize: Any, factor: Any, indices: Any, return_scores: Any, sequences: Any) -> _Inputs:
         score, normalize = choice(score, "score", SCORES), flag(normalize, "normalize")
-        factor, with_scores = number(factor, "factor"), flag(scores, "scores")
+        factor, with_scores = number(factor, "factor"), flag(return_scores, "return_scores")
         x = call.read("logits", logits, INPUT_DTYPES)
         rows = row_shape(x.shape)
         tokens, experts, _ = rows
@@ -254,7 +258,8 @@ class _TopkGate(Op[_Inputs]):
         return reference.topk_gate(
             i.logits.array, i.k, score=i.score, bias=i.bias and i.bias.array, groups=i.groups.number or None,
             group_topk=i.groups.topk or None, normalize=i.normalize, factor=i.factor,
-            indices=i.given and i.given.array, scores="scores" in i.result.names, sequences=i.sequences)
+            indices=i.given and i.given.array, return_scores="scores" in i.result.names,
+            sequences=i.sequences)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         x, rows, groups, given = inputs.logits, inputs.rows, inputs.groups, inputs.given

@@ -34,13 +34,13 @@ _ROWS = 2048                # most rows per thread block
 
 
 @overload
-def pad_groups(x: Scaled | Quantized, splits: Any, *, align: int,
-               out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+def pad_groups(x: Scaled | Quantized, splits: Any, *, align: int, out: Scaled | None = None,
+               check: bool = False) -> Scaled: ...
 @overload
-def pad_groups(x: Array, splits: Any, *, align: int,
-               out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
+def pad_groups(x: Array, splits: Any, *, align: int, out: Array | None = None,
+               check: bool = False) -> TypedArray: ...
 def pad_groups(x: Array | Scaled | Quantized, splits: Any, *, align: int, out: Array | Scaled | None = None,
-               check: bool = False) -> Any:
+               check: bool = False) -> TypedArray | Scaled:
     """Append rows of zeros to each group, so that every group has a multiple of `align` rows.
 
         group g goes from row sum(splits[:g]) to row sum(round_up(splits[:g], align))
@@ -87,12 +87,12 @@ def pad_groups(x: Array | Scaled | Quantized, splits: Any, *, align: int, out: A
 
 @overload
 def unpad_groups(y: Scaled | Quantized, splits: Any, *, align: int, rows: int | None = None,
-                 out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+                 out: Scaled | None = None, check: bool = False) -> Scaled: ...
 @overload
 def unpad_groups(y: Array, splits: Any, *, align: int, rows: int | None = None,
-                 out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
+                 out: Array | None = None, check: bool = False) -> TypedArray: ...
 def unpad_groups(y: Array | Scaled | Quantized, splits: Any, *, align: int, rows: int | None = None,
-                 out: Array | Scaled | None = None, check: bool = False) -> Any:
+                 out: Array | Scaled | None = None, check: bool = False) -> TypedArray | Scaled:
     """Move the rows of each group together again: the inverse of `pad_groups`. Padding is not read.
 
         group g goes from row sum(round_up(splits[:g], align)) to row sum(splits[:g])
@@ -120,12 +120,12 @@ def unpad_groups(y: Array | Scaled | Quantized, splits: Any, *, align: int, rows
 
 @overload
 def sort_chunks(x: Scaled | Quantized, splits: Any, order: Any, *,
-                out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+                out: Scaled | None = None, check: bool = False) -> Scaled: ...
 @overload
 def sort_chunks(x: Array, splits: Any, order: Any, *,
-                out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
+                out: Array | None = None, check: bool = False) -> TypedArray: ...
 def sort_chunks(x: Array | Scaled | Quantized, splits: Any, order: Any, *, out: Array | Scaled | None = None,
-                check: bool = False) -> Any:
+                check: bool = False) -> TypedArray | Scaled:
     """Put chunks of consecutive rows into another order.
 
         result = concatenate([chunk[order[0]], chunk[order[1]], …])

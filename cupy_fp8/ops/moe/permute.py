@@ -29,18 +29,20 @@ _LAYOUTS: tuple[RowScaleLayout, ...] = get_args(RowScaleLayout)
 
 @overload
 def permute(x: Scaled | Quantized, routing: Routing, *, probs: None = None,
-            scale_layout: RowScaleLayout | None = None, out: Any = None) -> Scaled: ...
+            scale_layout: RowScaleLayout | None = None, out: Scaled | None = None) -> Scaled: ...
 @overload
 def permute(x: Scaled | Quantized, routing: Routing, *, probs: Array,
-            scale_layout: RowScaleLayout | None = None, out: Any = None) -> tuple[Scaled, TypedArray]: ...
+            scale_layout: RowScaleLayout | None = None,
+            out: tuple[Scaled, Array] | None = None) -> tuple[Scaled, TypedArray]: ...
 @overload
 def permute(x: Array, routing: Routing, *, probs: None = None, scale_layout: None = None,
-            out: Any = None) -> TypedArray: ...
+            out: Array | None = None) -> TypedArray: ...
 @overload
 def permute(x: Array, routing: Routing, *, probs: Array, scale_layout: None = None,
-            out: Any = None) -> tuple[TypedArray, TypedArray]: ...
+            out: tuple[Array, Array] | None = None) -> tuple[TypedArray, TypedArray]: ...
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
-            scale_layout: RowScaleLayout | None = None, out: Any = None) -> Any:
+            scale_layout: RowScaleLayout | None = None, out: Any = None
+            ) -> TypedArray | Scaled | tuple[TypedArray | Scaled, TypedArray]:
     """Copy each token to the rows that the routing gives it: data, scales and probs in one launch.
 
         result[routing.row_map[t, k]] = x[t]          rows that no token is in are zeros
@@ -117,12 +119,12 @@ def unpermute(y: Array, routing: Routing, *, probs: Array | None = None,
 
 @overload
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: None = None,
-                     out: Any = None) -> TypedArray: ...
+                     out: Array | None = None) -> TypedArray: ...
 @overload
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array,
-                     out: Any = None) -> tuple[TypedArray, TypedArray]: ...
+                     out: tuple[Array, Array] | None = None) -> tuple[TypedArray, TypedArray]: ...
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None = None,
-                     out: Any = None) -> Any:
+                     out: Any = None) -> TypedArray | tuple[TypedArray, TypedArray]:
     """The gradients of `permute`'s x and probs, from those of the permuted rows and probs.
 
         x_grad[t] = sum over k of grad[routing.row_map[t, k]]       (as `unpermute` without probs)
@@ -145,7 +147,8 @@ def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None 
 
 
 def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs: Array | None = None,
-                       out: Any = None) -> tuple[TypedArray, TypedArray | None]:
+                       out: tuple[Array, Array | None] | None = None
+                       ) -> tuple[TypedArray, TypedArray | None]:
     """The gradients of `unpermute`'s y and probs.
 
         grad_y[row_map[t, k]] = grad[t] * probs[t, k]

@@ -33,12 +33,12 @@ _BLOCK = (1, 128)
 
 @overload
 def permute_transpose(x: Scaled | Quantized, routing: Routing, *, probs: None = None,
-                      out: Any = None) -> Quantized: ...
+                      out: Quantized | None = None) -> Quantized: ...
 @overload
 def permute_transpose(x: Scaled | Quantized, routing: Routing, *, probs: Array,
-                      out: Any = None) -> tuple[Quantized, TypedArray]: ...
+                      out: tuple[Quantized, Array] | None = None) -> tuple[Quantized, TypedArray]: ...
 def permute_transpose(x: Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
-                      out: Any = None) -> Any:
+                      out: Any = None) -> Quantized | tuple[Quantized, TypedArray]:
     """Copy each FP8 token to the rows that the routing gives it, and transpose these rows expert by expert:
     both operands of an expert's products from one read of the tokens.
 

@@ -36,12 +36,13 @@ _KERNEL = Kernel("moe/quantize_permute", "quantize_permute", block=32 * _WARPS)
 
 @overload
 def quantize_permute(x: Array, routing: Routing, recipe: BlockScaling | None = None, *, probs: None = None,
-                     out: Any = None) -> Scaled: ...
+                     out: Scaled | None = None) -> Scaled: ...
 @overload
 def quantize_permute(x: Array, routing: Routing, recipe: BlockScaling | None = None, *, probs: Array,
-                     out: Any = None) -> tuple[Scaled, TypedArray]: ...
+                     out: tuple[Scaled, Array] | None = None) -> tuple[Scaled, TypedArray]: ...
 def quantize_permute(x: Array, routing: Routing, recipe: BlockScaling | None = None, *,
-                     probs: Array | None = None, out: Any = None) -> Any:
+                     probs: Array | None = None, out: Any = None
+                     ) -> Scaled | tuple[Scaled, TypedArray]:
     """Quantise each token once, and write it to the rows that the routing gives it: what an expert layer
     begins with where no dispatch to other GPUs lies between.
 

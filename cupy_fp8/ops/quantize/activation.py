@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args, overload
 import numpy as np
 
 from ... import reference
+from ...advice import matrix_instead
 from ...arrays import Array
 from ...calls import row_segments
 from ...calls.call import Call, Input, Op, run
@@ -194,7 +195,8 @@ class _Forward(Op[_Inputs]):
                   interleaved: Any, noop: Any) -> _Inputs:
         x_input = call.read("x", x, INPUT_DTYPES)
         if x_input.array.ndim != 2:
-            raise ValueError(f"x: expected shape [M, K], got {x_input.shape}")
+            raise ValueError(f"x: expected shape [M, K], got {x_input.shape}"
+                             f"{matrix_instead(x_input.shape, 'x', batch=False)}")
         rows, columns = x_input.shape
         choice(kind, "kind", ACTIVATIONS)
         _refuse(kind, {"probs": probs, "bias": bias, "splits": splits, "clamp": clamp}, interleaved)

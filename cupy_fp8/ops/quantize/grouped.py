@@ -18,6 +18,7 @@ from ...grouped import Grouped
 from ...kernels import Launch, Variant
 from ...layouts import padded_rows, round_up
 from ...recipes import BlockScaling, MXScaling, Recipe, check_recipe, check_scales
+from ...results import Quantized
 from . import grouped_blocks, grouped_tensor
 from .grouped_call import Inputs
 from .grouped_result import GroupedResult
@@ -29,7 +30,7 @@ _MOST_INT32 = 0x7FFFFFFF
 def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False,
                    scales: Any = None, amaxes: Array | None = None, noop: Array | None = None,
                    offsets: Array | None = None, align: int = 1, out: Grouped | None = None,
-                   check: bool = False) -> Grouped:
+                   check: bool = False) -> Grouped[Quantized]:
     """Quantise each group of rows as a tensor of its own: its bytes are those of ``recipe.quantize(group)``.
 
     Per-tensor recipes give each group a scale:

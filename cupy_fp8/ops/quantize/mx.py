@@ -71,7 +71,8 @@ def quantize_mx(x: Array, *, dtype: FP8DType = float8_e4m3fn, rowwise: bool = Tr
         say) is read as it is; any other view is copied first
     dtype : float8_e4m3fn or float8_e5m2
     rowwise, columnwise : blocks of 32 along K, blocks of 32 along M; the last one of a line may be shorter
-    transposed : store the column-wise data […, K, M]
+    transposed : store the column-wise data […, K, M], which products here and most libraries want. False, as
+        all of MX is stored here, recipes included: TransformerEngine has its columns so
     mode : how the block's amax becomes e: 'rceil' (amax / fp8_max rounded up to a power of two), 'floor' (OCP
         MX v1.0: large elements may saturate), 'ceil', 'even'
     profile : 'te' (NaN is ignored by the amax and stays NaN; a block with Inf gets e = 254) or 'torchao' (NaN

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from ... import reference
-from ...advice import shown
+from ...advice import matrix_instead, shown
 from ...arrays import Array, is_array
 from ...calls import group_sizes
 from ...calls.call import Call, Input, Op, run
@@ -152,7 +152,8 @@ class _Forward(Op[Inputs]):
                   interleaved: Any, noop: Any, kind: Any) -> Inputs:
         x_input = call.read("x", x, INPUT_DTYPES)
         if x_input.array.ndim != 2 or x_input.shape[1] % 2:
-            raise ValueError(f"x: expected shape [M, 2 H], got {x_input.shape}")
+            instead = "" if x_input.array.ndim == 2 else matrix_instead(x_input.shape, "x", batch=False)
+            raise ValueError(f"x: expected shape [M, 2 H], got {x_input.shape}{instead}")
         output = output_of(self.result_shape(*x_input.shape), x_input.dtype, recipe, rowwise, columnwise)
         grad_input = self.read_grad(call, x_input, grad)
         weights = None if probs is None else call.read("probs", probs, (float32,), x_input.shape[:1])

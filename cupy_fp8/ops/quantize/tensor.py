@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ... import reference
-from ...advice import shown
+from ... import advice, reference
+from ...advice import shown, without_rest
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...directions import check_directions
@@ -93,9 +93,10 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m
     return result
 
 
-def cast_transpose(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m3fn, transposed: bool = True,
-                   amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
-                   eps: float = 0.0, pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
+@without_rest
+def cast_transpose(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m3fn, amax: Array | None = None,
+                   noop: Array | None = None, dbias: bool = False, eps: float = 0.0, pow2_scale: bool = False,
+                   out: Quantized | None = None, **renamed: NoReturn) -> Quantized:
     """`quantize_tensor` in both directions from one read of x: row-wise data […, M, K] and column-wise data
     […, K, M].
 
@@ -106,8 +107,11 @@ def cast_transpose(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m3
     >>> q.columnwise.data.astype(np.float32).tolist()
     [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     """
-    return quantize_tensor(x, scale, dtype=dtype, columnwise=True, transposed=transposed, amax=amax,
-                           noop=noop, dbias=dbias, eps=eps, pow2_scale=pow2_scale, out=out)
+    if renamed:
+        raise advice.renamed("cast_transpose", renamed,
+                             transposed="quantize_tensor(x, columnwise=True, transposed=False)")
+    return quantize_tensor(x, scale, dtype=dtype, columnwise=True, amax=amax, noop=noop, dbias=dbias, eps=eps,
+                           pow2_scale=pow2_scale, out=out)
 
 
 class _Inputs(NamedTuple):
