@@ -46,12 +46,12 @@ def test_gpp_is_named_where_it_is_first_needed():
 
 
 def test_every_extra_and_every_notebook_is_named():
-    page, index = ((ROOT / "docs" / name).read_text() for name in ("install.md", "README.md"))
+    page, index = ((ROOT / name).read_text() for name in ("docs/install.md", "notebooks/README.md"))
     extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
     for extra in re.findall(r"^(\w+) = \[", extras.partition("\n[")[0], re.MULTILINE):
         assert re.search(rf"`{extra}`|[\[,]{extra}[\],]", page), extra
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
-        assert f"[{notebook.stem}](../notebooks/{notebook.name})" in index
+        assert f"[{notebook.stem}]({notebook.name})" in index
 
 
 @pytest.mark.parametrize("page", PAGES)
