@@ -5,6 +5,7 @@ Functions return the end of a message, which begins with a semicolon, or '' wher
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
 import reprlib
@@ -28,6 +29,9 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
                     ("matmul_nt", "grouped_matmul_nt")),
     **dict.fromkeys(("cast", "to_fp8"), ("quantize_tensor", "astype")),
     "quantise": ("quantize",),
+    **dict.fromkeys(("rmsnorm", "rms_norm"), ("rms", "norm_quantize")),
+    **dict.fromkeys(("layernorm", "layer_norm"), ("layer", "norm_quantize")),
+    "swish": ("silu",), "silu_and_mul": ("swiglu", "swiglu_quantize"),
     **dict.fromkeys(("array", "tensor", "from_numpy"), ("asarray",)),
     **dict.fromkeys(("numpy", "to_numpy"), ("asnumpy",)),
     **dict.fromkeys(("from_torch", "from_jax"), ("from_dlpack",)),
@@ -180,10 +184,28 @@ def without_rest(function: _Function) -> _Function:
 
 
 def renamed(function: str, given: Iterable[str], **names: str) -> TypeError:
-    """The error for keywords that a function does not have. names: of those that it had before."""
+    """The error for keywords that a function does not have. names: of those that it had before, the keyword
+    or the call that there is instead."""
     name = next(iter(given))
-    advice = f"; write {names[name]}=" if name in names else ""
+    instead = names.get(name, "")
+    advice = instead and f"; write {instead}" + ("" if instead.endswith(")") else "=")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
+
+
+def renamed_keywords(**names: str) -> Callable[[_Function], _Function]:
+    """Answers keywords that a function had before with those that it has: for functions that are called
+    rarely, since it costs a call."""
+    def decorated(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            if names.keys() & options.keys():
+                owner = function.__qualname__.removesuffix(".__init__")
+                raise renamed(owner, (name for name in options if name in names), **names)
+            return function(*args, **options)
+
+        return checked  # type: ignore[return-value]
+
+    return decorated
 
 
 # ---- instead of a name ----

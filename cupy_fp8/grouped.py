@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import numpy as np
 
@@ -35,11 +35,20 @@ from .typed_array import TypedArray
 
 __all__ = ["Grouped"]
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Member = TypeVar("Member", default=Any)         # a Quantized, or an array of plain values
+else:
+    from typing import TypeVar
+
+    Member = TypeVar("Member")
+
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Grouped(Result):
+class Grouped(Result, Generic[Member]):
     """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
     splits      int32 or int64 [N]: the rows of each group. `group_quantize` and `wrap` make copies of sizes
@@ -57,7 +66,7 @@ class Grouped(Result):
     columnwise_scale_inv  the same for column-wise blocks, or None
     block       the row-wise block. The column-wise one is its transpose. None: one scale for each group
     scale_layout  how scales of blocks are stored (docs/layouts.md)
-    transposed  whether column-wise data are stored transposed
+    transposed  whether column-wise data are stored transposed: all but MX are
 
     A Grouped without scales holds plain values, in `rowwise` alone: `wrap` makes one.
 
@@ -98,7 +107,7 @@ class Grouped(Result):
                              "Grouped.wrap groups plain values")
 
     @classmethod
-    def wrap(cls, data: Array, splits: Any, *, offsets: Array | None = None) -> Grouped:
+    def wrap(cls, data: Array, splits: Any, *, offsets: Array | None = None) -> Grouped[TypedArray]:
         """Group the rows of an array [M, K] of any dtype, without a copy of them.
 
         splits : rows of each group: an int32 or int64 array of data's kind, or a list. Rows after the last
@@ -117,11 +126,13 @@ class Grouped(Result):
         return cls._plain_values(*ops.wrap_groups(data, splits, offsets))
 
     @classmethod
-    def _plain_values(cls, splits: Array, offsets: Array, shape: tuple[int, int], rowwise: Array) -> Grouped:
+    def _plain_values(cls, splits: Array, offsets: Array, shape: tuple[int, int], rowwise: Array
+                      ) -> Grouped[TypedArray]:
         """Makes a Grouped without scales of fields that the library made or has checked."""
-        return cls._of_fields(splits=splits, offsets=offsets, shape=shape, rowwise=rowwise, columnwise=None,
-                              scale_inv=None, columnwise_scale_inv=None, block=None, scale_layout=None,
-                              transposed=True)
+        made: Any = cls._of_fields(
+            splits=splits, offsets=offsets, shape=shape, rowwise=rowwise, columnwise=None, scale_inv=None,
+            columnwise_scale_inv=None, block=None, scale_layout=None, transposed=True)
+        return made
 
     @property
     def data(self) -> TypedArray:
@@ -146,7 +157,7 @@ class Grouped(Result):
     def __len__(self) -> int:
         return len(self.splits)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Member:
         try:
             at = operator.index(index)
         except TypeError:
@@ -155,7 +166,7 @@ class Grouped(Result):
             raise IndexError(f"Grouped: index {shown(at)} is out of range for {len(self)} groups")
         return self._members(*self._sizes_and_offsets())(at % len(self))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Member]:
         return map(self._members(*self._sizes_and_offsets()), range(len(self)))
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> TypedArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from .advice import listed, meant, public_only, shown, type_name
@@ -54,7 +54,21 @@ def _keep(recipe: Any, **fields: Any) -> None:
     recipe.__dict__.update(fields)
 
 
-class _PerTensor:
+class _Recipe:
+    """Answers options that are given by position: one may be added between two others one day."""
+
+    if not TYPE_CHECKING:               # The constructor is the dataclass's.
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            names, first = [f.name for f in fields(cls)], [f.name for f in fields(cls) if not f.kw_only]
+            if len(args) > len(first):
+                write = ", ".join(f"{name}={shown(value)}" for name, value in zip(names, args, strict=False)
+                                  if name not in first)
+                raise TypeError(f"{cls.__name__}: expected {' and '.join(first)} alone by position; write "
+                                f"{write}")
+            return super().__new__(cls)
+
+
+class _PerTensor(_Recipe):
     """The method of recipes with one scale for a tensor."""
 
     dtype: FP8DTypeField
@@ -90,6 +104,7 @@ class DelayedScaling(_PerTensor):
     """
 
     dtype: FP8DTypeField = float8_e4m3fn
+    _: KW_ONLY
     margin: int = 0
     history_len: int = 1024
     algo: Algorithm = "max"
@@ -124,8 +139,8 @@ class CurrentScaling(_PerTensor):
     """
 
     dtype: FP8DTypeField = float8_e4m3fn
-    eps: float = 0.0
     _: KW_ONLY
+    eps: float = 0.0
     pow2_scale: bool = False
 
     def __post_init__(self) -> None:
@@ -144,7 +159,7 @@ class CurrentScaling(_PerTensor):
 
 
 @dataclass(frozen=True)
-class MXScaling:
+class MXScaling(_Recipe):
     """MX: blocks of 32 elements, each with a power of two as its scale (one E8M0 byte).
 
     dtype         float8_e4m3fn or float8_e5m2
@@ -159,6 +174,7 @@ class MXScaling:
     """
 
     dtype: FP8DTypeField = float8_e4m3fn
+    _: KW_ONLY
     mode: MXMode = "rceil"
     profile: MXProfile = "te"
     block: tuple[int, int] = (1, 32)
@@ -191,7 +207,7 @@ class MXScaling:
 
 
 @dataclass(frozen=True)
-class BlockScaling:
+class BlockScaling(_Recipe):
     """Blocks of 128 elements (or 64, 32, a whole line, 128 x 128), each with an f32 scale.
 
     block         the row-wise block; column-wise blocks are its transpose. See `quantize_block`
@@ -207,8 +223,8 @@ class BlockScaling:
 
     block: tuple[int | None, int | None] = (1, 128)
     dtype: FP8DTypeField = float8_e4m3fn
-    eps: float | None = None
     _: KW_ONLY
+    eps: float | None = None
     pow2_scale: bool | None = None
     profile: BlockProfileName = "te"
     scale_layout: BlockScaleLayout = "gemm_ready"

@@ -1,5 +1,5 @@
-"""Helpers for tests of numerics: a byte comparison that shows the first difference, the choice of executor,
-and Hypothesis strategies."""
+"""Helpers for tests of numerics: a byte comparison that shows the first difference, the bound of matrix
+products, the choice of executor, and Hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 
 from . import backend, kernels
-from .advice import public_only
-from .arrays import Result, _same, asarray, asnumpy, check_comparable, is_array, once, pairs, raw_bytes
-from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, DType, as_dtype, choice, float8_e8m0fnu
+from .advice import public_only, shown, type_name
+from .arrays import Array, Result, _same, asarray, asnumpy, check_comparable, is_array, once, pairs, raw_bytes
+from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, DType, as_dtype, choice, float8_e8m0fnu, lookup
 from .gate import Gate
 from .grouped import Grouped
 from .layouts import scale_shape, swap_last
+from .ops.matmul.dense import matmul_nt
+from .ops.matmul.grouped import GroupedAxis, grouped_matmul_nt
+from .reference.matmul.dense import magnitudes
+from .reference.matmul.grouped import grouped_magnitudes
+from .reference.matmul.tolerance import PROMISED, assert_within
 from .results import Quantized, Scaled
 from .routing import Routing
 
-__all__ = ["EXECUTORS", "Executor", "arrays", "assert_bytes_equal", "executor", "executor_problem",
-           "mx_results", "scales"]
+__all__ = ["EXECUTORS", "Executor", "arrays", "assert_bytes_equal", "assert_product_close", "executor",
+           "executor_problem", "mx_results", "scales"]
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 _Made = TypeVar("_Made")
+_Arguments = TypeVar("_Arguments", bound=tuple[Any, ...])
+_Keywords = TypeVar("_Keywords", bound=dict[str, Any])
 ExecutorName: TypeAlias = Literal["reference", "host", "cuda"]
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 
@@ -83,6 +90,74 @@ def _named(a: Any) -> str:
     return "None" if a is None else f"of type {type(a).__name__}"
 
 
+def assert_product_close(actual: Array, a: Scaled | Quantized | Grouped, b: Scaled | Quantized | Grouped,
+                         splits: Any = None, *, group: GroupedAxis = "m", bias: Array | None = None,
+                         bias_weights: Array | None = None, accumulate: Array | None = None,
+                         rtol: float = PROMISED) -> None:
+    """Raise AssertionError unless `actual` is the product of two FP8 operands, within the bound of
+    `matmul_nt` and `grouped_matmul_nt`.
+
+        |actual - D| <= rtol * S + ulp(D)       D = Σ_k a[m, k] · b[n, k] + bias[n] + accumulate[m, n]
+                                                S = the same sum of magnitudes
+
+    of the dequantised values, D summed in f64 and rounded once to actual's dtype, ulp its unit in the last
+    place. Where a term is NaN or Inf, actual has to be either; where S is beyond float32, anything is right.
+    The message names the element with the largest error by its bound: index, both values, difference and
+    bound, and how many elements are wrong.
+
+    Parameters
+    ----------
+    actual : bfloat16, float16 or float32 array [M, N] or [B, M, N], of groups [sum m, N] or ("k") [E, M, N]
+    a, b : what was multiplied, in all forms that `matmul_nt` takes; with splits, for a `Grouped` and for
+        group="k" those that `grouped_matmul_nt` takes. b is [N, K]
+    splits, group : as for `grouped_matmul_nt`
+    bias : [N]; of groups [E, N], which `bias_weights` [sum m] may scale
+    accumulate : float32 array, what was in actual before the product was added to it
+    rtol : of S. 2⁻⁶ is what docs/numerics.md section 10 promises of tensor cores that add in float32; usual
+        values come closer (2⁻⁸ is what this package's own tests allow)
+
+    Everything may be of NumPy or CuPy, and is compared on the host, in f64: M · N · K multiplications, twice.
+    Raises TypeError and ValueError for operands that cannot be multiplied, and for other dtypes of actual.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.random.default_rng(0).standard_normal((32, 256), np.float32)
+    >>> a, b = fp8.quantize_block(x), fp8.quantize_block(x[:16])
+    >>> y = a.dequantize() @ b.dequantize().T
+    >>> fp8.testing.assert_product_close(y, a, b)
+    >>> y[3, 5] += 9
+    >>> fp8.testing.assert_product_close(y, a, b)
+    Traceback (most recent call last):
+        ...
+    AssertionError: product: 1 of 512 elements of float32[32, 16] are out of bounds; worst at (3, 5): ...
+    """
+    __tracebackhide__ = True
+    if not is_array(actual):
+        raise TypeError(f"actual: expected a NumPy or CuPy array, got {type_name(actual)}")
+    to = lookup(actual.dtype, INPUT_DTYPES, "actual").dtype
+    if not rtol >= 0:
+        raise ValueError(f"rtol: expected a number of 0 or more, got {shown(rtol)}")
+    left, right, splits, *added = (_map_arrays(each, asnumpy) for each in (a, b, splits, bias, accumulate))
+    addends: dict[str, Any] = dict(zip(("bias", "accumulate"), added, strict=True))
+    before = {"accumulate": None if added[1] is None else added[1].copy()}       # The call adds to it.
+    with kernels.forced_executor("reference"):
+        if splits is None and group == "m" and not _has_sizes(left):
+            if bias_weights is not None:
+                raise ValueError("bias_weights: belong to products of groups; give splits")
+            desired = matmul_nt(left, right, dtype=to, **addends | before)
+            sizes = magnitudes(left, right, **addends)
+        else:
+            addends["bias_weights"] = _map_arrays(bias_weights, asnumpy)
+            desired = grouped_matmul_nt(left, right, splits, group=group, dtype=to, **addends | before)
+            sizes = grouped_magnitudes(left, right, splits, group=group, **addends)
+    assert_within(actual, desired, sizes, "product", rtol)
+
+
+def _has_sizes(a: Any) -> bool:
+    """Whether rows of an operand are laid out by sizes of groups."""
+    s = a._row if isinstance(a, Quantized) else a
+    return isinstance(s, Grouped) or (isinstance(s, Scaled) and s.splits is not None)
+
+
 @dataclass(frozen=True)
 class Executor:
     """A place where kernels run. `array` moves a NumPy array or a result there, and `numpy` brings it
@@ -99,11 +174,10 @@ class Executor:
         moved: _Made = _map_arrays(a, lambda v: asarray(v, like="cupy") if on_gpu else v)
         return moved
 
-    def array_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def array_arguments(self, args: _Arguments, kwargs: _Keywords) -> tuple[_Arguments, _Keywords]:
         """The arguments of a call, each moved as `array` does."""
-        return tuple(map(self.array, args)), {name: self.array(value) for name, value in kwargs.items()}
+        moved: Any = tuple(map(self.array, args)), {name: self.array(a) for name, a in kwargs.items()}
+        return moved
 
     def numpy(self, a: _Made) -> _Made:
         """The same brought back: NumPy arrays."""

@@ -1,4 +1,4 @@
-"""The arguments of a call, which an op declares one by one, and what its launches ask for beside them."""
+"""The arguments of a call, declared one by one by the op, and what its launches need besides."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Input(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What a call asked `kernels.workspace` for, and what it got."""
+    """What a call requested from `kernels.workspace`, and the workspace it got."""
 
     use: str
     words: int
@@ -47,7 +47,7 @@ class Workspace(NamedTuple):
 
 
 class Call:
-    """The arguments of a call as an op declares them, one by one; each is validated where it is declared."""
+    """The arguments of a call, declared by the op one by one, and validated at their declaration."""
 
     x: Array                            # the first array: all others are of its kind and on its device
     xp: Any
@@ -57,25 +57,25 @@ class Call:
 
     def __init__(self) -> None:
         self.memory_ranges: list[Range] = []
-        self.names: dict[str, str] = {}             # the names that arrays of lists have in messages
+        self.names: dict[str, str] = {}             # names of list members in messages
         self.noop_at = 0
-        self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
+        self.owner: Array | None = None             # owner of workspaces: an array of `out=`
         self.workspaces: list[Workspace] = []
         self.scratches: list[Array] = []            # memory for this call alone
         self.tables: list[DeviceTable] = []
-        #: Arrays that launches have addresses inside of: the bytes from each address on.
+        #: Bytes from an address on that launches point into.
         self.read_inside: dict[int, int] = {}
         #: Addresses that are the same for every call on this device.
         self.constants: set[int] = set()
-        #: Whether the call may be remembered by its memory. It may not if an argument was copied, or if its
-        #: contents were examined.
+        #: False if the call must not be remembered by its memory: an argument was copied, or its contents
+        #: were examined.
         self.repeatable = True
         self._first = True
 
     def read(self, name: str, a: Any, dtypes: tuple[np.dtype[Any], ...],
              shape: tuple[int, ...] | None = None, what: str = "") -> Input:
-        """An array that the op reads: of one of the dtypes; copied if it is not C-contiguous. shape: the one
-        that it must have, and what such an array has (`validate.check_shape`)."""
+        """Declare an array that the op reads: of one of the dtypes; copied if it is not C-contiguous. shape:
+        the required one; what: what such an array holds (`validate.check_shape`)."""
         name = self.names.get(name, name)
         if not self._first:
             backend.require_module(a, self.xp, name)
@@ -84,12 +84,13 @@ class Call:
             validate.check_shape(name, dense.shape, shape, what)
         self.repeatable &= dense is a
         self._set_or_check_device(name, dense, xp)
-        # The memory of the given array counts, although a copy may be read: a result there would change it.
+        # The given array's memory counts even if a copy is read: a result written there would change the
+        # input.
         self.memory_ranges.append(Range(*validate.byte_range(a), False, name))
         return Input(dense, at)
 
     def read_strided(self, name: str, a: Any) -> Input:
-        """An array that the op reads by its strides, none of them negative."""
+        """Declare an array that the op reads by its strides, none of them negative."""
         if not self._first:
             backend.require_module(a, self.xp, name)
         self._set_or_check_device(name, a, backend.module_of(a, name))
@@ -97,8 +98,8 @@ class Call:
         return Input(a, address(a))
 
     def read_scaled(self, name: str, s: Scaled, by_strides: Container[str] = ()) -> tuple[Input, Input]:
-        """The FP8 data and the scales of a Scaled of one piece, which fit together. by_strides: the layouts
-        whose scales the op reads by their strides; others are copied if they are not C-contiguous."""
+        """Declare a Scaled of one piece: its FP8 data and scales, which must fit. by_strides: layouts whose
+        scales the op reads by their strides; others are copied if they are not C-contiguous."""
         check_one_piece(s, name)
         data, part = self.read(f"{name}.data", s.data, FP8_DTYPES), f"{name}.scale_inv"
         check_data_shape(s, name)
@@ -111,7 +112,7 @@ class Call:
         return data, self.read(part, s.scale_inv, (s.scale_inv.dtype,))
 
     def update(self, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> Input:
-        """An array that the op reads and writes in place, of this dtype and (where it is known) shape."""
+        """Declare an array that the op reads and writes in place, of this dtype and (if given) shape."""
         xp = backend.module_of(a, name, dtype.name, 2 if self._first else 1)
         at = validate.writable(a, a.shape if shape is None else shape, dtype, a if self._first else self.x,
                                xp if self._first else self.xp, name)
@@ -120,21 +121,21 @@ class Call:
         return Input(a, at)
 
     def routing(self, name: str, r: Any, *parts: str) -> Routing:
-        """A Routing. parts: the names of the arrays that the op reads; none means all of them."""
+        """Declare a Routing. parts: names of the arrays that the op reads; none: all."""
         if not isinstance(r, Routing):
             raise TypeError(f"{name}: expected a Routing (cupy_fp8.route makes one), got {type(r).__name__}")
         self._read_parts(name, r._arrays(), parts)
         return r
 
     def gate(self, name: str, g: Any, *parts: str) -> Gate:
-        """A Gate. parts: the names of the arrays that the op reads."""
+        """Declare a Gate. parts: names of the arrays that the op reads."""
         if not isinstance(g, Gate):
             raise TypeError(f"{name}: expected a Gate (cupy_fp8.topk_gate makes one), got {type(g).__name__}")
         self._read_parts(name, g._arrays(), parts)
         return g
 
     def _read_parts(self, name: str, arrays: dict[str, Array], parts: tuple[str, ...]) -> None:
-        """Arrays of a result, which all lie on one device. parts: none means all of them."""
+        """Declare arrays of a result, all on one device. parts: none: all."""
         first = next(iter(arrays.values()))
         if not self._first:
             backend.require_module(first, self.xp, name)
@@ -145,8 +146,8 @@ class Call:
                 self.memory_ranges.append(Range(at, at + a.nbytes, False, f"{name}.{part}"))
 
     def splits(self, name: str, given: Any, check: Any = False, *, beside: Any = None) -> group_sizes.Groups:
-        """The sizes of groups: an array that the launches read, or a list, which is copied to where they find
-        it. A call that examines the sizes on the host is never remembered. beside: where a list goes if no
+        """Declare the sizes of groups: an array that the launches read, or a list, which is copied for them.
+        A call that examines the sizes on the host is never remembered. beside: placement of a list if no
         array was declared before (see `group_sizes.read_first`)."""
         if self._first:
             groups = group_sizes.read_first(given, beside, check, name)
@@ -158,16 +159,16 @@ class Call:
         return groups
 
     def noop(self, flag: Any) -> None:
-        """The flag on the device that keeps a call from writing anything."""
+        """Declare the flag on the device that keeps a call from writing anything."""
         if flag is not None:
             self.noop_at, self._noop = self.one_f32("noop", flag), flag
 
     def noop_is_set(self) -> bool:
-        """Whether the noop flag of a call that the reference computes is set."""
+        """Whether the noop flag is set, for calls computed by the reference."""
         return bool(self.noop_at) and self._noop.reshape(()) == 1
 
     def one_f32(self, name: str, a: Any, *, updated: bool = False) -> int:
-        """The address of a one-element f32 array that the op reads, or updates too."""
+        """Return the address of a one-element f32 array that the op reads, or also updates."""
         at = validate.one_f32(a, self.x, self.xp, name)
         if updated:
             validate.check_writeable(a, name)
@@ -175,14 +176,15 @@ class Call:
         return at
 
     def scalar(self, name: str, a: Any) -> tuple[int, float]:
-        """(address, 0) of a one-element f32 array that the op reads, or (0, a number rounded to f32)."""
+        """Return (address, 0) of a one-element f32 array that the op reads, or (0, a number rounded to
+        f32)."""
         at, value = validate.scalar_or_one_f32(a, self.x, self.xp, name)
         if isinstance(a, self.xp.ndarray):
             self.memory_ranges.append(Range(at, at + 4, False, name))
         return at, value
 
     def workspace(self, use: str, words: int) -> int:
-        """The address of u32 words for this call's launches (see `kernels.workspace`)."""
+        """Return the address of u32 words for this call's launches (see `kernels.workspace`)."""
         return address(self.workspace_array(use, words))
 
     def workspace_array(self, use: str, words: int) -> Array:
@@ -191,8 +193,7 @@ class Call:
         return found
 
     def scratch(self, use: str, words: int) -> Array:
-        """u32 words that a call without `out=` allocates for its launches; with `out=` they are a workspace
-        of it."""
+        """Return u32 words for the launches: allocated for a call without `out=`, else a workspace."""
         if self.owner is not None:
             return self.workspace_array(use, words)
         found = empty_beside(self.x, (words,), _U32)
@@ -201,25 +202,24 @@ class Call:
         return found
 
     def table(self, records: Records) -> int:
-        """The address of records for this call's launches (see `tables`)."""
+        """Return the address of records for this call's launches (see `tables`)."""
         found = table(self.arrays[0], self.x, records, self.tables)
         self.tables.append(found)
         return found.at
 
     def without_arrays(self, noop: Any) -> None:
-        """Begins a call with an empty list of arrays. The noop flag stands for the first array, if there is
-        one."""
+        """Begin a call with an empty list of arrays. The noop flag, if any, stands for the first array."""
         self.x = np.empty(0, np.float32) if noop is None else noop
         self.xp, self._first = backend.module_of(self.x, "noop"), False
 
     def error_word(self) -> int:
-        """The address of the device's word of errors (see `kernels.errors`)."""
+        """Return the address of the device's error word (see `kernels.errors`)."""
         at = error_word(self.x)
         self.constants.add(at)
         return at
 
     def _set_or_check_device(self, name: str, a: Array, xp: Any) -> None:
-        """The first array sets the call's module and device. CuPy arrays after it must be on that device."""
+        """Let the first array set the call's module and device; later CuPy arrays must be on that device."""
         if self._first:
             self.x, self.xp, self._first = a, xp, False
         elif xp is not np:

@@ -1,9 +1,9 @@
-"""The one way from a call to a launch, which every op takes: `run`.
+"""The path from a call to a launch that every op takes: `run`.
 
 An op declares its arguments, its result and its launches (`Op`). `run` does the rest, in this order: a call
-with the same memory as an earlier one is launched again at once; else arguments are validated, the result
-described, `out=` checked or memory allocated, overlaps refused; then the reference computes, or kernels are
-launched, and the call is remembered. Nothing is written before everything is valid.
+with the same memory as an earlier one is launched again at once; otherwise arguments are validated, the
+result described, `out=` checked or memory allocated, and overlaps refused; then the reference computes, or
+kernels are launched, and the call is remembered. Nothing is written before everything is valid.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ _Inputs = TypeVar("_Inputs")
 
 
 class Op(Generic[_Inputs]):
-    """What is particular to an op. Its inputs are whatever `arguments` returns, a NamedTuple mostly."""
+    """What is particular to an op. _Inputs: whatever `arguments` returns, usually a NamedTuple."""
 
     def arguments(self, call: Call, *given: Any) -> _Inputs:
         """Declare and validate the arguments, in the order in which users give them."""
         raise NotImplementedError
 
     def result(self, inputs: _Inputs) -> Description:
-        """The arrays that the call writes, beside those that it updates. Here the inputs have their
-        description."""
+        """Describe the arrays that the call writes, besides those that it updates. Default: the inputs'
+        `result`."""
         described: Description = inputs.result          # type: ignore[attr-defined]
         return described
 
     def reference(self, inputs: _Inputs) -> Any:
-        """The result, computed by NumPy."""
+        """Compute the result by NumPy."""
         raise NotImplementedError
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterable[Launch]:
-        """The launches that write the result's arrays, whose addresses are given in their order."""
+        """Yield the launches that write the result's arrays; written: their addresses, in order."""
         raise NotImplementedError
 
 
 def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
-    """Call an op: returns its result, or `out` after writing it."""
+    """Call an op and return its result, or `out` after writing it."""
     key = None
     try:
         key = keys.key_of(op, given, out)
         known = key and remembered.find(key, out)
-    # An option cannot be hashed, or a list holds itself: the op says what is wrong with it.
+    # An option is unhashable, or a list contains itself: the op explains what is wrong with it.
     except (TypeError, ValueError, RecursionError):
         known = key = None
     if key and known and (found := known.run(key[1], given, out)) is not None:
@@ -75,8 +75,8 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
 
 def validate_call(op: Op[Any], given: tuple[Any, ...],
                   out: Any) -> tuple[Call, Any, Description, Sequence[Array] | None]:
-    """Everything that can be wrong with a call is found here, before anything is written. Returns the call,
-    the op's inputs, the description of its result, and the arrays of a result given as `out=`."""
+    """Check everything about a call before anything is written. Return the call, the op's inputs, the
+    description of its result, and the arrays of a result given as `out=`."""
     call = Call()
     inputs = op.arguments(call, *given)
     result, arrays = op.result(inputs), None

@@ -1,4 +1,4 @@
-"""Descriptions of results: which arrays an op writes, how users get them, and whether `out=` has them."""
+"""Descriptions of results: which arrays an op writes, how users get them, and whether `out=` fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..arrays import Array, array_at, bits
 from . import validate
 from .memory import ALLOCATION_ALIGNMENT, Range
 
-#: Bytes whose kernels take longer than an allocation does.
+#: Bytes from which on a kernel takes longer than an allocation.
 _LARGE = 8 << 20
 
 
@@ -30,23 +30,23 @@ class Written(NamedTuple):
 
 
 class Description:
-    """What an op returns: here one array; other kinds of results replace `build` and `arrays_of`. It holds no
-    array, since later calls that are alike build their results with it."""
+    """What an op returns: here one array; other kinds of results override `build` and `arrays_of`. Holds no
+    array, since later calls of the same kind build their results with it."""
 
     def __init__(self, *arrays: Written) -> None:
         self.arrays = arrays
 
     def build(self, arrays: Sequence[Array]) -> Any:
-        """What the user gets, from the arrays in their order."""
+        """Build what the user gets from the arrays, in order."""
         return arrays[0]
 
     def for_out(self, out: Any) -> Description:
-        """The description of a result given as `out=`, which can have other arrays than a new one."""
+        """Describe a result given as `out=`, which may have other arrays than a new one."""
         return self
 
     def arrays_of(self, out: Any) -> Sequence[Array]:
-        """The arrays of a result given as `out=`. TypeError or ValueError if it is another kind of result;
-        the arrays themselves are checked after this."""
+        """Return the arrays of a result given as `out=`. TypeError or ValueError for another kind of result;
+        the arrays themselves are checked later."""
         return (out,)
 
     def store(self, out: Any, made: Any) -> None:
@@ -56,7 +56,7 @@ class Description:
 
 
 class Updated(Description):
-    """No arrays of its own: the op updates arguments in place, and these are `out`."""
+    """No arrays of its own: the op updates arguments in place, and `out` consists of these."""
 
     def arrays_of(self, out: Any) -> Sequence[Array]:
         return ()
@@ -94,7 +94,7 @@ class Pair(Several):
 
 
 def several(out: Any, count: int) -> tuple[Any, ...]:
-    """A tuple of so many given as `out=`; TypeError for anything else."""
+    """Check that `out=` is a tuple of `count`; TypeError for anything else."""
     if not isinstance(out, tuple) or len(out) != count:
         number = {2: "two", 3: "three", 4: "four"}.get(count, str(count))
         raise TypeError(f"out: expected a tuple of {number} (an earlier result), got {type(out).__name__}")
@@ -102,15 +102,15 @@ def several(out: Any, count: int) -> tuple[Any, ...]:
 
 
 def pair(out: Any) -> tuple[Any, Any]:
-    """A tuple of two given as `out=`; TypeError for anything else."""
+    """Check that `out=` is a tuple of two; TypeError for anything else."""
     first, second = several(out, 2)
     return first, second
 
 
 def given_result(described: Description, out: Any, x: Array,
                  xp: Any) -> tuple[Description, Sequence[Array], list[Range]]:
-    """The description and the arrays of a result given as `out=`, and their memory, once every array has been
-    found to be of x's kind and device, writable, and of its shape and dtype."""
+    """Return the description and the arrays of a result given as `out=`, and their memory. Checks that every
+    array is of x's kind and device, writable, and of its shape and dtype."""
     described = described.for_out(out)
     arrays = described.arrays_of(out)
     ranges = []
@@ -121,8 +121,8 @@ def given_result(described: Description, out: Any, x: Array,
 
 
 class Allocation:
-    """How uninitialised arrays beside another are made: on a GPU as views of one allocation, or of a few
-    where they are large, since an allocation is there for as long as one of its arrays."""
+    """Allocation of uninitialised arrays beside another one. On a GPU they are views of one allocation, or of
+    several if they are large, since an allocation lives as long as any of its arrays."""
 
     def __init__(self, like: Array, arrays: Sequence[Written]) -> None:
         found, self._sizes = divide(arrays)
@@ -131,7 +131,7 @@ class Allocation:
         self._cupy = None if self._device is None else backend.cupy()
 
     def make(self) -> tuple[list[Array], list[int]]:
-        """The arrays and their addresses."""
+        """Return the arrays and their addresses."""
         if self._cupy is None:
             arrays = [np.empty(shape, dtype) for shape, dtype, _, _ in self._arrays]
             return arrays, [a.ctypes.data for a in arrays]
@@ -147,8 +147,8 @@ class Allocation:
 
 
 def divide(arrays: Sequence[Written]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Which allocation each array is in, and where it begins there; and the bytes of each allocation. An
-    allocation that is large already gets no further array."""
+    """Return which allocation each array is in, and its offset there; and the bytes of each allocation. An
+    allocation that is already large gets no further array."""
     found, sizes = [], [0]
     for a in arrays:
         if sizes[-1] >= _LARGE:

@@ -1,4 +1,4 @@
-"""Sizes of groups as ops take them: an array, or a list, which is copied to where kernels find it."""
+"""Sizes of groups as ops take them: an array, or a list, which is copied for the kernels."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _MOST_ALIGN = 1 << 16
 
 
 class Groups(NamedTuple):
-    """The sizes of groups, where a kernel and the reference find them. number None: no groups."""
+    """Sizes of groups, for a kernel and the reference. number None: no groups."""
 
     number: int | None = None
     at: int = 0
     nbytes: int = 0
     wide: int = 0
-    #: This reference keeps the array of the sizes alive.
+    #: keeps the array of the sizes alive
     array: Any = None
-    #: It is None unless the sizes are known on the host.
+    #: None unless the sizes are known on the host
     host: Any = None
 
     def members(self, errors: int) -> dict[str, Any]:
-        """The struct Splits of kernels_cu/include/groups/splits.cuh. errors: the address of the device's
-        word."""
+        """Return the struct Splits of kernels_cu/include/groups/splits.cuh. errors: address of the device's
+        error word."""
         return {"sizes": self.at, "groups": self.number, "errors": errors, "wide": self.wide}
 
 
@@ -38,9 +38,9 @@ NO_GROUPS = Groups()
 
 
 def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits") -> Groups:
-    """`splits` among arrays of module xp. They are beside x; without an x they are where they are, and a list
-    goes to the current device. `host` is known of NumPy arrays and lists; with `check` of CuPy arrays too,
-    which waits for the device. name: of the sizes, in messages."""
+    """Read `splits` for arrays of module xp. They are beside x; without an x they stay where they are, and a
+    list goes to the current device. `host` is known of NumPy arrays and lists; with `check` of CuPy arrays
+    too, which waits for the device. name: of the sizes, in messages."""
     check = flag(check, "check")
     if isinstance(splits, (list, tuple)):
         host = _as_sizes(splits, name)
@@ -60,8 +60,8 @@ def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits
 
 
 def read_first(splits: Any, beside: Any, check: bool, name: str = "splits") -> Groups:
-    """`splits` of a call that has no array before them. beside: an array of the kind and on the device that a
-    list goes to; None: it goes to where `cupy_fp8.xp` makes arrays."""
+    """Read `splits` of a call without an array before them. beside: an array whose kind and device a list
+    goes to; None: those of `cupy_fp8.xp`."""
     if not isinstance(splits, (list, tuple)):
         return read(splits, None, backend.module_of(splits, name, SIZE_DTYPES[1].name, 1), check, name)
     xp = backend.default_module() if beside is None else backend.module_of(beside, "out[0]")
@@ -69,8 +69,8 @@ def read_first(splits: Any, beside: Any, check: bool, name: str = "splits") -> G
 
 
 def on_device_of(splits: Any, x: Any) -> Any:
-    """Copies a list of sizes of x's rows to the GPU that x is on, and returns the array. Anything else is
-    returned as it is, for the op to examine."""
+    """Copy a list of sizes of x's rows to the GPU of x, and return the array. Anything else is returned
+    unchanged, for the op to examine."""
     if not isinstance(splits, (list, tuple)) or isinstance(x, np.ndarray) or not is_array(x) or not x.ndim:
         return splits
     host = _as_sizes(splits, "splits")
@@ -79,7 +79,7 @@ def on_device_of(splits: Any, x: Any) -> Any:
 
 
 def check_align(align: Any) -> int:
-    """What sizes of groups are rounded up to a multiple of."""
+    """Check the multiple that sizes of groups are rounded up to."""
     align = integer(align, "align")
     if not 1 <= align <= _MOST_ALIGN or align & align - 1:
         raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {shown(align)}")
@@ -87,8 +87,8 @@ def check_align(align: Any) -> int:
 
 
 def none_negative(host: np.ndarray) -> list[int]:
-    """Sizes on the host, in Python's integers, whose sums do not overflow. ValueError naming the first group
-    that has the smallest size, if that is negative."""
+    """Return sizes on the host as Python integers, whose sums do not overflow. ValueError naming the first
+    group with the smallest size, if that is negative."""
     sizes: list[int] = host.tolist()
     if sizes and min(sizes) < 0:
         raise ValueError(f"splits: expected sizes of 0 or more, got {min(sizes)} for group "
@@ -97,8 +97,8 @@ def none_negative(host: np.ndarray) -> list[int]:
 
 
 def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str = "") -> None:
-    """Raises ValueError unless sizes on the host are those of groups that `rows` rows hold. what: the sizes
-    are numbers of; instead: the end of the message, or ''."""
+    """Raise ValueError unless sizes on the host fit into `rows` rows. what: the unit of the sizes; instead:
+    the end of the message, or ''."""
     given = none_negative(sizes)
     if sum(given) > rows:
         raise ValueError(f"splits: expected sizes that add up to at most the {rows} {what} there are, got "
@@ -106,15 +106,15 @@ def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str
 
 
 def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
-    """The address of offsets [N + 1] of N groups, int64, of x's kind and device."""
+    """Return the address of offsets [N + 1] of N groups, int64, of x's kind and device."""
     backend.require_module(offsets, xp, "offsets", SIZE_DTYPES[1].name, 1)
     validate.check_shape("offsets", offsets.shape, (len(groups.array) + 1,), "one more than splits")
     return validate.fitting(offsets, offsets.shape, SIZE_DTYPES[1], x, xp, "offsets")
 
 
 def compare_offsets(offsets: Array, given: np.ndarray, columns: int, name: str = "offsets") -> None:
-    """Raises ValueError unless offsets, wherever they are, are the sums of sizes on the host, times columns.
-    name: of the offsets, in messages."""
+    """Raise ValueError unless offsets (on host or device) are the prefix sums of sizes on the host, times
+    columns. name: of the offsets, in messages."""
     host = offsets if isinstance(offsets, np.ndarray) else offsets.get()
     check_offsets_of_sizes(host, given, columns, name)
 

@@ -1,9 +1,9 @@
-"""What a call is known by: whatever its launches depend on but for the contents of arrays. Calls with equal
-keys launch the same, so a key must tell apart everything that an op looks at.
+"""Cache keys of calls: everything that their launches depend on, except the contents of arrays. Calls with
+equal keys launch the same, so a key must tell apart everything that an op looks at.
 
 A key costs most of the host time of a repeated call. So what was found about types, lists and results is
-remembered too: `_signatures`, `_known_lists`, `_stand_ins` and the attribute `_key_part` of results hold
-nothing that could not be found again.
+remembered too: `_signatures`, `_known_lists`, `_stand_ins` and the attribute `_key_part` of results are
+caches, which could be recomputed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Value = TypeVar("_Value")
 
 
 class Memo(dict[_Key, _Value]):
-    """A dictionary that is emptied when it has `most` entries, of what can be found again in a slower way."""
+    """A cache of recomputable values, emptied when it has `most` entries."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -42,23 +42,22 @@ class Memo(dict[_Key, _Value]):
         self[key] = value
 
     def keep(self, key: _Key, value: _Value) -> _Value:
-        """The value of a key: this one, or the one that another thread has put there first."""
+        """Return the value of a key: this one, or the one that another thread has put there first."""
         if len(self) >= self._most:
             self.clear()
         return self.setdefault(key, value)
 
 
 # ---- arguments ----
-#: A description appends the metadata (shapes, dtypes, attributes) and the addresses of an argument that is no
-#: plain option. It returns False where such a call is never remembered.
+#: Appends the metadata (shapes, dtypes, attributes) and the addresses of an argument that is no plain option.
+#: Returns False if such a call must not be remembered.
 _Describe = Callable[[Any, list[Any], list[Any]], bool]
 
 
 def key_of(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """(metadata, addresses) of a call. Metadata are the op, its options and whatever else of its arguments
-    matters to its launches; they can be hashed if the options can. Addresses are those of its arrays, those
-    of a list as `Addresses`. None for calls of the reference. TypeError if a list has a member that cannot be
-    hashed."""
+    """Return (metadata, addresses) of a call. Metadata: the op, its options and whatever else of its
+    arguments matters to its launches; hashable if the options are. Addresses: of its arrays; of a list as
+    `Addresses`. None for calls of the reference. TypeError if a member of a list is unhashable."""
     given = out, *given
     kinds = tuple(map(type, given))
     signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
@@ -71,17 +70,17 @@ def key_of(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, .
 
 
 class _Signature:
-    """The types of a call's arguments: each sequence of types has one such object, which stands for it among
-    the metadata. Since types count, 1, 1.0 and True are three options.
+    """The types of a call's arguments. There is one object per sequence of types, which stands for it in the
+    metadata. Since types count, 1, 1.0 and True are three options.
 
-    options: gives the arguments that are compared as they are, from all of them
-    described: the positions of the others, and how to describe them
+    options: selects the arguments that are compared as they are
+    described: positions of the others, and how to describe them
     """
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         how = [_how_to_describe(kind) for kind in kinds]
         plain = [position for position, describe in enumerate(how) if describe is None]
-        # A tuple of options alone is compared as it is.
+        # a tuple of options alone is compared as it is
         self.options: Callable[[Any], Any] = tuple
         if len(plain) < len(how):
             self.options = itemgetter(*plain) if plain else lambda _: None
@@ -91,13 +90,13 @@ class _Signature:
 _signatures: Memo[tuple[type, ...], _Signature] = Memo(4096)
 
 
-#: Options of these types cannot change. Recipes, dtypes and types are the others.
+#: Immutable types of options; recipes, dtypes and types are the others.
 _PLAIN = (int, bool, str, type(None))
 
 
 def _how_to_describe(kind: type) -> _Describe | None:
-    """Returns None for plain options, which cannot change: equal ones of one type mean the same. A call with
-    anything else that is not described, such as a number of somebody's own class, is never remembered."""
+    """Return None for plain options, which are immutable: equal ones of one type mean the same. A call with
+    anything else that is not described, such as a number of a user's class, is never remembered."""
     described = _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
     is_of_package = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
     is_plain = is_of_package or kind in _PLAIN or issubclass(kind, (np.dtype, type))
@@ -114,7 +113,7 @@ def _of_float(a: float, metadata: list[Any], addresses: list[Any]) -> bool:
 
 
 def _of_arrays(kind: type) -> _Describe | None:
-    """How arrays of this kind are described. CuPy's kind is added when one is seen: CuPy may not be there."""
+    """How to describe arrays of this kind. CuPy's is added on first sight: CuPy may not be installed."""
     if kind not in _KINDS and kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy":
         _KINDS[kind] = _of_cupy
     return _KINDS.get(kind)
@@ -131,15 +130,15 @@ def _of_cupy(a: Any, metadata: list[Any], addresses: list[Any]) -> bool:
 
 
 def _of_numpy(a: np.ndarray, metadata: list[Any], addresses: list[Any]) -> bool:
-    """Describes arrays for kernels on the CPU only: a call of the reference is never repeated. A 0-d array
-    may be an option, which is not read by kernels."""
+    """Describe arrays for kernels on the CPU only: a call of the reference is never repeated. A 0-d array may
+    be an option, which kernels do not read."""
     addresses.append(a.ctypes.data)
     metadata += (a.shape, a.dtype, a.strides, a.flags.writeable)
     return a.ndim > 0 and executor_of(np) == "host"
 
 
 def _of_parts(parts: Sequence[Any], metadata: list[Any], addresses: list[Any]) -> bool:
-    """Describes what a tuple, a list or a result has: arrays, numbers and whatever else, each by itself."""
+    """Describe the members of a tuple, a list or a result one by one."""
     kinds = tuple(map(type, parts))
     signature = _signatures.get(kinds) or _signatures.keep(kinds, _Signature(kinds))
     metadata += (signature, signature.options(parts))
@@ -152,7 +151,7 @@ def _of_parts(parts: Sequence[Any], metadata: list[Any], addresses: list[Any]) -
 
 # ---- lists ----
 class HashedTuple:
-    """A tuple that is hashed once, and known to equal itself without a look at its members."""
+    """A tuple that is hashed once, and equals itself without comparing its members."""
 
     def __init__(self, value: tuple[Any, ...]) -> None:
         self.value, self._hash = value, hash(value)
@@ -173,7 +172,7 @@ class Addresses(HashedTuple):
 
 
 def flattened(addresses: Iterable[Any]) -> list[int]:
-    """Addresses, also those of lists, one by one."""
+    """Flatten addresses, including those of lists."""
     found: list[int] = []
     for at in addresses:
         found += (at,) if type(at) is int else at.value
@@ -181,8 +180,8 @@ def flattened(addresses: Iterable[Any]) -> list[int]:
 
 
 class _Members(NamedTuple):
-    """What a key has of a list, and the shapes of its arrays, which can be assigned to. `alive` watches
-    its members: their identities are others' once they are gone."""
+    """A list's part of a key, and the shapes of its arrays, which are assignable. `alive` watches its
+    members: identities are reused once they are gone."""
 
     metadata: HashedTuple
     addresses: Addresses
@@ -190,25 +189,25 @@ class _Members(NamedTuple):
     alive: list[weakref.ref[Any]]
 
 
-#: A list that comes again is found by the identities of its members, without describing each of them.
+#: Known lists are found by the identities of their members, without describing each of them.
 _known_lists: Memo[bytes, _Members] = Memo(1024)
 _SHAPE = attrgetter("shape")
 
 
 def identities(objects: Sequence[Any]) -> bytes:
-    """Their identities as bytes: made in less than half the time that `id` takes, and compared at once."""
+    """Return the identities as bytes: less than half the time of `id`, and compared at once."""
     return np.fromiter(objects, object, len(objects)).tobytes()
 
 
 def _of_list(members: list[Any], metadata: list[Any], addresses: list[Any]) -> bool:
-    """Lists of CuPy arrays, or of results of these, are described once for as long as their members live. A
-    call with a list of integers is not remembered: most are sizes, which it copies."""
+    """Describe lists of CuPy arrays, or of results of these, once for as long as their members live. A call
+    with a list of integers is not remembered: most are sizes, which it copies."""
     kinds = set(map(type, members))
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is int:
         return False
     if kind is float:
-        metadata.append(array("d", members).tobytes())                 # Bytes tell -0 from 0.
+        metadata.append(array("d", members).tobytes())                 # bytes tell -0 from 0
         return True
     of_arrays = kind is not None and _of_arrays(kind) is _of_cupy
     key = identities(members) if of_arrays or kind is Quantized else b""
@@ -235,13 +234,13 @@ def _forget_list(key: bytes, _: Any) -> None:
 
 
 # ---- results ----
-#: Equal metadata of results have one object that stands for them in a key, so they are compared and hashed at
+#: One object per equal metadata of results stands for them in a key, so that they are compared and hashed at
 #: once.
 _stand_ins: Memo[tuple[Any, ...], object] = Memo(4096)
 
 
 def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
-    """Describes results with these fields. On a GPU a result keeps its part of a key, as `_key_part`, so its
+    """Describe results with these fields. On a GPU a result keeps its part of a key, as `_key_part`, so its
     fields are read once: results are frozen, and CuPy's memory stays where it is."""
 
     def describe(result: Any, metadata: list[Any], addresses: list[Any]) -> bool:
@@ -264,11 +263,11 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
 
 
 def _cannot_change(part: Any) -> bool:
-    """Whether what a key has of a result's part cannot change. A NumPy array can become read-only."""
+    """Whether a result's part of a key is immutable. A NumPy array can become read-only."""
     return "_key_part" in part.__dict__ if isinstance(part, Scaled) else type(part) is not np.ndarray
 
 
-#: These kinds of objects are described, each in its own way: most have memory.
+#: How each kind of object is described.
 _KINDS: dict[type, _Describe] = {
     float: _of_float,
     np.ndarray: _of_numpy,

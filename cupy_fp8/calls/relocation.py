@@ -1,5 +1,5 @@
-"""Launches of an earlier call for a call whose arrays lie elsewhere: each address among their values is that
-of an array of the call, plus an offset, and is made again from the new address of this array."""
+"""Launches of an earlier call, for a call whose arrays lie elsewhere: each address among their values is that
+of an array of the call, plus an offset, and is recomputed from the new address of this array."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _U64 = np.dtype(np.uint64)
 
 
 class Relocation(NamedTuple):
-    """The value at a position is the address of one of the call's arrays, by number, plus an offset."""
+    """The value at a position is an address: of one of the call's arrays, by index, plus an offset."""
 
     position: int
     array: int
@@ -26,25 +26,25 @@ class Relocation(NamedTuple):
 
 
 class CallMemory:
-    """The memory of a call's arrays, in the order of their numbers: it finds the array that a pointer leads
-    into."""
+    """The memory of a call's arrays, by index: finds the array that a pointer points into."""
 
     def __init__(self, arrays: Sequence[tuple[int, int]], constants: set[int],
                  at_fixed_addresses: bool) -> None:
-        """arrays: the address of each, and the bytes from there on that pointers lead into. constants:
-        addresses that are the same in every call. at_fixed_addresses: so are those of the given arrays; then
-        two arguments may be one array, such as the sizes of groups that both operands share."""
+        """arrays: the address of each, and the bytes from there on that pointers may point into. constants:
+        addresses that are the same in every call. at_fixed_addresses: the given arrays' addresses are the
+        same in every call too; then two arguments may be one array, such as the sizes of groups that both
+        operands share."""
         self._order = sorted(range(len(arrays)), key=lambda i: arrays[i])
         self._sorted = [arrays[i] for i in self._order]
         self._constants = constants
         ends = pairwise([*self._sorted, (1 << 64, 0)])
-        #: It is True if no byte belongs to two arrays.
+        #: True if no byte belongs to two arrays
         self.is_distinct = all(at and (at + size <= next_at or (at_fixed_addresses and at == next_at))
                                for (at, size), (next_at, _) in ends)
 
     def relocations(self, pointers: Iterable[tuple[int, int]]) -> list[Relocation] | None:
-        """The relocations of pointers, which are given with their positions; None if one leads into no
-        array. Null pointers and constants stay as they are."""
+        """Return the relocations of (position, pointer) pairs; None if one points into no array. Null
+        pointers and constants stay as they are."""
         found = []
         for position, pointer in pointers:
             i = bisect_right(self._sorted, (pointer, 1 << 64)) - 1
@@ -56,30 +56,30 @@ class CallMemory:
 
 
 class RelocatedRecords:
-    """Records of a table, or among the values of a launch, whose pointers are made again."""
+    """Records of a table, or among the values of a launch, whose pointers are recomputed."""
 
     def __init__(self, records: Records, relocations: list[Relocation]) -> None:
         self._words, self._records = np.frombuffer(records, _U64), records
-        # Indices of other types would be converted by each `at`.
+        # `at` would convert indices of other types each time
         self._positions, self._arrays, offsets = np.array(relocations, np.intp).reshape(-1, 3).T.copy()
         self._offsets = offsets.view(_U64)
 
     @staticmethod
     def of(records: Records, memory: CallMemory) -> RelocatedRecords | None:
-        """Returns None if it is not certain which array a pointer leads into."""
+        """Return None if it is uncertain which array a pointer points into."""
         words = np.frombuffer(records, _U64)
         relocations = memory.relocations((i, int(words[i])) for i in records.pointers)
         return None if relocations is None else RelocatedRecords(records, relocations)
 
     def at(self, addresses: list[int]) -> Records:
-        """The records for arrays at these addresses."""
+        """Return the records for arrays at these addresses."""
         words = self._words.copy()
         words[self._positions] = np.array(addresses, _U64)[self._arrays] + self._offsets
         return Records.of(words.tobytes(), self._records.pointers, self._records.own)
 
 
 class RelocatedLaunch(NamedTuple):
-    """A launch whose pointers are made again: those among its values, in records and of tensor maps."""
+    """A launch whose pointers are recomputed: among its values, in records and in tensor maps."""
 
     launch: Launch
     pointers: list[Relocation]
@@ -88,8 +88,8 @@ class RelocatedLaunch(NamedTuple):
 
     @staticmethod
     def of(launch: Launch, memory: CallMemory, given: int) -> RelocatedLaunch | None:
-        """Returns None if it is not certain which array a pointer leads into, or if bytes may hide one.
-        given: how many of the call's arrays are arguments."""
+        """Return None if it is uncertain which array a pointer points into, or if bytes may hide one. given:
+        number of the call's arrays that are arguments."""
         pointers = memory.relocations((i, launch.values[i]) for i in launch.pointer_positions)
         maps = memory.relocations((i, value.at) for i, value in enumerate(launch.values)
                                   if isinstance(value, TensorMap))
@@ -102,7 +102,7 @@ class RelocatedLaunch(NamedTuple):
                 records.append((i, relocated))
         if pointers is None or maps is None:
             return None
-        # Arguments that have maps are at the same addresses in every call (`remember`); results are not.
+        # Arguments with tensor maps are at the same addresses in every call (`remember`); results are not.
         return RelocatedLaunch(launch, pointers, records, [each for each in maps if each.array >= given])
 
     def run(self, addresses: list[int]) -> None:

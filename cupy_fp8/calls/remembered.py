@@ -1,7 +1,7 @@
 """Remembered calls: the launches of an earlier call, run again without looking at its arguments twice.
 
-A call that writes into `out=` is known by the addresses of its arrays, and its launches are run as they are.
-A call that allocates is known by the shapes, dtypes and alignments of its arrays: its launches get the new
+A call that writes into `out=` is known by the addresses of its arrays, and its launches are run unchanged. A
+call that allocates is known by the shapes, dtypes and alignments of its arrays: its launches get the new
 addresses.
 """
 
@@ -23,14 +23,14 @@ from .relocation import CallMemory, RelocatedLaunch, RelocatedRecords
 from .tables import DeviceTable, table
 
 _U32 = np.dtype(np.uint32)
-#: A call has metadata and addresses (`keys.key_of`).
+#: Metadata and addresses of a call (`keys.key_of`).
 _CallKey = tuple[tuple[Any, ...], list[Any]]
 
 _calls: Memo[Any, _Repeated | _Allocating] = Memo(4096)
 
 
 def find(key: _CallKey, out: Any) -> _Repeated | _Allocating | None:
-    """An earlier call that this one can be launched like. TypeError if an option cannot be hashed."""
+    """Return an earlier call whose launches serve this one. TypeError if an option is unhashable."""
     metadata, addresses = key
     if out is None and (found := _calls.get(_by_alignments(metadata, addresses))) is not None:
         return found
@@ -38,18 +38,18 @@ def find(key: _CallKey, out: Any) -> _Repeated | _Allocating | None:
 
 
 def _by_alignments(metadata: tuple[Any, ...], addresses: list[Any]) -> tuple[Any, ...]:
-    """The key of calls that allocate, wherever their arrays are."""
+    """Return the key of calls that allocate, wherever their arrays are."""
     return (metadata, *[at % ALIGNMENT if type(at) is int else at.alignments for at in addresses])
 
 
 def remember(key: _CallKey, call: Call, launches: list[Launch], written: list[int], out: Any) -> None:
-    """Keep a call that has been launched, if it can be repeated."""
+    """Keep a launched call, if it can be repeated."""
     metadata, addresses = key
     if out is not None:
         _calls.put((metadata, *addresses), _Repeated(call, launches))
         return
-    # A call that updates an argument is known by the same memory alone, since this memory overlaps nothing
-    # else. A call with tensor maps is too, since they are made for the addresses of its arguments.
+    # A call that updates an argument is known by its addresses alone, which are known not to overlap anything
+    # else. So is a call with tensor maps, since these are made for the addresses of its arguments.
     at_fixed_addresses = any(each.written for each in call.memory_ranges) or any(
         isinstance(value, TensorMap) for launch in launches for value in launch.values)
     found = _Allocating.of(call, launches, flattened(addresses), written, at_fixed_addresses)
@@ -66,7 +66,7 @@ def forget() -> None:
 class _Repeated:
     """Launches into the same memory. Workspaces belong to the array that owns this memory: once it is gone,
     another array may have the address, and needs workspaces that live as long as itself, since a CUDA graph
-    may keep on using them. So do tables, which may also have made room for others."""
+    may keep using them. So do tables, which may also have been replaced by others."""
 
     def __init__(self, call: Call, launches: list[Launch]) -> None:
         self._launches, self._tables, self._owner = launches, call.tables, None
@@ -76,7 +76,7 @@ class _Repeated:
             launch.keep()
 
     def run(self, addresses: list[Any], given: tuple[Any, ...], out: Any) -> Any:
-        """out; None where the memory has another owner than it had."""
+        """Run the launches and return `out`; None if the memory has another owner than before."""
         if self._owner is not None and self._owner() is None:
             return None
         for each in self._tables:
@@ -92,10 +92,10 @@ class _Allocating:
 
     def __init__(self, call: Call, written: list[int], tables: list[RelocatedRecords],
                  launches: list[RelocatedLaunch]) -> None:
-        #: The call's arrays may be freed, so an array without elements on their device stands for them.
+        #: The call's arrays may be freed, so an empty array stands for their kind and device.
         self._like = empty_beside(call.x, (0,), _U32)
         self._allocation, self._build = call.allocation, call.result.build
-        # An allocator may give less than launches rely on. NumPy gives 16, and kernels rely on no more.
+        # An allocator may align less than launches assume. NumPy aligns to 16, and kernels assume no more.
         self._alignment = ALIGNMENT if isinstance(call.x, np.ndarray) else ALLOCATION_ALIGNMENT
         self._remainders = [at % self._alignment for at in written]
         self._launches, self._tables = launches, tables
@@ -105,10 +105,10 @@ class _Allocating:
     @staticmethod
     def of(call: Call, launches: list[Launch], given: list[int], written: list[int],
            at_fixed_addresses: bool) -> _Allocating | None:
-        """Returns None where it is not certain which array a pointer belongs to. at_fixed_addresses: the
-        given arrays are at the same addresses in every call."""
-        # Pointers may lead anywhere into new memory, which overlaps nothing. They may lead only to the start
-        # of most given arrays.
+        """Return None if it is uncertain which array a pointer points into. at_fixed_addresses: the given
+        arrays are at the same addresses in every call."""
+        # Pointers may point anywhere into new memory, which overlaps nothing; into most given arrays only at
+        # their start.
         sizes = [(at, call.read_inside.get(at, 1)) for at in given]
         sizes += [(at, max(1, a.nbytes)) for at, a in zip(written, call.result.arrays, strict=True)]
         sizes += [(address(found.array), 4 * found.words) for found in call.workspaces]
@@ -124,7 +124,7 @@ class _Allocating:
                            [each for each in relocated if each])
 
     def run(self, addresses: list[Any], given: tuple[Any, ...], out: Any) -> Any:
-        """The result; None where memory came with another alignment."""
+        """Run the launches and return the result; None if memory came with another alignment."""
         x = self._like
         validate.may_allocate(x)
         arrays, written = self._allocation.make()

@@ -1,5 +1,5 @@
-"""Launches that find, before another launch, which rows of which group its blocks have, or which group has
-each row. Kernels: kernels_cu/groups/row_segments.cu."""
+"""Launches that find, ahead of another launch, the rows and group of each of its thread blocks, or the group
+of each row. Kernels: kernels_cu/groups/row_segments.cu."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _THREADS = 256
 _SEGMENTS = Kernel("groups/row_segments", "group_find_segments", block=_THREADS)
 _ROWS = Kernel("groups/row_segments", "group_find_rows", block=_THREADS)
 _CHUNK_BYTES = 16               # bytes that a thread clears at once
-_MOST_CHUNKS = 4                # chunks that a thread clears if segments are few
-_MANY = 8                       # From so many blocks per multiprocessor on, finding rows is worth a launch.
+_MOST_CHUNKS = 4                # most chunks per thread, if segments are few
+_MANY = 8                       # thread blocks per SM from which on finding rows is worth a launch
 
 
 class Found(NamedTuple):
-    """A launch that goes before another one, and the address where that one reads what it found."""
+    """A launch that precedes another one, and the address where that one reads the result."""
 
     launch: Launch
     at: int
@@ -34,11 +34,11 @@ class Found(NamedTuple):
 
 def find_segments(call: Call, rows: int, count: int, groups: Mapping[str, Any],
                   shifts: tuple[int, int] = (0, 0), clear: tuple[int, int] = (0, 0)) -> Found:
-    """Finds which rows of which group each of `count` segments of `rows` rows has.
+    """Find the rows and the group of each of `count` segments of `rows` rows.
 
-    rows: a power of two. groups: members of RowGroups (kernels_cu/include/groups/row_groups.cuh) but for
-    `segments`. shifts: base-2 logarithms of the units in which positions of each direction's scales are
-    counted. clear: address and bytes, both multiples of 16, of a workspace that the launch fills with zeros.
+    rows: a power of two. groups: members of RowGroups (kernels_cu/include/groups/row_groups.cuh) except
+    `segments`. shifts: log2 of the units that positions of each direction's scales are counted in. clear:
+    address and bytes, both multiples of 16, of a workspace that the launch fills with zeros.
     """
     at = call.workspace("row_segments", _SEGMENTS.record("RowSegment").size // 4 * count)
     clear_at, nbytes = clear
@@ -51,7 +51,7 @@ def find_segments(call: Call, rows: int, count: int, groups: Mapping[str, Any],
 
 
 def find_groups_of_rows(call: Call, groups: Groups, rows: int, tile_rows: int) -> Found:
-    """Finds the group of each of `rows` rows: u32 words, all ones for rows of no group, up to a whole number
+    """Find the group of each of `rows` rows: u32 words, all ones for rows of no group, up to a whole number
     of tiles of `tile_rows` rows."""
     count = round_up(rows, tile_rows)
     at = call.workspace("group_rows", count)
@@ -62,8 +62,8 @@ def find_groups_of_rows(call: Call, groups: Groups, rows: int, tile_rows: int) -
 
 
 def is_worth_a_launch(x: Array, grid: int) -> bool:
-    """Returns whether finding the rows of so many blocks before their launch gains more than one more launch
-    costs. (On the CPU few blocks are many, so that tests see both ways.)"""
+    """Return whether finding the rows of `grid` thread blocks before their launch gains more than an
+    additional launch costs. (On the CPU few blocks count as many, so that tests see both ways.)"""
     return grid > (_MANY if isinstance(x, np.ndarray) else _MANY * kernels.multiprocessors(x.data.device_id))
 
 

@@ -1,7 +1,7 @@
-"""Tables: records in device memory that launches read, one record for each array of a list.
+"""Tables: records in device memory that launches read, one record per array of a list.
 
 A table belongs to the memory of the result that its launches write: a CUDA graph that captured these launches
-reads the table for as long as that result lives. Tables that no graph has captured make room for others.
+reads the table for as long as that result lives. Tables that no graph has captured may be replaced.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from .. import backend
 from ..arrays import Array, address, empty_beside
 from ..kernels import OwnedMemory, capturing
 
-_MOST = 4                               # tables of a result that no graph has captured
+_MOST = 4                               # most uncaptured tables per result
 
 
 class Records(bytes):
-    """Bytes of a table, or of records that a launch has among its arguments. Equal bytes make equal
-    launches."""
+    """Table bytes, or bytes of records passed as kernel arguments. Equal bytes make equal launches."""
 
     pointers: Sequence[int]             # the u64 words that are addresses of arrays
     own: slice                          # the u64 words that are offsets in the table itself
@@ -35,7 +34,7 @@ class Records(bytes):
 class DeviceTable:
     """Records in the memory of x's device."""
 
-    captured = False                    # whether a graph may read it for as long as the result lives
+    captured = False                    # a graph may read it for as long as the result lives
 
     def __init__(self, x: Array, records: Records) -> None:
         self.records, self.device = records, None if isinstance(x, np.ndarray) else x.data.device_id
@@ -43,19 +42,19 @@ class DeviceTable:
         if self.device is None or records.own.stop:
             host = host.copy()
         memory: Array = host if self.device is None else empty_beside(x, host.shape, host.dtype)
-        self.memory: Array | None = memory              # It is None once another table has taken its place.
+        self.memory: Array | None = memory              # None once another table has replaced it
         self.at = address(memory)
         self.nbytes = host.nbytes
         if records.own.stop:
             host.view(np.uint64)[records.own] += np.uint64(self.at)
-        self._host: np.ndarray | None = host            # A copy in flight still reads it.
+        self._host: np.ndarray | None = host            # source of a copy that may be in flight
         if self.device is not None:
             cuda = backend.cupy().cuda
             with nullcontext() if self.device == cuda.runtime.getDevice() else cuda.Device(self.device):
                 memory.data.copy_from_host_async(host.ctypes.data, host.nbytes)
 
     def use(self) -> bool:
-        """Whether a launch can read it; notes that a graph captures this launch."""
+        """Return whether a launch can read it; notes that a graph captures this launch."""
         if not self.captured and self.device is not None:
             self.captured = capturing(self.device)
         return self.memory is not None
@@ -66,9 +65,9 @@ class DeviceTable:
 
 
 def table(result: Array, x: Array, records: Records, in_use: Sequence[DeviceTable] = ()) -> DeviceTable:
-    """The table with these records that belongs to `result`, an array that the launches write. ValueError if
-    it would have to be made during a capture. in_use: those that the same call will launch, which make no
-    room for this one."""
+    """Return the table with these records that belongs to `result`, an array that the launches write.
+    ValueError if it would have to be made during a capture. in_use: tables of the same call, which must not
+    be replaced."""
     tables = _of_results.of(result)
     found = next((known for known in tables if known.records == records), None)
     if found is None:

@@ -1,5 +1,4 @@
-"""What ops on lists of arrays share: their arguments, the description of their results, and the tables that
-they launch."""
+"""Shared by ops on lists of arrays: their arguments, the description of their results, and their tables."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _MOST_BLOCKS = 0x7FFFFFFF
 
 # ---- arguments ----
 def checked(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
-    """A list or a tuple of so many members."""
+    """Check that `a` is a list or a tuple of `number` members."""
     if not isinstance(a, (list, tuple)):
         raise TypeError(f"{name}: expected a list, got {type(a).__name__}{list_instead(a, name)}")
     if number is not None and len(a) != number:
@@ -35,8 +34,7 @@ def checked(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
 
 
 def check_none_given(a: Any, name: str) -> None:
-    """Raises TypeError or ValueError unless scales or amaxes, given with an empty list of arrays, are empty
-    too."""
+    """Raise TypeError or ValueError unless scales or amaxes for an empty list of arrays are empty too."""
     if a is None:
         return
     if not isinstance(a, (list, tuple)):
@@ -46,16 +44,16 @@ def check_none_given(a: Any, name: str) -> None:
 
 
 def each_scale(call: Call, scales: Any, number: int) -> list[tuple[int, float]]:
-    """(address, 0) of the scale of each array, or (0, value) of a number. scales: an f32 array [n], or a
-    list."""
+    """Return (address, 0) of the scale of each array, or (0, value) of a number. scales: an f32 array [n], or
+    a list."""
     if isinstance(scales, (list, tuple)):
         return [call.scalar(f"scales[{i}]", one) for i, one in enumerate(checked(scales, "scales", number))]
     return [(at, 0.0) for at in _elements(call, "scales", scales, number, updated=False)]
 
 
 def each_amax(call: Call, amaxes: Any, number: int) -> list[int]:
-    """The address of the amax of each array; several arrays may have the same. amaxes: an f32 array [n], or a
-    list."""
+    """Return the address of the amax of each array; several arrays may share one. amaxes: an f32 array [n],
+    or a list."""
     if not isinstance(amaxes, (list, tuple)):
         return _elements(call, "amaxes", amaxes, number, updated=True)
     found: list[int] = []
@@ -68,7 +66,7 @@ def each_amax(call: Call, amaxes: Any, number: int) -> list[int]:
 
 
 def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list[int]:
-    """The address of every element of an f32 array [n], which may have any stride."""
+    """Return the address of every element of an f32 array [n] with any stride."""
     backend.require_module(a, call.xp, name)
     validate.check_dtype(a, (float32,), name)
     validate.check_shape(name, a.shape, (number,), "one for each array of xs")
@@ -89,7 +87,7 @@ def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list
 
 # ---- results ----
 class ListResult(Description):
-    """A list of results, each with a description of its own."""
+    """A list of results, each with its own description."""
 
     def __init__(self, members: Sequence[Description]) -> None:
         self.members = members
@@ -98,7 +96,7 @@ class ListResult(Description):
                            for a in member.arrays))
 
     def divide(self, values: Sequence[_T]) -> Iterator[Sequence[_T]]:
-        """Divides values, one for each array, into those of each result."""
+        """Divide values, one per array, into those of each result."""
         start = 0
         for end in self._ends:
             yield values[start:end]
@@ -118,7 +116,7 @@ class ListResult(Description):
 
 
 def _numbered(i: int, check: Callable[[Any], _T], out: Any) -> _T:
-    """What an op says of `out` of a result is said of one of the list."""
+    """Check `out` of one result of the list; messages name its index."""
     try:
         return check(out)
     except (TypeError, ValueError) as error:
@@ -129,24 +127,24 @@ def _numbered(i: int, check: Callable[[Any], _T], out: Any) -> _T:
 
 # ---- tables ----
 class TableLayout:
-    """Where a table has its parts: a record for each array, then for each block of threads the number of its
-    array, then zeros for the launches."""
+    """Parts of a table: a record per array, then the index of its array for each thread block, then zeros for
+    the launches."""
 
     def __init__(self, record: StructLayout, blocks: Sequence[int], zeros: int = 0) -> None:
-        """blocks: of threads, for each array. zeros: bytes."""
+        """blocks: thread blocks of each array. zeros: bytes."""
         self.record, self.blocks, self.count = record, blocks, sum(blocks)
         if self.count > _MOST_BLOCKS:
             raise ValueError(f"xs: more than the {_MOST_BLOCKS} blocks that a launch can have; "
                              "split the list")
-        #: It is 0 if arrays have different numbers of blocks.
+        #: 0 if arrays have different numbers of thread blocks
         self.each = blocks[0] if len(set(blocks)) == 1 else 0
         self.numbers = record.size * len(blocks)
         self.zeros = -(-(self.numbers + 4 * self.count) // 16) * 16
         self._nbytes = -(-(self.zeros + zeros) // 16) * 16
 
     def make(self, call: Call, packed: bytes, own: str = "") -> int:
-        """The address of the table with these records. own: the member of a record that is an offset in the
-        table."""
+        """Return the address of the table with these records. own: the member of a record that is an offset
+        in the table."""
         numbers = np.repeat(np.arange(len(self.blocks), dtype=np.uint32), self.blocks).tobytes()
         own_words = slice(0)
         if own:
@@ -155,7 +153,7 @@ class TableLayout:
         return call.table(Records.of(data, self.pointers(own), own_words))
 
     def pointers(self, own: str = "") -> list[int]:
-        """The u64 words of all records that are addresses of arrays."""
+        """Return the u64 words of all records that are addresses of arrays."""
         offsets = {at for at, code in self.record.scalars() if code == "P"}
         offsets -= {self.record.offset(own)} if own else set()
         starts = range(0, self.numbers, self.record.size)

@@ -1,5 +1,5 @@
-"""Validation that every op shares. Everything here runs before anything is written; each message says what
-was expected, what came and what to do."""
+"""Validation shared by all ops. Everything here runs before anything is written; each message says what was
+expected, what came and what to do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from ..formats import FORMATS, float32, names
 
 def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x",
            dimensions: int = 0) -> tuple[Array, Any, int]:
-    """(x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if not),
-    naturally aligned. dimensions: of an array that a number can be made to (see `advice.array_instead`)."""
+    """Return (x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if
+    not), naturally aligned. dimensions: of an array that a number can be made to (see
+    `advice.array_instead`)."""
     xp = backend.module_of(x, name, "float32" if float32 in dtypes else dtypes[0].name, dimensions)
     check_dtype(x, dtypes, name)
     if xp is np and type(x) is not np.ndarray:
-        x = x.view(np.ndarray)                  # Products and sums of numpy.matrix mean something else.
+        x = x.view(np.ndarray)                  # products and sums of numpy.matrix differ
     if not is_contiguous(x):
         if xp is not np and kernels.capturing(x.data.device_id):
             raise ValueError(
@@ -38,20 +39,20 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x",
 
 
 def check_dtype(a: Array, dtypes: tuple[np.dtype[Any], ...], name: str) -> None:
-    """TypeError unless an array has one of the dtypes."""
+    """Raise TypeError unless an array has one of the dtypes."""
     if a.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {a.dtype}"
                         f"{dtype_instead(a.dtype, dtypes, name)}")
 
 
 def check_writeable(a: Array, name: str) -> None:
-    """ValueError for a NumPy array that is read-only."""
+    """Raise ValueError for a read-only NumPy array."""
     if isinstance(a, np.ndarray) and not a.flags.writeable:
         raise ValueError(f"{name}: the array is read-only")
 
 
 def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:
-    """The address of a one-element f32 array of x's kind and device."""
+    """Return the address of a one-element f32 array of x's kind and device."""
     backend.require_module(a, xp, name, dimensions=1)
     check_dtype(a, (float32,), name)
     if a.size != 1:
@@ -63,7 +64,8 @@ def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:
 
 
 def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]:
-    """(address, 0) of a one-element f32 array, or (0, value) of a Python or NumPy scalar rounded to f32."""
+    """Return (address, 0) of a one-element f32 array, or (0, value) of a Python or NumPy scalar rounded to
+    f32."""
     if isinstance(a, xp.ndarray):
         if a.size != 1:
             raise ValueError(f"{name}: expected one element, got shape {a.shape}; quantize_block has a scale "
@@ -84,20 +86,21 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
 
 
 def check_shape(name: str, given: tuple[int, ...], wanted: tuple[int, ...], what: str = "") -> None:
-    """ValueError unless the shapes are the same. what: what an array of the wanted shape has."""
+    """Raise ValueError unless the shapes are equal. what: what an array of the wanted shape holds."""
     if given != wanted:
         raise ValueError(f"{name}: expected shape {wanted}{what and ', '}{what}, got {given}")
 
 
 def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
-    """The address of an array like `fitting`, which a kernel can write."""
+    """Like `fitting`, for an array that a kernel writes."""
     at = fitting(a, shape, dtype, x, xp, name)
     check_writeable(a, name)
     return at
 
 
 def fitting(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
-    """The address of an array of this dtype and shape, C-contiguous and aligned, of x's kind and device."""
+    """Return the address of an array of this dtype and shape, C-contiguous, aligned, of x's kind and
+    device."""
     backend.require_module(a, xp, name, dtype.name)
     if a.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
@@ -112,7 +115,7 @@ def fitting(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp
 
 
 def byte_range(a: Array) -> tuple[int, int]:
-    """The addresses from the lowest byte of an array to the end of the highest one."""
+    """Return the addresses of an array's lowest byte and of the end of its highest one."""
     at = address(a)
     if a.size == 0:
         return at, at
@@ -121,8 +124,7 @@ def byte_range(a: Array) -> tuple[int, int]:
 
 
 def matrix_strides(a: Array) -> tuple[int, int, int] | None:
-    """(from matrix to matrix, from row to row, from column to column) in elements, or None where there are no
-    such three."""
+    """Return the strides in elements (matrices, rows, columns), or None if an array has no such three."""
     size = a.itemsize
     *batch, row, column = a.strides
     if any(stride < 0 or stride % size for stride in a.strides) or address(a) % size:
@@ -134,14 +136,14 @@ def matrix_strides(a: Array) -> tuple[int, int, int] | None:
 
 
 def may_wait(x: Array) -> None:
-    """ValueError while a CUDA graph is captured on x's device: `check=True` waits for the device."""
+    """Raise ValueError while a CUDA graph is captured on x's device: `check=True` waits for the device."""
     if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
         raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
                          "check before the capture")
 
 
 def may_allocate(x: Array) -> None:
-    """ValueError while a CUDA graph is captured on x's device: memory of the pool could be another's when the
-    graph is replayed."""
+    """Raise ValueError while a CUDA graph is captured on x's device: memory of the pool could be another's
+    when the graph is replayed."""
     if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
         raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")

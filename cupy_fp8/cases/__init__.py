@@ -1,4 +1,4 @@
-"""The registered ops and their cases, which tests, selftest, benchmark, command line and README walk over.
+"""The registered ops and their cases: tests, selftest, bench, command line and docs/ops.md walk over them.
 
 The modules in the families' folders register their ops; importing this package imports all of them.
 """

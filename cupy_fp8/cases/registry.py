@@ -1,4 +1,4 @@
-"""The registered ops. Tests, selftest, benchmark, command line and README walk over them."""
+"""The registered ops. Tests, selftest, benchmark, command line and docs/ops.md walk over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .base import Case, nbytes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: The README lists the families in this order, and any other family after these.
+#: docs/ops.md lists the families in this order, and any other family after these.
 FAMILIES = ("matmul", "quantize", "convert", "scales", "moe")
 
 
@@ -61,13 +61,13 @@ class HostCalls(NamedTuple):
 
 @dataclass(frozen=True)
 class Registration:
-    """What tests, selftest, benchmark and README need to know about an op.
+    """What tests, selftest, benchmark and docs/ops.md need to know about an op.
 
     function   what users call; it takes `out=`, unless the op `updates` arguments
     reference  its definition in NumPy
     inputs     (case) -> positional and keyword arguments, as NumPy arrays
     cases      the calls to check
-    summary    its row in the README
+    summary    its row in docs/ops.md
     programs   functions that give every kernel variant that it may launch
     updates    names of the leading arguments that a call updates in place and returns
     timed      the calls that `bench` times, with their labels

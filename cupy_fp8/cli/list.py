@@ -11,13 +11,13 @@ from . import terminal, written
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 list", description=__doc__)
-    parser.add_argument("--markdown", action="store_true", help="print the README's table, grouped by family")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/ops.md")
     parser.add_argument("--write", action="store_true",
-                        help="in a checkout: bring the README's table and the public names of cupy_fp8 and "
+                        help="in a checkout: bring docs/ops.md and the public names of cupy_fp8 and "
                         "cupy_fp8.reference up to date")
     options = parser.parse_args(argv)
     if options.write:
-        if not written.README.exists():
+        if not written.PAGE.exists():
             parser.error("--write needs a checkout of the repository")
         for path in written.write(written.files()):
             print(f"written: {path}")

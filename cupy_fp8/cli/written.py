@@ -1,4 +1,4 @@
-"""What is written from the registered ops: the README's table, and the imports that make ops public."""
+"""What is written from the registered ops: the table of docs/ops.md, and the imports that make ops public."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..cases import OPS
 from ..cases.registry import family_modules
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-README = _PACKAGE.parent / "README.md"
+PAGE = _PACKAGE.parent / "docs/ops.md"
 _WIDTH = 110
 TITLES = {"matmul": "Matrix products", "quantize": "Quantisation", "convert": "Conversion",
            "scales": "Scales", "moe": "Tokens of expert layers"}
@@ -21,7 +21,7 @@ TITLES = {"matmul": "Matrix products", "quantize": "Quantisation", "convert": "C
 def files() -> dict[Path, str]:
     """The files with such parts, and what they should hold."""
     parts = re.compile(r"(<!-- ops: [^>]*-->\n).*(?=<!-- end of ops -->)", re.DOTALL)
-    found = {README: parts.sub(lambda match: match[1] + table(), README.read_text("utf-8"))}
+    found = {PAGE: parts.sub(lambda match: match[1] + table(), PAGE.read_text("utf-8"))}
     for path, where in ((_PACKAGE / "__init__.py", "ops."), (_PACKAGE / "reference/__init__.py", "")):
         found[path] = _with_names(path.read_text("utf-8"), where)
     return found
@@ -46,8 +46,8 @@ def table() -> str:
 
 def _linked(name: str, family: str) -> str:
     """The op's name, as a link to its description where docs/api has a page of the family."""
-    page = f"docs/api/{family}.md"
-    return f"[`{name}`]({page}#{name})" if (README.parent / page).exists() else f"`{name}`"
+    page = f"api/{family}.md"
+    return f"[`{name}`]({page}#{name})" if (PAGE.parent / page).exists() else f"`{name}`"
 
 
 def _with_names(text: str, where: str) -> str:

@@ -65,7 +65,7 @@ class RecipeError:
         return f"fp8.{type(self.recipe).__name__}({', '.join(options)})"
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The options of the recipe that are not as usual."""
         return {field.name: getattr(self.recipe, field.name) for field in fields(self.recipe)
                 if getattr(self.recipe, field.name) != field.default}

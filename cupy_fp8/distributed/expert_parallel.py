@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args, overload
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from .nccl import Nccl
 from .routing import RankRouting, Route
 from .slots import Split
 from .transport import Messages, Transport
-from .world import World
+from .world import Local, World
 
 _BLOCKS = BlockScaling()
 _MOST_SECONDS = 1_000_000
@@ -71,7 +71,7 @@ class ExpertParallel:
     recipe : what tokens are quantised by: BlockScaling of blocks (1, n), MXScaling, or DelayedScaling (whose
         scale has to be the same on all ranks): the experts' recipe. None: they are sent as they are, in
         `dtype`
-    dtype : of results and of gradients, bfloat16, float16 or float32: the experts' dtype_out
+    dtype : of results and of gradients, bfloat16, float16 or float32: the experts' dtype
     reduce : 'rank': a rank adds up a token's rows in f32, rounds once to dtype and sends the sum, and the
         sums are added up alike. 'exact': every row comes back, which gives the bytes of one rank, and moves
         more of them (2.2 times as many with 4 ranks, 1.5 with 8, of 8 experts a token)
@@ -109,8 +109,10 @@ class ExpertParallel:
                  timeout: float = 30.0, like: Any = None) -> None:
         self._transport: Transport | None = None
         self._failed: RankError | None = None
-        if not isinstance(world, World):
-            raise TypeError(f"world: expected a World, as init() makes it, got {type_name(world)}")
+        given: Any = world
+        if not isinstance(given, World):
+            instead = "; its run() gives each rank one" if isinstance(given, Local) else ""
+            raise TypeError(f"world: expected a World, as init() makes it, got {type_name(given)}{instead}")
         choice(transport, "transport", get_args(TransportName))
         self.world, self.rank, self.size, self._xp = world, world.rank, world.size, backend.like_module(like)
         number, region, width, slots_of_token = (
@@ -211,8 +213,16 @@ class ExpertParallel:
         made.__dict__.update(_of=self._facts, _known=known)
         return made
 
+    @overload
+    def dispatch(self, x: Scaled | Quantized, routing: RankRouting, probs: Array | None = None, *,
+                 out: tuple[Scaled, Array | None] | None = None) -> tuple[Scaled, TypedArray | None]: ...
+    @overload
+    def dispatch(self, x: Array, routing: RankRouting, probs: Array | None = None, *,
+                 out: tuple[Array | Scaled, Array | None] | None = None
+                 ) -> tuple[TypedArray | Scaled, TypedArray | None]: ...
     def dispatch(self, x: Array | Scaled | Quantized, routing: RankRouting, probs: Array | None = None, *,
-                 out: tuple[Any, Any] | None = None) -> tuple[Any, TypedArray | None]:
+                 out: tuple[Array | Scaled, Array | None] | None = None
+                 ) -> tuple[TypedArray | Scaled, TypedArray | None]:
         """Send tokens to their experts.
 
         x : [T, hidden]: an array, which the recipe quantises first, or what it has quantised, row-wise;
@@ -241,15 +251,22 @@ class ExpertParallel:
         return unpermute(came, self._back(routing), out=out)
 
     # ---- the way back ----
+    @overload
+    def combine_backward(self, grad: Scaled | Quantized, routing: RankRouting, *,
+                         out: Scaled | None = None) -> Scaled: ...
+    @overload
+    def combine_backward(self, grad: Array, routing: RankRouting, *,
+                         out: Array | Scaled | None = None) -> TypedArray | Scaled: ...
     def combine_backward(self, grad: Array | Scaled | Quantized, routing: RankRouting, *,
-                         out: Any = None) -> Any:
+                         out: Array | Scaled | None = None) -> TypedArray | Scaled:
         """The gradient of `combine`'s rows, [rows, hidden], from that of its result [T, hidden], which is
         dispatched as x is: an array that the recipe quantises, or what it has quantised."""
         rows, _ = self._dispatch(grad, routing, None, None if out is None else (out, None), "grad")
         return rows
 
     def dispatch_backward(self, dx_rows: Array, row_dprobs: Array | None, routing: RankRouting, *,
-                          out: Any = None) -> tuple[TypedArray, TypedArray | None]:
+                          out: tuple[Array, Array | None] | None = None
+                          ) -> tuple[TypedArray, TypedArray | None]:
         """The gradients of `dispatch`'s x and probs, from those of its rows, [rows, hidden] of dtype, and of
         row_probs, f32 [rows] or None.
 

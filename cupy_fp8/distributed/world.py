@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .. import backend
+from ..advice import shown, type_name
+from ..formats import integer
 from ..kernels import Launch
 from .environment import place
 from .errors import RankError, named
@@ -136,6 +138,9 @@ def _mpi() -> Any:
 
 def from_mpi(comm: Any) -> World:
     """The ranks of an mpi4py communicator, which stays the caller's."""
+    if not hasattr(comm, "Split_type"):
+        raise TypeError("comm: expected a communicator of mpi4py, such as MPI.COMM_WORLD, got "
+                        f"{type_name(comm)}")
     return _Mpi(comm)
 
 
@@ -234,7 +239,7 @@ def local(size: int, *, timeout: float | None = _TIMEOUT) -> Local:
     >>> fp8.distributed.local(3).run(lambda world: world.gather(bytes([world.rank])))[0]
     [b'\\x00', b'\\x01', b'\\x02']
     """
-    if size < 1:
-        raise ValueError(f"size: expected 1 or more, got {size}")
+    if integer(size, "size") < 1:
+        raise ValueError(f"size: expected 1 or more, got {shown(size)}")
     meeting = _Meeting(size, timeout)
     return Local(_Threads(rank, size, meeting) for rank in range(size))

@@ -10,8 +10,8 @@ ascending, descending or seeded random order; blocks run in that kind of order t
                                    include_dirs=["kernels_cu/include"])
     cast((blocks,), (256,), params, shared_mem=0)
 
-Inside ``blocks_of_grid(first=2, last=2)`` only those blocks run, over arrays too large for all of them, and
-with ``around=`` also blocks in between.
+Inside ``blocks_of_grid(first=2, last=2)`` only those blocks run, for arrays too large for all of them; with
+``around=`` also blocks in between.
 
 Modes: "fast"; "asan" (AddressSanitizer and UndefinedBehaviorSanitizer: bounds, alignment, overflow); "tsan"
 (ThreadSanitizer: threads or blocks without an order). The last two need a process of their own:
@@ -23,13 +23,13 @@ Environment: CUPY_FP8_HOST_MODE, _ORDER, _SEED choose what the arguments leave o
 threads of the fast mode; _UCONTEXT=1 forces the portable context switch; CUPY_FP8_CACHE_DIR holds the
 compiled libraries; CXX is the compiler.
 
-It does not support tensor maps and matrix instructions, for which kernels have a branch of their own, nor
-approximate functions (a kernel that calls __expf does not compile), and does not flush subnormals (CuPy
-compiles with -ftz=true, so kernels use the PTX wrappers). Of CUDA's exact functions and vector types
-``shim/`` has those that the package's kernels and tests use; whoever needs another one adds it there. A loop
-that polls must call host_yield(). A load by __ldg, or a store of a vector, at an address that is no multiple
-of its size is an error in every mode, as on a GPU. A barrier counts every thread of the block, so an early
-return before one is an error here even where a GPU lets it pass.
+Not supported: tensor maps and matrix instructions (kernels have a branch of their own instead), and
+approximate functions (a kernel that calls __expf does not compile). Subnormals are not flushed (CuPy compiles
+with -ftz=true, so kernels use the PTX wrappers). Of CUDA's exact functions and vector types ``shim/`` has
+those that the package's kernels and tests use; add further ones there. A loop that polls must call
+host_yield(). A load by __ldg, or a store of a vector, at an address that is no multiple of its size is an
+error in every mode, as on a GPU. A barrier counts every thread of the block, so an early return before one is
+an error here even where a GPU lets it pass.
 """
 
 from .build import HostError

@@ -24,14 +24,14 @@ HERE = Path(__file__).resolve().parent
 SHIM = HERE / "shim"
 RUNTIME = HERE / "runtime"
 MODES = ("fast", "asan", "tsan")
-# Sources are UTF-8 whatever the locale is; other bytes, as in names of folders, pass unchanged.
+# Sources are UTF-8 whatever the locale; other bytes, as in names of folders, pass unchanged.
 _ENCODING: Any = {"encoding": "utf-8", "errors": "surrogateescape"}
 _TEXT: Any = {"text": True, **_ENCODING}
 
 _COMMON = ["-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 # Contraction is off so that a * b + c keeps its two roundings. Sibling calls are off since the runtime reads
-# the caller's address for its messages. From -fno-tree-pta on, the flags leave out passes of the optimiser
-# that cost time and gain none: without the first two kernels compile a sixth faster with AddressSanitizer,
+# the caller's address for its messages. From -fno-tree-pta on, the flags disable passes of the optimiser that
+# cost time and gain nothing: without the first two kernels compile a sixth faster with AddressSanitizer,
 # without the others another fifth faster, and they run as fast.
 _KERNEL_FLAGS = [
     "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-exceptions",
@@ -45,8 +45,8 @@ _KERNEL_FLAGS = [
 _UNDEFINED = ["-fsanitize=undefined,float-cast-overflow,bounds-strict,alignment", "-fno-sanitize-recover=all"]
 # -O1 compiles a quarter faster than -O2, and small tests run as fast. (With -Og, accesses beyond shared
 # memory of templates are not found.) -g1 has the functions and lines that reports need; with sanitizers -g
-# takes half as long again to compile. AddressSanitizer's checks compile a quarter faster as calls than in
-# line, and with one region for the register allocator.
+# takes half as long again to compile. AddressSanitizer's checks compile a quarter faster as calls than
+# inline, and with one region for the register allocator.
 _MODE_FLAGS = {
     "fast": ["-O1", "-g1"],
     "asan": [
@@ -56,8 +56,8 @@ _MODE_FLAGS = {
     "tsan": ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=thread", "-DHOST_TSAN"],
 }
 # Where several threads run blocks, each needs its own shared memory. AddressSanitizer puts red zones only
-# around plain statics, so there the variables are plain, and a linker script gathers them to make them
-# findable (-fdata-sections gives each its own input section, named after the function it is in).
+# around plain statics, so there the variables are plain, and a linker script gathers them so that they can be
+# found (-fdata-sections gives each its own input section, named after its function).
 _SHARED = {"fast": "static thread_local", "asan": "static", "tsan": "static thread_local"}
 _SHARED_SECTION = """SECTIONS {
   host_shared (NOLOAD) : {
@@ -86,14 +86,14 @@ _CHOOSE_FOLDER = "set CUPY_FP8_CACHE_DIR to a folder where files can be written"
 
 
 class HostError(RuntimeError):
-    """A kernel could not be compiled or run on the CPU, or did something a GPU would not allow."""
+    """A kernel could not be compiled or run on the CPU, or did something that a GPU would not allow."""
 
 
 def compiler() -> list[str]:
-    """The command of the compiler: $CXX, which may have arguments of its own ("ccache g++ -m64"), else g++.
+    """The compiler command: $CXX, which may have arguments of its own ("ccache g++ -m64"), else g++.
     """
     chosen = os.environ.get("CXX", "").strip() or "g++"
-    if shutil.which(chosen):            # A path may have spaces in it.
+    if shutil.which(chosen):            # a path may contain spaces
         return [chosen]
     try:
         return shlex.split(chosen)
@@ -114,7 +114,7 @@ def cache_dir() -> Path:
 
 
 def make_cache_dir() -> Path:
-    """The cache's folder, which is made if it does not exist. It may be read-only if it has all kernels."""
+    """Create the cache's folder if it does not exist. It may be read-only if it has all kernels."""
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def clean_environment() -> dict[str, str]:
 
 @functools.cache
 def compiler_version() -> str:
-    """What the compiler prints about itself, and the arguments in CXX. Another compiler compiles kernels
+    """The compiler's version text, and the arguments in CXX. With another compiler kernels are compiled
     anew."""
     command = compiler()
     try:
@@ -176,7 +176,7 @@ def source_files(*directories: Path) -> list[Path]:
 def _run_compiler(command: Sequence[object]) -> str:
     # With the program's path and close_fds=False, subprocess uses posix_spawn, which copies no page tables.
     # (Python's own descriptors close at an exec anyway.) ThreadSanitizer turns vfork into fork, which would
-    # copy the page tables of its shadow memory, and that takes as long as compiling.
+    # copy the page tables of its shadow memory and take as long as compiling.
     program = shutil.which(str(command[0])) or command[0]
     done = subprocess.run([str(part) for part in (program, *command[1:])], capture_output=True,
                           env=clean_environment(), close_fds=False, **_TEXT)
@@ -188,15 +188,15 @@ def _run_compiler(command: Sequence[object]) -> str:
 
 _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_locks.clear)    # whoever held them works on in the parent
+    os.register_at_fork(after_in_child=_locks.clear)    # their holders continue in the parent
 
 
 @contextmanager
 def _other_processes_wait(target: Path) -> Iterator[None]:
-    """Within this context other processes that want to make the same file wait, where the file system has
-    locks. The lock is that of a file beside it, which is gone afterwards: who waits for it then finds the
+    """Within this context other processes that want to make the same file wait, if the file system supports
+    locks. The lock is on a file beside it, which is removed afterwards: a waiting process then finds the
     target, or makes it."""
-    import fcntl  # Windows lacks it, but compiles no kernel.
+    import fcntl  # not on Windows, which compiles no kernel
 
     lock = target.with_name(f".lock-{target.name}")
     with open(lock, "wb") as file:
@@ -206,17 +206,17 @@ def _other_processes_wait(target: Path) -> Iterator[None]:
             yield
         finally:
             lock.unlink(missing_ok=True)
-            with suppress(OSError):                 # A fork while this ran has the file open too.
+            with suppress(OSError):                 # a fork while this ran has the file open too
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
-    """Make a file in a temporary directory and move it to `target` in one step, so that other processes see
-    no part of it. Whoever else wants the same file waits: threads of this process and other processes."""
+    """Make a file in a temporary directory and move it to `target` atomically, so that other processes never
+    see a part of it. Others that want the same file wait: threads of this process and other processes."""
     with _locks[target]:
         if target.exists():
             return target
-        scratch = _scratch_dir()            # This tells what to do if the folder cannot be written.
+        scratch = _scratch_dir()           # its error message says what to do if the folder cannot be written
         try:
             with _other_processes_wait(target):
                 if not target.exists():
@@ -227,7 +227,8 @@ def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
 
 
 def build_runtime(mode: str) -> Path:
-    """The runtime library for one mode. It is never instrumented; it only tells the sanitizer about fibers.
+    """Build the runtime library for one mode. It is never instrumented; it only tells the sanitizer about
+    fibers.
     """
     flags = ["-std=c++20", "-O2", "-g1", *_COMMON]
     flags += {"fast": [], "asan": ["-DHOST_ASAN"], "tsan": ["-DHOST_TSAN"]}[mode]
@@ -264,7 +265,7 @@ def rewrite_shared(text: str, storage: str) -> str:
 
 def build_kernel(path: Path, entry: str, defines: dict[str, str], include_dirs: tuple[Path, ...],
                  mode: str) -> Path:
-    """The shared library of one kernel entry point."""
+    """Build the shared library of one kernel entry point."""
     runtime = build_runtime(mode)
     storage = _SHARED[mode]
     flags = [*_COMMON, *_KERNEL_FLAGS, *_MODE_FLAGS[mode]]

@@ -21,12 +21,12 @@ from .build import HostError
 _ORDERS = {"asc": 0, "desc": 1, "random": 2}
 # Instrumented code needs more stack.
 _STACK_BYTES = {"fast": 128 << 10, "asan": 512 << 10, "tsan": 256 << 10}
-_EXIT_CODE = 66  # A child process ends with it if a sanitizer found something.
+_EXIT_CODE = 66  # exit status of a child process after a sanitizer's finding
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Which blocks of a grid run inside `blocks_of_grid`."""
+    """The blocks of a grid that run inside `blocks_of_grid`."""
 
     first: int
     last: int
@@ -35,7 +35,8 @@ class _Chosen:
     whole: frozenset[str]
 
     def ranges(self, total: int) -> Iterator[tuple[int, int]]:
-        """The ranges of a grid of so many blocks, as (begin, end): not empty, apart, in ascending order."""
+        """Yield the ranges of a grid of `total` blocks, as (begin, end): not empty, disjoint, in ascending
+        order."""
         middles = [math.floor(total * place) - self.each // 2 for place in sorted(self.around)]
         wanted = ((0, self.first), *((begin, begin + self.each) for begin in middles),
                   (total - self.last, total))
@@ -47,7 +48,7 @@ class _Chosen:
                 done = end
 
 
-# None stands for all blocks.
+# None: all blocks.
 _chosen: ContextVar[_Chosen | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)
 
 
@@ -81,7 +82,7 @@ class _Launch(ctypes.Structure):  # HostLaunch in shim/host_abi.h
 
 
 def available() -> str | None:
-    """Returns None if kernels can be run on this machine's CPU, else the reason why not."""
+    """Return None if kernels can be run on this machine's CPU, else the reason why not."""
     try:
         build.compiler_version()
         build.make_cache_dir()
@@ -91,8 +92,7 @@ def available() -> str | None:
 
 
 def sanitizer_env(mode: str) -> dict[str, str]:
-    """Environment variables with which a child process must be started to run kernels in mode "asan" or
-    "tsan".
+    """Return environment variables for a child process that runs kernels in mode "asan" or "tsan".
 
     A finding ends the child with exit code 66 and a report on stderr.
     """
@@ -112,7 +112,7 @@ def sanitizer_env(mode: str) -> dict[str, str]:
 
 
 def sanitizer_command(mode: str, command: Sequence[object]) -> list[str]:
-    """`command`, wrapped as this machine needs it for a child process in that mode.
+    """Return `command`, wrapped as needed on this machine for a child process in that mode.
 
     The ThreadSanitizer of g++ 12 does not start where the kernel randomises addresses by more than 28 bits.
     """
@@ -162,8 +162,8 @@ class HostKernel:
 
         order: the order of threads and blocks, "asc", "desc" or "random" (by `seed`); the default is
         $CUPY_FP8_HOST_ORDER and $CUPY_FP8_HOST_SEED, else "random" and 0. resident: all blocks are alive at
-        the same time, for kernels whose blocks wait for each other. cluster: so many neighbouring blocks are,
-        and can write to one another's shared memory; one cluster runs after the other.
+        the same time, for kernels whose blocks wait for each other. cluster: this many neighbouring blocks
+        are resident together and can write to one another's shared memory; one cluster runs after the other.
         """
         blocks, threads = _three("grid", grid), _three("block", block)
         if not 1 <= threads[0] * threads[1] * threads[2] <= 1024:
@@ -201,7 +201,7 @@ class HostKernel:
             raise HostError(f"{self.entry}: {self._name_places(self._runtime.host_error().decode())}")
 
     def _ranges(self, total: int, resident: bool) -> list[tuple[int, int]]:
-        """The blocks that run of a grid of so many."""
+        """Return the ranges of blocks that run, of a grid of `total`."""
         chosen = _chosen.get()
         if chosen is None or self.entry in chosen.whole:
             return [(0, total)]
@@ -231,8 +231,8 @@ class HostKernel:
 @contextmanager
 def blocks_of_grid(*, first: int, last: int, around: Sequence[Fraction] = (), each: int = 0,
                    whole: Iterable[str] = ()) -> Iterator[None]:
-    """Within this context, launches of this thread run only so many blocks at the beginning and at the end of
-    their grid, and `each` blocks around each of the places `around`, which are shares of the grid's blocks.
+    """Within this context, launches of this thread run only `first` and `last` blocks at the beginning and
+    end of their grid, and `each` blocks around each of the places `around`, given as fractions of the grid.
     All blocks run of the kernels named in `whole`: those whose last block writes what all blocks have found.
 
     A test of indices beyond 2**31 then takes the time of a few blocks, and only the memory that these blocks
@@ -260,13 +260,13 @@ def _workers() -> int:
 
 
 _compiled: dict[tuple[object, ...], HostKernel] = {}
-# Folders of included files have the time when they were last looked at, and the stamps that they had then.
+# For folders of included files: time of the last check, and the stamps then.
 _seen: dict[tuple[Path, ...], tuple[float, tuple[tuple[str, int, int], ...]]] = {}
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def _stamps(directory: str) -> Iterator[tuple[str, int, int]]:
-    """A value that changes when a file below does, in less time than Path.rglob takes."""
+    """Yield values that change when a file below does, in less time than Path.rglob takes."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -282,7 +282,8 @@ def _real_path(path: str) -> Path:
 
 
 def _current_stamps(directories: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:
-    """Every launch asks for them, and looking takes longer than a small launch."""
+    """Return the stamps; cached, since every launch asks for them, and looking takes longer than a small
+    launch."""
     now = time.monotonic()
     seen, stamps = _seen.get(directories, (-math.inf, ()))
     if now - seen >= SECONDS_BETWEEN_LOOKS:

@@ -2,10 +2,10 @@
 
 A `Kernel` names an entry point. `Kernel.variant` chooses its types and options, and `Variant.bind` makes a
 `Launch` from members of its parameter struct, which `structs` reads from the CUDA source. `Launch.run` loads
-the variant if it is its first, and calls the `driver`. `sources` makes the programs, `cubin` compiles those
-for one architecture alone; `shapes` cuts arrays into grids. Beside its arguments a launch may have a
+the variant at its first launch, and calls the `driver`. `sources` makes the programs, `cubin` compiles those
+for one architecture only; `shapes` cuts arrays into grids. Besides its arguments a launch may have a
 `workspace` (kept by `owned` with the result), the word of `errors` and a `tensor_map`. `device` has the facts
-of a GPU, and says what runs NumPy arrays.
+of a GPU, and chooses what runs NumPy arrays.
 """
 
 from . import sources, tensor_map

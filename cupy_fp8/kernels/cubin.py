@@ -1,5 +1,5 @@
-"""Programs for one architecture alone, such as sm_90a. CuPy compiles for the architecture without the letter,
-which does not have these instructions, so they are compiled by NVRTC here and kept in CuPy's cache."""
+"""Programs for one architecture only, such as sm_90a. CuPy compiles for the architecture without the letter,
+which lacks these instructions, so they are compiled by NVRTC here and kept in CuPy's cache."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .. import backend
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """(major, minor) of the NVRTC that compiles. Older ones do not know all instructions of a target."""
+    """Return (major, minor) of the NVRTC that compiles. Older ones do not know all instructions of a
+    target."""
     major, minor = backend.cupy().cuda.nvrtc.getVersion()
     return major, minor
 
 
 def path(program: str, target: str, options: tuple[str, ...]) -> Path:
-    """The file of the compiled program, which is compiled if it is not there yet. RuntimeError with NVRTC's
-    messages if that fails."""
+    """Return the file of the compiled program, compiling it if necessary. RuntimeError with NVRTC's messages
+    if that fails."""
     options = (*options, f"-arch={target}")
     text = "\0".join((program, *options, str(nvrtc_version())))
     found = _folder() / f"cupy_fp8_{hashlib.sha256(text.encode()).hexdigest()}.cubin"
@@ -47,7 +48,7 @@ def _compiled(program: str, options: tuple[str, ...]) -> bytes:
 
 
 def _write(to: Path, data: bytes) -> None:
-    """Writes a file that other processes see whole or not at all."""
+    """Write a file atomically: other processes see all of it or nothing."""
     to.parent.mkdir(parents=True, exist_ok=True)
     number, temporary = tempfile.mkstemp(dir=to.parent)
     try:

@@ -18,8 +18,7 @@ _forced: ContextVar[str | None] = ContextVar("cupy_fp8_executor", default=None)
 # ---- executors ----
 @contextmanager
 def forced_executor(name: str) -> Iterator[None]:
-    """Within this context NumPy arrays run the kernels on the CPU ('host') instead of the reference
-    ('reference')."""
+    """Within this context NumPy arrays run the kernels on the CPU ('host') or the reference ('reference')."""
     token = _forced.set(name)
     try:
         yield
@@ -28,36 +27,37 @@ def forced_executor(name: str) -> Iterator[None]:
 
 
 def executor_of(xp: Any) -> str:
-    """'cuda' for CuPy arrays; for NumPy arrays 'reference', or 'host' inside `forced_executor('host')`."""
+    """Return 'cuda' for CuPy arrays; for NumPy arrays 'reference', or 'host' inside
+    `forced_executor('host')`."""
     return "cuda" if xp is not np else _forced.get() or "reference"
 
 
 def executor_is_forced() -> bool:
-    """Whether somebody chose what runs NumPy arrays: tests, and what only looks at a call."""
+    """Whether the executor of NumPy arrays was chosen: by tests, and by code that only inspects a call."""
     return _forced.get() is not None
 
 
 # ---- GPUs ----
 @functools.cache
 def compute_capability(device_id: int) -> int:
-    """A GPU's compute capability times ten: 90 is Hopper."""
+    """Return a GPU's compute capability times ten: 90 is Hopper."""
     return int(backend.cupy().cuda.Device(device_id).compute_capability)
 
 
 @functools.cache
 def multiprocessors(device_id: int) -> int:
-    """Streaming multiprocessors of a GPU."""
+    """Return the number of streaming multiprocessors of a GPU."""
     return int(backend.cupy().cuda.runtime.getDeviceProperties(device_id)["multiProcessorCount"])
 
 
 @functools.cache
 def shared_memory_per_block(device_id: int) -> int:
-    """Bytes of shared memory, static and dynamic, that a block of this GPU can have."""
+    """Return the bytes of shared memory, static and dynamic, that a block can have on this GPU."""
     return int(backend.cupy().cuda.runtime.getDeviceProperties(device_id)["sharedMemPerBlockOptin"])
 
 
 def current_stream(device_id: int) -> int:
-    """The handle of a device's current stream, on which kernels are launched."""
+    """Return the handle of a device's current stream, on which kernels are launched."""
     cuda = backend.cupy().cuda
     if device_id == cuda.runtime.getDevice():
         return int(cuda.get_current_stream().ptr)
@@ -72,8 +72,8 @@ def capturing(device_id: int) -> bool:
 
 # ---- grids ----
 def grid_size(blocks: int, shape: tuple[int, ...], name: str = "x") -> int:
-    """The blocks of a grid, at least one. ValueError, which names an argument, for more than the hardware's
-    2**31 - 1."""
+    """Return the blocks of a grid, at least one. ValueError, naming the argument, for more than the
+    hardware's 2**31 - 1."""
     if blocks > 0x7FFFFFFF:
         raise ValueError(f"{name}: an array of shape {shape} needs {blocks} blocks, more than a launch can "
                          "have (2**31 - 1); split the array")

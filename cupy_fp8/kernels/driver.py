@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_MOST_PARAMETER_BYTES = 1 << 15     # CUDA refuses more parameters than this.
+_MOST_PARAMETER_BYTES = 1 << 15     # CUDA's limit for kernel parameters
 
 
 class _Thread(threading.local):
@@ -18,11 +18,11 @@ class _Thread(threading.local):
         self.buffer = ctypes.create_string_buffer(_MOST_PARAMETER_BYTES)
         self._pointer = ctypes.c_void_p(ctypes.addressof(self.buffer))
         self.pointers = ctypes.addressof(self._pointer)
-        cuda.runtime.free(0)                # This makes the device's context current in the thread.
+        cuda.runtime.free(0)                # makes the device's context current in the thread
 
 
 class Driver:
-    """What a launch needs of CUDA. It is looked up when the first variant is loaded."""
+    """CUDA functions of a launch, looked up when the first variant is loaded."""
 
     get_device: Callable[[], int]
     get_current_stream: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""The sticky error word of a device, where kernels note wrong facts that only the device knows
+"""Sticky error word of a device: kernels note wrong facts that only the device knows
 (kernels_cu/include/memory/errors.cuh)."""
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from .device import capturing, executor_of
 
 
 class Fact(enum.IntFlag):
-    """One bit of the word for each kind of error. MESSAGES says what was found, and how kernels made it
-    harmless."""
+    """A bit of the word per kind of error. MESSAGES says what was found, and how kernels made it harmless."""
 
     SPLIT_NEGATIVE = 1 << 0
     SPLIT_SUM = 1 << 1
@@ -52,14 +51,14 @@ MESSAGES = {
                     "and later ones send nothing",
 }
 
-_ON_HOST = -1                                # the word of kernels that run on the CPU
-_words: dict[int, tuple[Any, int]] = {}      # the word (u32 [1]) of each device and its address
+_ON_HOST = -1                                # key of kernels that run on the CPU
+_words: dict[int, tuple[Any, int]] = {}      # word (u32 [1]) of each device, and its address
 _lock = backend.free_in_children(threading.Lock())
 
 
 def error_word(x: Any) -> int:
-    """The address of the word of x's device, or of the CPU for a NumPy x. It lives as long as the process.
-    ValueError if it would have to be made while a CUDA graph is captured."""
+    """Return the address of the word of x's device, or of the CPU for a NumPy x. It lives as long as the
+    process. ValueError if it would have to be made while a CUDA graph is captured."""
     device = _ON_HOST if isinstance(x, np.ndarray) else x.data.device_id
     found = _words.get(device)
     return _make(device) if found is None else found[1]
@@ -79,7 +78,7 @@ def _make(device: int) -> int:
                 cp = backend.cupy()
                 with cp.cuda.Device(device):
                     word = cp.zeros(1, np.uint32)
-                    cp.cuda.get_current_stream().synchronize()      # Other streams may use it next.
+                    cp.cuda.get_current_stream().synchronize()      # other streams may use it next
                 _words[device] = word, word.data.ptr
         return _words[device][1]
 
@@ -122,5 +121,5 @@ def device_errors(*, clear: bool = False) -> tuple[str, ...]:
     found = Fact(int(word[0]))
     if clear:
         word.fill(0)
-        _wait(device)                                       # Later launches on other streams see it so.
+        _wait(device)                                       # so that later launches on other streams see it
     return tuple(message for fact, message in MESSAGES.items() if fact in found)

@@ -1,5 +1,5 @@
-"""A kernel is one entry point of one source file; a variant is that entry point compiled for one choice of
-types and options; a launch is a variant with its grid and the values of its parameter struct."""
+"""Kernel: an entry point of a source file. Variant: that entry point compiled for a choice of types and
+options. Launch: a variant with its grid and the values of its parameter struct."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from . import cubin, sources, structs
 from .driver import driver
 
 COMPILE_OPTIONS = ("-std=c++17",)
-_ON_CPU = -1                        # the device of a launch of NumPy arrays
-#: A kernel has so many bytes of static and dynamic shared memory without asking for more.
+_ON_CPU = -1                        # device of launches of NumPy arrays
+#: Static and dynamic shared memory available without opting in.
 _SHARED_BY_DEFAULT = 48 << 10
 
-#: This callback gets a line of text when a kernel is compiled; the command line prints it. None stands for no
-#: callback.
+#: Called with a line of text when a kernel is compiled; the command line prints it.
 _announce: Callable[[str], None] | None = None
 
 
 def announce(callback: Callable[[str], None] | None) -> None:
-    """Have `callback` called with a line of text whenever a kernel is compiled; None for silence."""
+    """Call `callback` with a line of text whenever a kernel is compiled; None for silence."""
     global _announce
     _announce = callback
 
@@ -41,13 +40,13 @@ class Kernel:
     """The entry point `entry` of kernels_cu/<source>.cu, or of a .cu file elsewhere whose path is given. The
     kernel's parameter struct is read from there when it is first needed.
 
-    block: the threads of a block, for kernels whose variants all have as many.
-    cooperative: its blocks wait for each other, so all blocks of a grid must run at the same time.
-    waits: its blocks wait for what blocks that run already do, so a GPU may run any number of them at a time
+    block: threads per block, for kernels whose variants all have the same number.
+    cooperative: its blocks wait for each other, so all blocks of a grid must be resident.
+    waits: its blocks wait only for blocks that already run, so a GPU may run any number of them at a time
     (the CPU runs all).
-    cluster: so many neighbouring blocks share their shared memory; grids are multiples of it, and the source
+    cluster: neighbouring blocks that share their shared memory; grids are multiples of it, and the source
     says the same to the compiler.
-    arch: the one architecture whose own instructions it uses ("sm_90a"); None: any GPU."""
+    arch: the only architecture, whose own instructions it uses ("sm_90a"); None: any GPU."""
 
     def __init__(self, source: str | Path, entry: str, *, block: int = 0, cooperative: bool = False,
                  waits: bool = False, cluster: int = 1, arch: str | None = None) -> None:
@@ -58,27 +57,27 @@ class Kernel:
 
     @functools.cached_property
     def layout(self) -> structs.StructLayout:
-        """Where the members of its parameter struct lie."""
+        """Layout of its parameter struct."""
         return structs.of_entry(self.source, self.entry)
 
     @property
     def params(self) -> struct.Struct:
-        """Packs the members of its parameter struct, all of them in order."""
+        """Packer of the members of its parameter struct, in order."""
         return self.layout.packer
 
     def record(self, name: str) -> structs.StructLayout:
-        """Another struct of its source: a record of a table that it reads."""
+        """Return the layout of another struct of its source: a record of a table that it reads."""
         return structs.named(self.source, name)
 
     def constant(self, name: str) -> int:
-        """A number that its source declares: ``constexpr int name = …``."""
+        """Return a number that its source declares: ``constexpr int name = …``."""
         return structs.constant(self.source, name)
 
     def variant(self, *, block: int = 0, shared: int = 0, **defines: str | int | np.dtype[Any]) -> Variant:
-        """The entry point with these `defines`, for blocks of `block` threads (0: the kernel's own number)
-        and `shared` bytes of dynamic shared memory. The same choice gives the same variant, which its first
-        launch compiles. A define can be a dtype, which stands for its format's name in
-        kernels_cu/include/numerics/formats.cuh, or a truth value, which becomes 0 or 1."""
+        """Return the entry point with these `defines`, for blocks of `block` threads (0: the kernel's own
+        number) and `shared` bytes of dynamic shared memory. The same choice gives the same variant, which its
+        first launch compiles. A define can be a dtype, which stands for its format's name in
+        kernels_cu/include/numerics/formats.cuh, or a bool, which becomes 0 or 1."""
         texts = tuple([(name, _define(value)) for name, value in defines.items()])
         choice = block or self.block, shared, texts
         assert choice[0], f"{self.entry}: neither kernel nor variant says how many threads a block has"
@@ -98,21 +97,21 @@ class Variant:
     def __init__(self, kernel: Kernel, block: int, shared: int, defines: tuple[tuple[str, str], ...]) -> None:
         self.kernel, self.block, self.shared, self.defines = kernel, block, shared, defines
         self.cooperative = kernel.cooperative
-        #: Each device has its own handle of the loaded function.
+        #: handle of the loaded function on each device
         self.functions: dict[int, int] = {}
-        self._modules: list[Any] = []                      # These keep the loaded code alive.
+        self._modules: list[Any] = []                      # keeps the loaded code alive
         self._lock = threading.Lock()
 
     @functools.cached_property
     def pack_into(self) -> Callable[..., None]:
-        """Packs the values of its parameter struct into a buffer."""
+        """Packer of the values of its parameter struct into a buffer."""
         return self.kernel.params.pack_into
 
     def bind(self, x: Any, grid: int, /, *, shared: int | None = None, block: int | None = None,
              **members: Any) -> Launch:
-        """A launch for x's kind and device, which can run again and again. members: the members of the
-        kernel's struct by name; the others are 0. shared, block: bytes of dynamic shared memory, and threads
-        of a block, where a launch wants fewer than the variant's."""
+        """Return a launch for x's kind and device, which can run repeatedly. members: members of the kernel's
+        struct by name; the others are 0. shared, block: bytes of dynamic shared memory, and threads per
+        block, if fewer than the variant's."""
         layout = self.kernel.layout
         return Launch(self, x, grid, layout.values(members), self.shared if shared is None else shared,
                       self.block if block is None else block)
@@ -123,7 +122,7 @@ class Variant:
                               resident=self.kernel.resident_on_cpu, cluster=self.kernel.cluster)
 
     def run_ranks_on_cpu(self, grid: int, ranks: Sequence[Sequence[Any]]) -> None:
-        """Run a grid of it for each rank, with values of its own, all at the same time."""
+        """Run a grid of it for each rank, each with its own values, all at the same time."""
         packed = [self.kernel.params.pack(*values) for values in ranks]
         self._host_function()((grid,), (self.block,), packed[0], shared_mem=self.shared, ranks=packed)
 
@@ -135,11 +134,11 @@ class Variant:
             return
         cuda = backend.cupy().cuda
         with cuda.Device(device):
-            cuda.runtime.free(0)            # This makes the device's context current in the thread.
+            cuda.runtime.free(0)            # makes the device's context current in the thread
             self.load(device)
 
     def load(self, device: int) -> int:
-        """The handle of the function on a device, compiled and loaded if it is not there yet."""
+        """Return the handle of the function on a device; compiles and loads it if necessary."""
         with self._lock:
             if device in self.functions:
                 return self.functions[device]
@@ -168,7 +167,7 @@ class Variant:
                                        defines=sources.all_defines(entry, dict(self.all_defines())))
 
     def all_defines(self) -> tuple[tuple[str, str], ...]:
-        """The defines and, with CUPY_FP8_BITCODE=1 in the environment, the integer conversions of older GPUs
+        """The defines, plus the integer conversions of older GPUs if CUPY_FP8_BITCODE=1 is in the environment
         (for tests)."""
         bitcode = os.environ.get("CUPY_FP8_BITCODE") == "1"
         return (*self.defines, ("CUPY_FP8_BITCODE", "1")) if bitcode else self.defines
@@ -184,39 +183,39 @@ class Variant:
 
 
 class Launch:
-    """A kernel variant with its grid and the values of its struct's members, which are launched on the
-    current stream of the device that has x, or on the CPU for a NumPy x. shared: bytes of dynamic shared
-    memory; block: threads of a block."""
+    """A kernel variant with its grid and the values of its struct's members, launched on the current stream
+    of x's device, or on the CPU for a NumPy x. shared: bytes of dynamic shared memory; block: threads per
+    block."""
 
     def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int,
                  block: int) -> None:
         self.variant, self.grid, self.values, self.shared = variant, grid, values, shared
         self.block = block
         self.device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
-        self._kept = 0              # After `keep` this is the address of a pointer to the packed struct.
+        self._kept = 0              # after `keep`: address of a pointer to the packed struct
 
     @property
     def pointer_positions(self) -> Sequence[int]:
-        """Which of the values are addresses."""
+        """Indices of the values that are addresses."""
         return self.variant.kernel.layout.pointers
 
     def run(self) -> None:
         self.start(self.values, self._kept)
 
     def run_with(self, values: list[Any]) -> None:
-        """The same launch with other values."""
+        """Run the same launch with other values."""
         self.start(values, 0)
 
     def keep(self) -> None:
-        """Pack the values once, for a launch that is run again and again."""
+        """Pack the values once, for a launch that is run repeatedly."""
         packed = self.variant.kernel.params.pack(*self.values)
         self._buffer = ctypes.create_string_buffer(packed, len(packed))
         self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self._kept = ctypes.addressof(self._pointer)
 
     def start(self, values: list[Any], kept: int) -> None:
-        """Every launch of every op comes through here, so it does nothing avoidable. kept: the address of a
-        pointer to the values' bytes; 0: they are packed here."""
+        """Launch. Every launch of every op comes through here, so it does nothing avoidable. kept: address of
+        a pointer to the values' bytes; 0: they are packed here."""
         variant, device = self.variant, self.device
         if device == _ON_CPU:
             variant.run_on_cpu(self.grid, values, self.shared, self.block)
@@ -227,7 +226,7 @@ class Launch:
                 self.start(values, kept)
             return
         thread = driver.thread
-        pointers = thread.pointers          # The first look in a thread makes the device's context current.
+        pointers = thread.pointers          # first access in a thread makes the device's context current
         if kept:
             pointers = kept
         else:
@@ -243,7 +242,7 @@ class Launch:
 
 @contextmanager
 def recording() -> Iterator[list[Variant]]:
-    """Within this context no thread launches a kernel: the list gets the variant of every launch instead."""
+    """Within this context no thread launches a kernel; the list gets the variant of every launch instead."""
     variants: list[Variant] = []
     start: Any = Launch.start
     Launch.start = lambda launch, *_: variants.append(launch.variant)  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
-"""Device memory that launches into a result use beside it: workspaces and tables. A CUDA graph that captured
-the launches uses it for as long as the result lives, and so long it is kept here."""
+"""Device memory that belongs to a result: workspaces and tables of its launches. A CUDA graph that captured
+the launches uses it for as long as the result lives, so it is kept that long."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _Kept = TypeVar("_Kept")
 
 
 def owner_of(a: Any) -> Any:
-    """The CuPy array that owns a's memory and lives as long, unlike its views. NumPy's views may be of
+    """Return the CuPy array that owns a's memory and lives as long, unlike its views. NumPy's views may be of
     anything, so a NumPy array stands for itself."""
     return a if isinstance(a, np.ndarray) or a.base is None else a.base
 
 
 class OwnedMemory(Generic[_Kept]):
-    """One object for every array that owns memory: `make()`, kept until this array is gone and then given to
+    """One object per array that owns memory: `make()`, kept until this array is gone and then passed to
     `drop`."""
 
     def __init__(self, make: Callable[[], _Kept],
@@ -29,7 +29,7 @@ class OwnedMemory(Generic[_Kept]):
         self._by_owner: dict[int, tuple[weakref.ref[Any], _Kept]] = {}
 
     def of(self, a: Any) -> _Kept:
-        """The object of the array that owns a's memory."""
+        """Return the object of the array that owns a's memory."""
         owner = owner_of(a)
         found = self._by_owner.get(id(owner))
         if found is None or found[0]() is not owner:

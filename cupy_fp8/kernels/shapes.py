@@ -1,4 +1,4 @@
-"""Launch shapes that several kernels have: how arrays are cut among the blocks of threads of a grid."""
+"""Launch shapes shared by several kernels: how arrays are divided among the thread blocks of a grid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNKS_PER_THREAD = 2
 
 def elementwise_grid(n: int, shape: tuple[int, ...], in_bytes: int, out_bytes: int, from_at: int,
                      to_at: int) -> tuple[int, int]:
-    """(blocks, whether both addresses are aligned to their chunks). A chunk is 16 bytes of the wider
+    """Return (blocks, whether both addresses are aligned to their chunks). A chunk is 16 bytes of the wider
     dtype."""
     chunk = 16 // (in_bytes if in_bytes > out_bytes else out_bytes)
     vector = from_at % (chunk * in_bytes) == 0 and to_at % (chunk * out_bytes) == 0
@@ -26,7 +26,7 @@ def elementwise_grid(n: int, shape: tuple[int, ...], in_bytes: int, out_bytes: i
 
 
 def _grid_of_tiles(shape: tuple[int, ...], rows: int, columns: int) -> int:
-    """The blocks for an array of matrices, one for each tile."""
+    """Return the blocks for an array of matrices, one per tile."""
     count = -(-shape[-2] // rows) * -(-shape[-1] // columns)
     for extent in shape[:-2]:
         count *= extent
@@ -38,8 +38,7 @@ _LARGE_PER_MULTIPROCESSOR = 1 << 18      # elements: four 256 x 256 tiles
 
 
 class Tile(NamedTuple):
-    """A tile's extents and the order of tiles: down_first makes neighbouring blocks write neighbouring
-    output."""
+    """A tile's extents and the order of tiles; down_first: neighbouring blocks write neighbouring output."""
 
     rows: int
     columns: int
@@ -47,7 +46,7 @@ class Tile(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Threads of a block: one for each 8 x 8 elements."""
+        """Threads per block: one per 8 x 8 elements."""
         return self.rows * self.columns // 64
 
     @property
@@ -60,22 +59,22 @@ class Tile(NamedTuple):
         return {"TILE_ROWS": self.rows, "TILE_COLUMNS": self.columns, "DOWN_FIRST": int(self.down_first)}
 
     def grid(self, shape: tuple[int, ...]) -> int:
-        """The blocks for an array of matrices."""
+        """Return the blocks for an array of matrices."""
         return _grid_of_tiles(shape, self.rows, self.columns)
 
 
-#: These tiles serve both directions, which have long phases of loads and of stores. The NARROW one serves if
-#: 1024 threads have too few registers, or if rows do not fill wide tiles.
+#: Tiles for both directions, with long phases of loads and of stores. NARROW: if 1024 threads have too few
+#: registers, or if rows do not fill wide tiles.
 BOTH = Tile(256, 256, False)
 BOTH_NARROW = Tile(256, 128, False)
-#: This tile serves arrays that fit into the L2, and the CPU executor: it has blocks of 256 threads, and the
+#: Tile for arrays that fit into the L2, and for the CPU executor: blocks of 256 threads, since the
 #: sanitizers' time grows with the threads.
 SMALL = Tile(128, 128, False)
 
 
 def choose_tile(x: Array, large: Tile, size: int | None = None) -> Tile:
-    """`large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL. size: the
-    elements of x's group, if x is one of several."""
+    """Return `large` for arrays with several tiles per SM, else SMALL. size: elements of x's group, if x is
+    one of several."""
     size = x.size if size is None else size
     if isinstance(x, np.ndarray) or size < _LARGE_PER_MULTIPROCESSOR * multiprocessors(x.data.device_id):
         return SMALL
@@ -93,13 +92,12 @@ def fills_wide(columns: Iterable[int]) -> bool:
 
 # ---- tiles that a warp keeps in registers (kernels_cu/include/tile/warp_tile.cuh) ----
 WARP_TILE_ROWS, WARP_TILE_COLUMNS = 32, 128
-LANE_COLUMNS = 4                # neighbouring columns of a lane
+LANE_COLUMNS = 4                # adjacent columns per lane
 
 
 class WarpTiles(NamedTuple):
-    """The warp tiles of a block of threads, and the order of blocks: with down_first neighbouring blocks
-    write neighbouring transposed data. tiles_per_block: tiles of a group that a block takes, one below the
-    other."""
+    """The warp tiles of a thread block, and the order of thread blocks; down_first: neighbouring ones write
+    neighbouring transposed data. tiles_per_block: tiles of a group per thread block, one below the other."""
 
     down: int
     across: int
@@ -113,7 +111,7 @@ class WarpTiles(NamedTuple):
 
     @property
     def rows_of_block(self) -> int:
-        """Rows that a block has of a group."""
+        """Rows of a group per thread block."""
         return self.tiles_per_block * self.rows
 
     @property
@@ -122,7 +120,7 @@ class WarpTiles(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Threads."""
+        """Threads per block."""
         return 32 * self.down * self.across
 
     @property
@@ -139,5 +137,5 @@ class WarpTiles(NamedTuple):
         }
 
     def grid(self, shape: tuple[int, ...]) -> int:
-        """The blocks for an array of matrices."""
+        """Return the blocks for an array of matrices."""
         return _grid_of_tiles(shape, self.rows, self.columns)

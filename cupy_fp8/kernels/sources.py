@@ -1,4 +1,4 @@
-"""Finds the CUDA sources, hashes them, and makes programs of them."""
+"""Finds the CUDA sources, hashes them, and makes programs from them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def path(source: str) -> Path:
 
 @functools.cache
 def digest() -> str:
-    """A hash of all sources. CuPy's disk cache keys on the program text alone, so this goes into every
-    program: a changed header would otherwise be compiled from the cache of the old one."""
+    """Return a hash of all sources. CuPy's disk cache keys on the program text alone, so this goes into every
+    program; otherwise a changed header would be compiled from the cache of the old one."""
     h = hashlib.sha256()
     for file in files():
         h.update(file.relative_to(root()).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -47,7 +47,7 @@ def digest() -> str:
 
 @functools.cache
 def program(source: str, entry: str, defines: tuple[tuple[str, str], ...]) -> str:
-    """The program that compiles one entry point of kernels_cu/<source>.cu.
+    """Return the program that compiles one entry point of kernels_cu/<source>.cu.
 
     The choices are #defines in the text rather than compiler options, because CuPy probes the compiler anew
     for every new set of options."""

@@ -2,7 +2,7 @@
 cannot drift apart.
 
 A kernel takes one struct: ``entry(const __grid_constant__ SomeParams p)``. Its members are pointers,
-integers, floats, other structs of these (templates too), and arrays of structs, which are given as packed
+integers, floats, other structs of these (templates too), and arrays of structs, which are passed as packed
 bytes. Methods and constants are ignored.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from . import sources
 
-#: Each type that a member can have has a code in the `struct` module and a size.
+#: Code in the `struct` module, and size, of each type of a member.
 _SCALARS = {
     "i64": ("q", 8),
     "u64": ("Q", 8),
@@ -29,12 +29,12 @@ _SCALARS = {
     "u8": ("B", 1),
 }
 _POINTER = ("P", 8)
-_TEMPLATE = 100             # characters before a struct that have its `template <class …>`
+_TEMPLATE = 100             # characters before a struct that contain its `template <class …>`
 
 
 class Member(NamedTuple):
-    """A member of a struct: a scalar or an array, with its code in the `struct` module, or a struct, whose
-    layout is `inner`."""
+    """A member of a struct: a scalar or an array, with its code in the `struct` module, or a struct with
+    layout `inner`."""
 
     name: str
     offset: int
@@ -53,7 +53,7 @@ class _Declared(NamedTuple):
 
 
 class StructLayout:
-    """Where a struct's members lie in memory, as C++ places them."""
+    """Placement of a struct's members in memory, as in C++."""
 
     def __init__(self, name: str, declared: list[_Declared], align: int) -> None:
         """align: the struct's own `alignas`."""
@@ -65,7 +65,7 @@ class StructLayout:
         self.align, self.size = align, -(-end // align) * align
 
     def scalars(self, base: int = 0) -> Iterator[tuple[int, str]]:
-        """(offset, code) of every scalar, in order."""
+        """Yield (offset, code) of every scalar, in order."""
         for member in self.members:
             if member.inner:
                 yield from member.inner.scalars(base + member.offset)
@@ -73,12 +73,12 @@ class StructLayout:
                 yield base + member.offset, member.code
 
     def offset(self, name: str) -> int:
-        """The offset of a member."""
+        """Return the offset of a member."""
         return next(member.offset for member in self.members if member.name == name)
 
     @functools.cached_property
     def packer(self) -> struct.Struct:
-        """Packs all scalars, given in order."""
+        """Packer of all scalars, in order."""
         text, end = "=", 0
         for offset, code in self.scalars():
             text += "x" * (offset - end) + ("Q" if code == "P" else code)
@@ -86,12 +86,13 @@ class StructLayout:
         return struct.Struct(text + "x" * (self.size - end))
 
     def pack(self, **members: Any) -> bytes:
-        """The struct's bytes, from members by name (see `values`)."""
+        """Return the struct's bytes, from members by name (see `values`)."""
         return self.packer.pack(*self.values(members))
 
     def values(self, given: Mapping[str, Any]) -> list[Any]:
-        """All scalars in order, from members by name; the others are 0. A nested struct is a mapping of its
-        own members. TypeError for values without names, and for a name that the struct does not have."""
+        """Return all scalars in order, from members by name; the others are 0. A nested struct is a mapping
+        of its own members. TypeError for values without names, and for a name that the struct does not
+        have."""
         if not isinstance(given, (dict, Mapping)):
             raise TypeError(f"{self.name}: expected members by name, got {type(given).__name__}")
         found: list[Any] = []
@@ -110,13 +111,13 @@ class StructLayout:
 
     @functools.cached_property
     def pointers(self) -> list[int]:
-        """The indices of the scalars that are pointers."""
+        """Indices of the scalars that are pointers."""
         return [i for i, (_, code) in enumerate(self.scalars()) if code == "P"]
 
 
 @functools.cache
 def of_entry(source: str, entry: str) -> StructLayout:
-    """The parameter struct of an entry point of kernels_cu/<source>.cu."""
+    """Return the parameter struct of an entry point of kernels_cu/<source>.cu."""
     text = _all_text(f"{source}.cu")
     found = re.search(rf"\b{entry}\(\s*const __grid_constant__ (\w+) p\)", text)
     assert found, f"{source}.cu: no entry point {entry} with one parameter struct"
@@ -125,13 +126,15 @@ def of_entry(source: str, entry: str) -> StructLayout:
 
 @functools.cache
 def named(source: str, name: str) -> StructLayout:
-    """Another struct that kernels_cu/<source>.cu or its headers declare: a record of a table in memory."""
+    """Return another struct that kernels_cu/<source>.cu or its headers declare: a record of a table in
+    memory."""
     return _layout(name, _all_text(f"{source}.cu"))
 
 
 @functools.cache
 def constant(source: str, name: str) -> int:
-    """The number that kernels_cu/<source>.cu or its headers declare as ``constexpr … name = number``."""
+    """Return the number that kernels_cu/<source>.cu or its headers declare as ``constexpr … name =
+    number``."""
     found = set(re.findall(rf"\b{name} = (\d+)\s*[,;]", _all_text(f"{source}.cu")))
     assert len(found) == 1, f"{source}.cu declares {name} as {sorted(found) or 'no number'}"
     return int(*found)
@@ -139,7 +142,7 @@ def constant(source: str, name: str) -> int:
 
 @functools.cache
 def _all_text(path: str) -> str:
-    """A source and everything it includes, once, without comments."""
+    """Return a source and everything it includes, once, without comments."""
     seen: set[str] = set()
 
     def expand(path: str) -> str:
@@ -167,7 +170,7 @@ def _layout(name: str, text: str) -> StructLayout:
 
 
 def _statements(text: str, start: int) -> Iterator[str]:
-    """The member declarations of a struct whose body begins at `start`: no methods, constants or nested
+    """Yield the member declarations of a struct whose body begins at `start`: no methods, constants or nested
     types."""
     depth, begin, i = 0, start, start
     while True:
@@ -178,7 +181,7 @@ def _statements(text: str, start: int) -> Iterator[str]:
             if depth == 0:
                 return
             depth -= 1
-            if depth == 0 and text[i + 1] != ";":           # A method's body ends here.
+            if depth == 0 and text[i + 1] != ";":           # end of a method's body
                 begin = i + 1
         elif c == ";" and depth == 0:
             statement = " ".join(text[begin:i].split())
@@ -190,7 +193,7 @@ def _statements(text: str, start: int) -> Iterator[str]:
 
 
 def _members(statement: str, text: str) -> Iterator[_Declared]:
-    """The members that one declaration declares: ``u8 *data, *data_t`` are two."""
+    """Yield the members of one declaration: ``u8 *data, *data_t`` are two."""
     first, *more = statement.removeprefix("const ").split(",")
     head = re.match(r"(.*?)(\**\s*\w+(?:\[\w+\])?)$", first.strip())
     assert head, statement
@@ -214,7 +217,7 @@ def _members(statement: str, text: str) -> Iterator[_Declared]:
 
 
 def _constant(name: str, text: str) -> int:
-    """The value of ``constexpr int name = …``."""
+    """Return the value of ``constexpr int name = …``."""
     if name.isdigit():
         return int(name)
     found = re.search(rf"\b{name} = (\d+)\b", text)

@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine of sm_90 and later knows of a matrix
+"""Tensor maps: descriptions of matrices for the copy engine (TMA) of sm_90 and later
 (kernels_cu/include/matmul/tensor_copy.cuh)."""
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 _SWIZZLE_128, _L2_256, _ZEROS_OUTSIDE, _NOT_INTERLEAVED = 3, 3, 0, 0
-_TYPES = {1: 0, 2: 1, 4: 7}            # CUDA's uint8, uint16 and float32, by bytes of an element
+_TYPES = {1: 0, 2: 1, 4: 7}            # CUDA's uint8, uint16 and float32, by itemsize
 _BOX_BYTES, _BYTES, _ALIGNMENT = 128, 128, 64
 
 
 class TensorMap(bytes):
-    """The bytes of a map, which belong to one address, `at`. moved(at) is the map of the same matrix
-    elsewhere."""
+    """Bytes of a map for the address `at`; moved(at) is the map of the same matrix elsewhere."""
 
     at: int
     moved: Callable[[int], TensorMap]
@@ -27,10 +26,10 @@ class TensorMap(bytes):
 
 def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
            matrices: int = 0, itemsize: int = 1) -> TensorMap:
-    """The map of a matrix with rows at multiples of `pitch` bytes, which is copied in boxes of box_rows rows
-    of 128 bytes. Its elements are bytes, 16 bits wide or float32, by their itemsize. matrices: of so many,
-    one after the other, whose boxes have three coordinates; 0: of one, whose boxes have two. x: an array on
-    the same device; for a NumPy array, what kernels on the CPU read. An empty matrix has the map of one
+    """Return the map of a matrix with rows at multiples of `pitch` bytes, copied in boxes of box_rows rows of
+    128 bytes. Elements are bytes, 16 bits wide or float32, by their itemsize. matrices: number of consecutive
+    matrices, whose boxes have three coordinates; 0: one matrix, whose boxes have two. x: an array on the same
+    device; for a NumPy array, return what kernels on the CPU read. An empty matrix has the map of one
     element, which is never copied."""
     shape = max(columns, 1), max(rows, 1), max(pitch, 16), box_rows, matrices, itemsize
     encoded = on_host if isinstance(x, np.ndarray) else _encoded
@@ -45,7 +44,7 @@ def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
 
 def on_host(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int = 0,
             itemsize: int = 1) -> TensorMap:
-    """The map that kernels on the CPU read, of what the driver would encode."""
+    """Return the map as kernels on the CPU read it: what the driver would encode."""
     if at % 16 or pitch % 16:
         raise RuntimeError(f"a tensor map of rows at {at:#x}, pitch {pitch}: no multiples of 16 bytes")
     packed = struct.pack("=QQQQIII", at, columns, rows, pitch, box_rows, max(matrices, 1), itemsize)

@@ -1,5 +1,5 @@
-"""Small device memory that the blocks of a kernel share. It is zero at first, and a kernel leaves it ready
-for its next launch."""
+"""Small device memory that the blocks of a kernel share: zero at first, and left ready for the next
+launch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from .device import capturing, current_stream
 from .owned import OwnedMemory
 
 _FEWEST = 64
-#: Keys are (address of the result, use, words), and (device, stream, thread, use, words).
+#: By (address of the result, use, words), and by (device, stream, thread, use, words).
 _of_results: OwnedMemory[dict[tuple[int, str, int], Any]] = OwnedMemory(dict)
 _of_streams: dict[tuple[int, int, int, str, int], Any] = {}
 _ON_CPU = -1
 
 
 def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
-    """An array of at least so many u32 words for one launch at a time, zero at first. Only launches of the
-    same `use` and a similar size (see `room`) share them.
+    """Return an array of at least `words` u32 words for one launch at a time, zero at first. Only launches of
+    the same `use` and a similar size (see `room`) share it.
 
-    With the caller's `out` they belong to the array that owns its memory and live as long, so two captured
-    graphs never share them. Without `out` they belong to this thread and the current stream of x's device,
-    where the launches of one call follow those of another. ValueError if they would have to be made during a
-    capture.
+    With the caller's `out` it belongs to the array that owns its memory and lives as long, so two captured
+    graphs never share it. Without `out` it belongs to this thread and the current stream of x's device, where
+    launches run one after another. ValueError if it would have to be made during a capture.
     """
     device, words = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id, room(words)
     if out is None:
@@ -46,9 +45,9 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
 
 
 def room(count: int) -> int:
-    """Room for `count` words, or for as many other things: a power of two. Similar counts have the same room,
-    so that calls of many sizes share few workspaces. A kernel that finds parts of its workspace at offsets
-    must take these from the room, not from the count."""
+    """Return the room for `count` words or other things: a power of two. Similar counts get the same room, so
+    that calls of many sizes share few workspaces. A kernel that finds parts of its workspace at offsets must
+    compute these from the room, not from the count."""
     return max(_FEWEST, 1 << max(0, count - 1).bit_length())
 
 

@@ -91,7 +91,7 @@ def _dtype(experts: Experts, given: Any, name: str) -> np.dtype[Any]:
     """Of what is dispatched: arrays become FP8 before, or stay as they are."""
     flow = experts._flow
     if given is None:
-        return experts.recipe.dtype if flow.dispatches_fp8 else experts.dtype_out
+        return experts.recipe.dtype if flow.dispatches_fp8 else experts.dtype
     dtype = lookup(given, INPUT_DTYPES + (FP8_DTYPES if flow.dispatches_fp8 else ()), name).dtype
     return dtype if dtype in FP8_DTYPES or not flow.dispatches_fp8 else experts.recipe.dtype
 
@@ -99,7 +99,7 @@ def _dtype(experts: Experts, given: Any, name: str) -> np.dtype[Any]:
 def _tokens(experts: Experts, number: int, dtype: np.dtype[Any], name: str, *, of_rows: bool) -> Any:
     """Zeros as `forward` or `forward_rows` gets them."""
     recipe, fp8 = experts.recipe, experts._flow.dispatches_fp8
-    values = zeros((number, experts.hidden), experts.dtype_out if fp8 else dtype,
+    values = zeros((number, experts.hidden), experts.dtype if fp8 else dtype,
                    like=weights.kind(experts.up))
     if not fp8 or (dtype == recipe.dtype and not of_rows):
         return values

@@ -13,7 +13,7 @@ from ..calls import group_sizes, memory, validate
 from ..formats import INPUT_DTYPES, float32, names
 from ..ops.convert.scaling_aware import check_powers_of_two
 from ..options import block_pow2
-from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, check_recipe
+from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
 from ..reference.scales.convert import rows_of_scales
 from ..results import Quantized, Scaled
 from .dataflow import DATAFLOWS, GROUP
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 
 def recipe(given: Any, dataflow: str) -> None:
+    if isinstance(given, MXScaling):
+        raise TypeError("recipe: expected a BlockScaling, CurrentScaling or DelayedScaling, got MXScaling; "
+                        "there are no products of groups of MX blocks")
     check_recipe(given, (BlockScaling, CurrentScaling, DelayedScaling))
     if not isinstance(given, BlockScaling):
         return

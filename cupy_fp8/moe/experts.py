@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from dataclasses import replace
+from typing import Any, Generic, overload
 
 from .. import backend
+from ..advice import Absent, renamed_keywords
 from ..arrays import Array
 from ..calls.group_sizes import check_align
 from ..calls.memory import Occupied
@@ -19,11 +21,12 @@ from ..results import Quantized, Scaled
 from ..routing import Routing
 from ..state import DelayedScalingState
 from ..typed_array import TypedArray
-from . import buffers, checks, weights
+from . import buffers, checks, typed, weights
 from .biases import Biases
 from .dataflow import DATAFLOWS, FLOWS, GROUP, KEEPS, Dataflow, Keep
 from .routed import Routed
 from .step import Buffers, Calls, Saved, Unique, ranges_of
+from .typed import Gradients
 
 #: h that is kept in FP8: scales are powers of two, so widening it is exact.
 _HIDDEN = BlockScaling((1, GROUP), pow2_scale=True, scale_layout="compact")
@@ -31,7 +34,7 @@ _HIDDEN = BlockScaling((1, GROUP), pow2_scale=True, scale_layout="compact")
 TENSORS = ("x", "activation", "grad", "hidden_grad", "up", "down")
 
 
-class Experts(Unique):
+class Experts(Unique, Generic[Gradients]):
     """The experts of a mixture of experts, with FP8 from the dispatch to the weight gradients.
 
         h = x · upᵀ        a, b = the halves of h        y = Σ_k (act(a, b) · p_k) · downᵀ
@@ -51,16 +54,15 @@ class Experts(Unique):
         or DelayedScaling. There are no products of groups of MX blocks
     form, clamp, interleaved : of the activation, as for `swiglu_quantize`
     bias : (up_bias [E, 2 F], down_bias [E, H]), bfloat16, float16 or float32 arrays, either of which may be
-        None. The layer copies them; that of `up`, in the order of h's columns, becomes dtype_out
-    dtype_out : of h, of results and of gradients: bfloat16, float16 or float32
+        None. The layer copies them; that of `up`, in the order of h's columns, becomes dtype
+    dtype : of h, of results and of gradients: bfloat16, float16 or float32
     dataflow : 'casting_free'. To compare with: 'both_directions' dispatches values as they are and quantises
         rows and columns from them, as TransformerEngine does; 'requantize' dispatches FP8, and dequantises
         and quantises again for columns, which rounds twice
 
     Attributes
     ----------
-    num_experts, inner, hidden : E, F and H
-    up, down : the quantised weights
+    num_experts, inner, hidden, up, down : E, F and H; the quantised weights
     state : of DelayedScaling, the DelayedScalingState of x, the activation, the gradients of y and of h, up
         and down; ``state.update()`` ends a step. Else None
 
@@ -80,12 +82,19 @@ class Experts(Unique):
     """
 
     _instead = "make another layer, of the same weights: Experts(layer.up, layer.down, layer.recipe, …)"
+    dtype_out = Absent("dtype")
 
+    @overload
+    def __init__(self: Experts[typed.FourGradients], up: Array, down: Array, recipe: Recipe | None = None, *,
+                 bias: None = None, **options: typed.Unpack[typed.Options]) -> None: ...
+    @overload
+    def __init__(self: Experts[typed.FiveGradients], up: Array, down: Array, recipe: Recipe | None = None, *,
+                 bias: tuple[Array | None, Array | None], **options: typed.Unpack[typed.Options]) -> None: ...
+    @renamed_keywords(dtype_out="dtype")
     def __init__(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized,
                  recipe: Recipe | None = None, *, form: Form = "swiglu", clamp: float | None = None,
                  interleaved: bool = False, bias: tuple[Array | None, Array | None] | None = None,
-                 dtype_out: DType = bfloat16,
-                 dataflow: Dataflow = "casting_free") -> None:
+                 dtype: DType = bfloat16, dataflow: Dataflow = "casting_free") -> None:
         self.recipe = BlockScaling() if recipe is None else recipe
         self.dataflow = choice(dataflow, "dataflow", DATAFLOWS)
         checks.recipe(self.recipe, dataflow)
@@ -93,7 +102,7 @@ class Experts(Unique):
         self._activation: dict[str, Any] = {
             "form": choice(form, "form", FORMS), "clamp": clamp,
             "interleaved": flag(interleaved, "interleaved")}
-        self.dtype_out = lookup(dtype_out, INPUT_DTYPES, "dtype_out").dtype
+        self.dtype = lookup(dtype, INPUT_DTYPES, "dtype").dtype
         shape, other = weights.check(up, "up"), weights.check(down, "down")
         self.num_experts, self.inner, self.hidden = experts, inner, hidden = shape[0], other[2], shape[2]
         if shape[1] != 2 * inner or other != (experts, hidden, inner):
@@ -101,16 +110,14 @@ class Experts(Unique):
         array = weights.kind(up)
         self._xp = backend.module_of(array, "up")
         backend.require_module(weights.kind(down), self._xp, "down")
-        self._biases = Biases(bias, ((experts, 2 * inner), (experts, hidden)), self.dtype_out, self._xp)
+        self._biases = Biases(bias, ((experts, 2 * inner), (experts, hidden)), self.dtype, self._xp)
         self.state: DelayedScalingState | None = None
         if isinstance(self.recipe, DelayedScaling):
             self.state = DelayedScalingState(len(TENSORS), self.recipe, like=array)
         self._scales = {name: self._scale_of(i) for i, name in enumerate(TENSORS)}
         self._weights = self.recipe
         if isinstance(self.recipe, BlockScaling):
-            r = self.recipe
-            self._weights = BlockScaling((GROUP, GROUP), r.dtype, r.eps, pow2_scale=r.pow2_scale,
-                                         profile=r.profile)
+            self._weights = replace(self.recipe, block=(GROUP, GROUP), scale_layout="gemm_ready")
         self._flow = FLOWS[dataflow](self.recipe, self._scales)
         self._own = [not isinstance(given, (Scaled, Quantized)) for given in (up, down)]
         self._held = [weights.take(given, self._weights, **self._scales[name])
@@ -189,7 +196,7 @@ class Experts(Unique):
         keep : as `forward` gets it. None: no backward pass
         accumulate : the weight gradients are added to arrays of the caller
         x_dtype, grad_dtype : of x and of the gradient of y, where it matters: of a Scaled, whose FP8 type may
-            be another than the recipe's (None: that), and of arrays with 'both_directions' (None: dtype_out)
+            be another than the recipe's (None: that), and of arrays with 'both_directions' (None: dtype)
 
         A step for which any of these is another one is refused. TypeError, ValueError, before anything is
         allocated.
@@ -226,7 +233,7 @@ class Experts(Unique):
 
         Returns
         -------
-        (y [T, H] of dtype_out, Saved or None). Raises TypeError, ValueError, DeviceError, before anything is
+        (y [T, H] of dtype, Saved or None). Raises TypeError, ValueError, DeviceError, before anything is
         written.
         """
         routed = Routed.of(self, routing, probs, keep)
@@ -292,13 +299,13 @@ class Experts(Unique):
     def _forward_rows(self, call: Calls, rows: Any, splits: Array, row_probs: Array | None, keep: Keep | None,
                       align: int, buffers: Buffers | None) -> tuple[TypedArray, Saved | None]:
         entered = self._flow.enter(call, "x", rows)
-        hidden = call("h", grouped_matmul_nt, entered, self.up, splits, dtype=self.dtype_out)
+        hidden = call("h", grouped_matmul_nt, entered, self.up, splits, dtype=self.dtype)
         kept: Any = hidden
         if keep == "fp8":
             kept = call("h quantised", quantize, hidden, _HIDDEN)
-            hidden = call("h dequantised", dequantize, kept, dtype=self.dtype_out)
+            hidden = call("h dequantised", dequantize, kept, dtype=self.dtype)
         activation = self._activate(call, hidden, splits, row_probs)
-        result = call("rows out", grouped_matmul_nt, activation, self.down, splits, dtype=self.dtype_out,
+        result = call("rows out", grouped_matmul_nt, activation, self.down, splits, dtype=self.dtype,
                       **self._biases.of_down(row_probs))
         if keep is None:
             return result, None
@@ -309,15 +316,13 @@ class Experts(Unique):
             buffers=buffers, step=0 if buffers is None else buffers._step)
 
     def _activate(self, call: Calls, hidden: Array, splits: Array, row_probs: Array | None) -> Quantized:
-        made: Quantized = call("activation", swiglu_quantize, hidden, self.recipe, probs=row_probs,
-                               columnwise=self._flow.both, **self._activation, **self._biases.of_up(splits),
-                               **self._scales["activation"])
-        return made
+        return call("activation", swiglu_quantize, hidden, self.recipe, probs=row_probs,
+                    columnwise=self._flow.both, **self._activation, **self._biases.of_up(splits),
+                    **self._scales["activation"])
 
     # ---- backward ----
     def backward(self, grad: Array | Scaled | Quantized, saved: Saved | None, *,
-                 accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None
-                 ) -> tuple[Any, ...]:
+                 accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None) -> Gradients:
         """The gradients of x, of probs and of both weights.
 
         Parameters
@@ -331,7 +336,7 @@ class Experts(Unique):
         Returns
         -------
         (dx [T, H], dprobs f32 [T, topk] by slot or None without probs, d_up [E, 2 F, H], d_down [E, H, F]),
-        of dtype_out. With biases a fifth one: (d_up_bias f32 [E, 2 F], d_down_bias f32 [E, H]), None for one
+        of dtype. With biases a fifth one: (d_up_bias f32 [E, 2 F], d_down_bias f32 [E, H]), None for one
         that there is not, sums of gradients in FP8 (`group_sums`). Raises TypeError, ValueError, DeviceError,
         before anything is written.
         """
@@ -346,37 +351,33 @@ class Experts(Unique):
             again, row_probs = self._flow.send_both(call, "x", saved.tokens, routing, saved.probs)
             saved = Saved(**vars(saved) | {"rows": again, "row_probs": row_probs})
         dx_rows, dp, *others = self._backward_rows(call, rows, saved, accumulate)
-        if dp is None:
-            return call("dx", permute_backward, dx_rows, routing), None, *others
-        dx, dprobs = call("dx", permute_backward, dx_rows, routing, probs_grad=dp)
-        return dx, dprobs, *others
+        made: Any = call("dx", permute_backward, dx_rows, routing, probs_grad=dp)
+        return (made, None, *others) if dp is None else (*made, *others)        # type: ignore[return-value]
 
     def backward_rows(self, grad_rows: Array | Scaled, saved: Saved | None, *,
-                      accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None
-                      ) -> tuple[Any, ...]:
+                      accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None) -> Gradients:
         """`backward` of rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32 [R]
         or None, d_up, d_down; with biases their gradients)."""
         saved = checks.saved(self, saved, out, of_rows=True)
-        rows = saved.rows.shape[0]
-        checks.tokens(self, grad_rows, "grad_rows", (rows, self.hidden), dispatched=True)
+        assert saved.rows is not None
+        checks.tokens(self, grad_rows, "grad_rows", (saved.rows.shape[0], self.hidden), dispatched=True)
         checks.gradient(self, grad_rows, "grad_rows", saved, accumulate)
         return self._backward_rows(Calls(out), grad_rows, saved, accumulate)
 
-    def _backward_rows(self, call: Calls, grad_rows: Any, saved: Saved,
-                       accumulate: tuple[Array, Array] | None) -> tuple[Any, ...]:
+    def _backward_rows(self, call: Calls, grad_rows: Any, saved: Saved, accumulate: Any) -> Any:
         flow, splits = self._flow, saved.splits
         rows, hidden, activation = saved.rows, saved.hidden, saved.activation
         if saved.keep != "bf16":
             rows = flow.enter(call, "x", rows)
         if saved.keep == "fp8":
-            hidden = call("h dequantised", dequantize, hidden, dtype=self.dtype_out)
+            hidden = call("h dequantised", dequantize, hidden, dtype=self.dtype)
         elif saved.keep == "input":
-            hidden = call("h", grouped_matmul_nt, rows, self.up, splits, dtype=self.dtype_out)
+            hidden = call("h", grouped_matmul_nt, rows, self.up, splits, dtype=self.dtype)
         if activation is None:
             activation = self._activate(call, hidden, splits, saved.row_probs)
         grads = flow.enter(call, "grad", grad_rows)
         d_activation = call("activation grad", grouped_matmul_nt, grads, self.down.T, splits,
-                            dtype=self.dtype_out)
+                            dtype=self.dtype)
         both = flow.both or saved.align % GROUP == 0 or not flow.blocks
         d_hidden, dp = call("hidden grad", swiglu_backward_quantize, d_activation, hidden, self.recipe,
                             probs=saved.row_probs, columnwise=both, **self._activation,
@@ -388,13 +389,12 @@ class Experts(Unique):
         columns = d_hidden.T if both else flow.columns(call, "hidden_grad", d_hidden, splits)
         d_up = self._weight_grad(call, "up grad", columns, flow.columns(call, "x", rows, splits), splits,
                                  saved.align, accumulate and accumulate[0])
-        dx = call("rows grad", grouped_matmul_nt, d_hidden, self.up.T, splits, dtype=self.dtype_out)
+        dx = call("rows grad", grouped_matmul_nt, d_hidden, self.up.T, splits, dtype=self.dtype)
         if not self._biases:
             return dx, dp, d_up, d_down
         return dx, dp, d_up, d_down, self._biases.gradients(call, d_hidden, grads, splits, saved.row_probs)
 
-    def _weight_grad(self, call: Calls, name: str, a: Any, b: Any, splits: Array, align: int,
-                     into: Array | None) -> Any:
+    def _weight_grad(self, call: Calls, name: str, a: Any, b: Any, splits: Any, align: int, into: Any) -> Any:
         if into is not None:
             return grouped_matmul_nt(a, b, splits, group="k", align=align, accumulate=into)
-        return call(name, grouped_matmul_nt, a, b, splits, group="k", align=align, dtype=self.dtype_out)
+        return call(name, grouped_matmul_nt, a, b, splits, group="k", align=align, dtype=self.dtype)

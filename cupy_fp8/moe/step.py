@@ -15,6 +15,7 @@ from ..ops.moe.permute import permute
 from ..ops.moe.permute_transpose import permute_transpose
 from ..results import Quantized, Scaled
 from ..routing import Routing
+from ..typed_array import TypedArray
 
 if TYPE_CHECKING:
     from .experts import Experts
@@ -123,6 +124,7 @@ class Calls:
             self._columns[of_rows] = rows, splits.dtype, out
         if probs is None:
             return permute_transpose(tokens, routing, out=out), None
+        assert out is not None
         return permute_transpose(tokens, routing, probs=probs, out=(out, row_probs))
 
     def _columns_of(self, name: str, rows: Scaled, splits: Array) -> Quantized:
@@ -163,9 +165,9 @@ class Saved(Unique):
     routing: Routing | None = None
     routed: int = 0                     # how often the routing had been written
     probs: Array | None = None
-    tokens: Any = None                  # x in FP8, from which rows are permuted again
-    rows: Any = None
-    hidden: Any = None                  # h, or h in FP8
+    tokens: TypedArray | Scaled | Quantized | None = None   # x in FP8, from which rows are permuted again
+    rows: TypedArray | Scaled | Quantized | None = None
+    hidden: TypedArray | Quantized | None = None            # h, or h in FP8
     activation: Quantized | None = None
     buffers: Buffers | None = None
     step: int = 0

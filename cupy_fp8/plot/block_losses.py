@@ -14,9 +14,8 @@ from ..formats import choice
 from ..layouts import cdiv
 from ..reference.numerics import in_blocks
 from ..results import Quantized, Scaled
-from .sample import MOST_CELLS
 from .scale_maps import draw_map
-from .style import BLUE, GREEN, ORANGE, VERMILION, axes, blue, integer_ticks
+from .style import BLUE, GREEN, ORANGE, VERMILION, axes, blue, integer_ticks, is_dark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +28,10 @@ _LOSSES: dict[str, tuple[str, str, str]] = {
     "saturated": ("saturated", VERMILION, "-"), "underflowed": ("underflowed", BLUE, "--"),
     "nan": ("NaN", ORANGE, ":"), "negative_zeros": ("−0", GREEN, "-.")}
 _MOST_BARS = 64
+#: A map has at most so many rows and columns of cells: in a figure of usual size each has a pixel.
+MOST_CELLS = 128
+#: The colours of blocks without losses, on light and on dark backgrounds.
+NO_LOSS = ("#EEF1F4", "#2B3036")
 
 
 def scale_histogram(q: Scaled | Quantized | ScaleReport, *, ax: Axes | None = None) -> Axes:
@@ -66,20 +69,21 @@ def scale_histogram(q: Scaled | Quantized | ScaleReport, *, ax: Axes | None = No
 
 
 def loss_map(report: BlockReport, loss: Loss = "underflowed", *, ax: Axes | None = None) -> Axes:
-    """Draw which share of each block's elements was lost, where the block is in the matrix. Blocks without
-    losses are grey.
+    """Draw which share of each block's elements was lost, where the block is in the matrix: blocks without
+    losses in the palest colour, others by the logarithm of their share, from one element of a block up.
 
     report : what `diagnostics.blocks` found. Matrices of a batch are drawn one below the other.
     loss : 'saturated', 'underflowed', 'nan' or 'negative_zeros'.
-    Of more than 1024 rows or columns of blocks, a cell shows the worst of several blocks, and the title says
-    so: every block counts. Raises TypeError, ValueError, ImportError without matplotlib.
+    Of more than 128 rows or columns of blocks, a cell shows the worst of several blocks, and the colour bar
+    says so: every block counts, and none is too small to be seen. Raises TypeError, ValueError, ImportError
+    without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.ones((4, 64), np.float32)
     >>> x[2, 40:] = 1e-6
     >>> ax = fp8.plot.loss_map(fp8.diagnostics.blocks(x, fp8.quantize_mx(x)))
     >>> ax.get_title(), ax.images[0].get_array()[2].tolist()
-    ('Underflowed elements in 1 of 8 blocks', [None, 75.0])
+    ('Underflowed elements in 1 of 8 blocks', [0.0, 75.0])
     """
     counts = _counts(report, loss)
     xp = backend.module_of(counts)
@@ -88,16 +92,13 @@ def loss_map(report: BlockReport, loss: Loss = "underflowed", *, ax: Axes | None
     down, across = tile = tuple(max(1, cdiv(extent, MOST_CELLS)) for extent in share.shape)
     cells = asnumpy(_largest(share, (down, across)))
     ax = axes(ax, (6, 3.6))
-    top = float(cells.max(initial=0))
-    draw_map(ax, np.where(cells > 0, cells, np.nan), share.shape, "% of a block, at most" if max(tile) > 1
-             else "% of a block", vmin=0, vmax=top or 1)
+    _draw_shares(ax, cells, share.shape, 100 / max(1, int(report.elements.max(initial=1))),
+                 "% of a block" + (f", worst of {down}×{across} blocks" if max(tile) > 1 else ""))
     name, affected = _LOSSES[loss][0], int((counts != 0).sum())
-    title = f"{name[0].upper()}{name[1:]} elements in {affected:,} of {counts.size:,} blocks"
-    if max(tile) > 1:
-        title += f", a cell for {down}×{across} blocks"
-    ax.set_title(title, fontsize="medium")
+    ax.set_title(f"{name[0].upper()}{name[1:]} elements in {affected:,} of {counts.size:,} blocks",
+                 fontsize="medium")
     if not cells.all():
-        ax.set_xlabel("block column      (grey: no loss)")
+        ax.set_xlabel(f"block column      ({'dark' if is_dark(ax) else 'pale'}: no loss)")
     return ax
 
 
@@ -150,6 +151,25 @@ def _counts(report: BlockReport, loss: str) -> Array:
     if (counts := getattr(report, loss)) is None:
         raise ValueError(f"loss: {loss} is not known without x; pass it to diagnostics.blocks")
     return counts
+
+
+def _draw_shares(ax: Any, cells: np.ndarray, shape: tuple[int, ...], one: float, label: str) -> None:
+    """A map of percentages, of which the smallest is `one`. Most blocks lose few elements and a few lose
+    many, so a linear scale would give nearly all of them one colour."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    dark = is_dark(ax)
+    # viridis begins dark: on a dark background that end is left out, because there no loss is dark.
+    ramp = colormaps["viridis" if dark else "viridis_r"](np.linspace(0.2 if dark else 0, 1, 256))
+    colours = ListedColormap(ramp).with_extremes(under=NO_LOSS[dark], bad=NO_LOSS[dark])
+    least = min(10.0, 0.8 * one)                        # Resampled cells of `one` may be a little less.
+    top = max(float(cells.max(initial=0)), 10 * least)
+    bar = draw_map(ax, cells, shape, label, colours, LogNorm(least, top)).ax.yaxis
+    bar.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 100 * least else (1,)))
+    bar.set_minor_locator(NullLocator())
+    bar.set_major_formatter("{x:g}")
 
 
 def _largest(a: Array, tile: tuple[int, int]) -> Array:

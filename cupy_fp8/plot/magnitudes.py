@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["error_by_magnitude", "histogram"]
 
 _BINS_PER_BINADE = 4
+#: A mean or maximum of fewer elements is chance: they are drawn one by one.
+_FEWEST = 32
 
 
 def histogram(x: Array, q: Any = None, *, ax: Axes | None = None) -> Axes:
@@ -63,16 +65,18 @@ def histogram(x: Array, q: Any = None, *, ax: Axes | None = None) -> Axes:
 
 
 def error_by_magnitude(x: Array, q: Any, *, ax: Axes | None = None) -> Axes:
-    """Draw the relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of
-    a power of two.
+    """Draw the relative error against magnitude: root mean square and maximum of |v − x| / |x|. Points are a
+    quarter of a power of two apart, and each has the elements from 1/√2 to √2 times its magnitude.
 
     x : bfloat16, float16 or float32 array of any shape.
     q : `Scaled`, `Quantized`, or dequantised values of x's shape.
 
     The dashed line is half a unit in the last place relative to the value, 2**-(mantissa bits + 1): the
     bound of every normal number that was not saturated. Below the normal range the error grows to 1
-    (underflow); beyond the maximum it grows again (saturation). Of more than 2**20 elements a sample is
-    drawn, as in `histogram`.
+    (underflow); beyond the maximum it grows again (saturation). Where several scales meet, some elements of a
+    magnitude are lost and others are not: the square of the root mean square is about the share that is. Dots
+    are elements of magnitudes with fewer than 32. Of more than 2**20 elements a sample is drawn, as in
+    `histogram`.
     Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -90,9 +94,7 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Axes | None = None) -> Axes:
     original, v = original[used], v[used]
     ax = axes(ax, (7, 3.2))
     if original.size:
-        centres, middle, top = _by_bin(np.abs(original), np.abs(v - original) / np.abs(original))
-        ax.plot(centres, top, color=VERMILION, linewidth=1.2, label="maximum")
-        ax.plot(centres, middle, color=blue(ax), linestyle="--", linewidth=1.2, label="median")
+        _draw_errors(ax, np.abs(original), np.abs(v - original) / np.abs(original))
     s = q._any if isinstance(q, Quantized) else q
     if isinstance(s, Scaled):
         bound = 2.0 ** -(FORMATS[s.dtype].mantissa_bits + 1)
@@ -128,11 +130,36 @@ def _mark_range(ax: Any, f: Format, scale_inv: float) -> None:
     ax.axvline(top, color=GREY, linestyle="--", linewidth=1, label=f"{f.dtype.name} maximum")
 
 
-def _by_bin(magnitude: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(bin centres, median, maximum) of the errors in quarter binades that are not empty."""
-    index = np.floor(np.log2(magnitude) * _BINS_PER_BINADE).astype(np.int64)
-    order = np.lexsort((error, index))
-    index, error = index[order], error[order]
-    start = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
-    stop = np.append(start[1:], index.size)
-    return 2.0 ** ((index[start] + 0.5) / _BINS_PER_BINADE), error[(start + stop - 1) // 2], error[stop - 1]
+def _draw_errors(ax: Any, magnitude: np.ndarray, error: np.ndarray) -> None:
+    """Lines where there are enough elements, dots where there are not."""
+    bins = np.floor(np.log2(magnitude) * _BINS_PER_BINADE).astype(np.int64)
+    first = int(bins.min())
+    centres, rms, top, counted = _by_window(bins - first, error)
+    at = 2.0 ** ((centres + first) / _BINS_PER_BINADE)
+    ax.plot(at, top, color=VERMILION, linewidth=1.2, label="maximum")
+    ax.plot(at, rms, color=blue(ax), linestyle="--", linewidth=1.2, label="root mean square")
+    alone = ~counted[bins - first]
+    if alone.any():
+        ax.scatter(magnitude[alone], error[alone], s=5, color=blue(ax), linewidth=0, label="single elements")
+
+
+def _by_window(bins: np.ndarray, error: np.ndarray
+               ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(edges between bins, root mean square and maximum of the binade around each, the bins that have a part
+    in any). NaN where a binade has fewer than _FEWEST elements, or none beside its centre.
+
+    The steps of a floating-point format repeat from binade to binade, and in subnormals from one step to the
+    next. A whole binade has all of them, wherever it begins, so that what varies is the error, not the steps.
+    The mean of a mixture of lost and kept elements changes with their shares; a median would jump between the
+    two."""
+    half, number = _BINS_PER_BINADE // 2, int(bins.max()) + 1
+    largest = np.zeros(number)
+    np.maximum.at(largest, bins, error)
+    windows = np.lib.stride_tricks.sliding_window_view
+    n, squares, top = (windows(np.pad(a, 2 * half), 2 * half) for a in (
+        np.bincount(bins), np.bincount(bins, error * error), largest))
+    used = (n.sum(axis=1) >= _FEWEST) & n[:, half - 1:half + 1].any(axis=1)
+    rms = np.sqrt(squares.sum(axis=1) / np.maximum(n.sum(axis=1), 1))
+    counted: Any = windows(used, 2 * half)[1:number + 1].any(axis=1)
+    return (np.arange(used.size) - half, np.where(used, rms, np.nan), np.where(used, top.max(axis=1), np.nan),
+            counted)

@@ -48,7 +48,8 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Axes | None = N
     with np.errstate(divide="ignore", invalid="ignore"):
         exponents = np.log2(widen(s).astype(np.float64))
     cells = np.where(np.isfinite(exponents), exponents, np.nan)
-    ax = draw_map(axes(ax, (6, 3.6)), cells, grid.shape, "log2 scale_inv")
+    ax = axes(ax, (6, 3.6))
+    integer_ticks(draw_map(ax, cells, grid.shape, "log2 scale_inv").ax.yaxis)
     shown, of = ("×".join(f"{extent:,}" for extent in shape) for shape in (s.shape, grid.shape))
     ax.set_title(f"{of} scales" if whole else f"{shown} of {of} scales (sampled)", fontsize="medium")
     if np.isnan(cells).any():
@@ -56,19 +57,21 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Axes | None = N
     return ax
 
 
-def draw_map(ax: Any, cells: np.ndarray, shape: tuple[int, ...], label: str, **limits: float) -> Any:
-    """A map of a matrix of blocks, with a colour bar. Cells that are NaN are grey, and the axes count blocks
-    of the whole matrix, of `shape`, also where a cell stands for several."""
+def draw_map(ax: Any, cells: np.ndarray, shape: tuple[int, ...], label: str, colours: Any = None,
+             norm: Any = None) -> Any:
+    """A map of a matrix of blocks, with a colour bar, which is returned. The axes count blocks of the whole
+    matrix, of `shape`, also where a cell stands for several. Without other colours, cells that are NaN are
+    grey."""
     from matplotlib import colormaps
 
     # viridis keeps its order for colour-blind readers, in print and on both backgrounds; it has no grey.
-    picture = ax.imshow(cells, cmap=colormaps["viridis"].with_extremes(bad=GREY), aspect="auto",
-                        interpolation="nearest", **limits,
+    colours = colours or colormaps["viridis"].with_extremes(bad=GREY)
+    picture = ax.imshow(cells, cmap=colours, norm=norm, aspect="auto", interpolation="nearest",
                         extent=(-0.5, max(shape[1], 1) - 0.5, max(shape[0], 1) - 0.5, -0.5))
     bar = ax.figure.colorbar(picture, ax=ax, label=label)
     bar.outline.set_visible(False)
-    for axis in (ax.xaxis, ax.yaxis, bar.ax.yaxis):
+    for axis in (ax.xaxis, ax.yaxis):
         integer_ticks(axis)
     ax.set(xlabel="block column", ylabel="block row")
     ax.spines[:].set_visible(False)
-    return ax
+    return bar

@@ -120,16 +120,19 @@ def routes(routing: Routing, *, ax: Axes | None = None) -> Axes:
         if row >= 0:
             ax.plot([x, row], [5, 1], color=_EXPERTS[expert % len(_EXPERTS)], linewidth=1.2, zorder=0)
     for token in range(tokens):
-        ax.text(pitch * token + (topk - 1) / 2, 6.2, f"token {token}", ha="center", fontsize="small")
+        ax.text(pitch * token + (topk - 1) / 2, 6.4, f"token {token}", ha="center", va="center",
+                fontsize="small")
     for row, source in enumerate(sources):
         used = source >= 0
         _box(ax, row, 0, str(source // topk) if used else "", int(expert_of[row]) if used else -1)
     for expert in range(routing.num_experts):
         begin, end = int(offsets[expert]), int(offsets[expert + 1])
         if end > begin:
-            ax.text((begin + end - 1) / 2, -0.9, f"expert {expert}", ha="center", fontsize="small")
+            ax.text((begin + end - 1) / 2, -0.6, f"expert {expert}", ha="center", va="center",
+                    fontsize="small")
     if rows > offsets[-1]:
-        ax.text((offsets[-1] + rows - 1) / 2, -0.9, "after the last expert", ha="center", fontsize="small")
+        ax.text((offsets[-1] + rows - 1) / 2, -0.6, "after the last expert", ha="center", va="center",
+                fontsize="small")
     full = int((sources >= 0).sum())
     ax.set_title(f"{tokens} tokens in {rows} rows: {full} hold a token, {rows - full} are padding",
                  fontsize="medium")

@@ -1,5 +1,5 @@
-// delay keeps the stream busy for so many nanoseconds, so that a benchmark can fill the queue behind it. One
-// thread reads the clock, and no memory is read or written. On the CPU it returns at once.
+// delay keeps the stream busy for a given number of nanoseconds, so that a benchmark can fill the queue
+// behind it. One thread reads the clock; no memory is accessed. On the CPU it returns at once.
 
 struct DelayParams {
     unsigned long long nanoseconds;

@@ -1,26 +1,24 @@
-// These kernels change the type or the order of elements (docs/numerics.md, rules 2 to 5 and 10).
+// Changes of the type or the order of elements (docs/numerics.md, rules 2 to 5 and 10).
 //
 //   convert:    dst[i] = narrow(widen(src[i])), or narrow(fl(widen(src[i]) * scale_inv)) with a scale_inv
 //   transpose:  dst[b, j, i] = src[b, i, j], for bytes
 //
-// convert    src [n] IN -> dst [n] OUT; scale_inv f32 [1] or null. Every thread converts two chunks of 16
-//            bytes (of the wider type), whose loads are both in flight. Nothing goes through shared memory.
-//            It moves sizeof(IN) + sizeof(OUT) bytes per element.
-// transpose  src [batch, rows, columns] u8 -> dst [batch, columns, rows] u8. A block transposes a tile of
-//            TILE_ROWS x TILE_COLUMNS in shared memory, and a thread 8 x 8 elements of it in registers, so
-//            that both arrays are accessed along their rows. It moves 2 bytes per element.
+// convert    src [n] IN -> dst [n] OUT; scale_inv f32 [1] or null. Two chunks of 16 bytes (of the wider type)
+//            per thread, both loads in flight; no shared memory. Bytes moved per element: sizeof(IN) +
+//            sizeof(OUT).
+// transpose  src [batch, rows, columns] u8 -> dst [batch, columns, rows] u8. A thread block transposes a tile
+//            of TILE_ROWS x TILE_COLUMNS in shared memory, and a thread 8 x 8 elements of it in registers, so
+//            that both arrays are accessed along their rows. Bytes moved per element: 2.
 //
-// Rounding: nearest-even. NaN becomes the format's one NaN. Zeros keep their sign, and subnormals their
-// value.
+// Rounding: nearest-even. NaN becomes the format's one NaN. Zeros keep their sign; subnormals are kept.
 //
 // Defines of convert:
-//   IN, OUT      the formats, any of the six. Every pair is a program of its own, since conversions are
-//                instructions.
+//   IN, OUT      the formats, any of the six; a program per pair, since conversions are instructions
 // Defines of transpose:
 //   TILE_ROWS, TILE_COLUMNS, DOWN_FIRST   the tile and the order of tiles (tile.cuh)
-//   ALIGNED      1: both bits of `vector` are set. The program has no code for other calls, which would take
-//                the registers that large tiles need.
-// docs/lab-notes has the measured speed and what was tried.
+//   ALIGNED      1: both bits of `vector` are set; no code for other calls, which would take the registers
+//                that large tiles need
+// Measured speed and what was tried: docs/lab-notes.
 #include "memory/elementwise.cuh"
 #include "tile/tile.cuh"
 
@@ -76,7 +74,7 @@ struct TransposeParams {
     u32 vector;                  // bit 0: every row of src allows 8-byte loads; bit 1: of dst, 16-byte stores
 };
 
-using Byte = e4m3fn;             // It stands for every one-byte format, since nothing is converted.
+using Byte = e4m3fn;             // stands for every one-byte format: nothing is converted
 
 extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::kThreads)
 transpose(const __grid_constant__ TransposeParams p) {
@@ -88,7 +86,7 @@ transpose(const __grid_constant__ TransposeParams p) {
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     const bool vector_in = ALIGNED || p.vector & 1, vector_out = ALIGNED || p.vector & 2;
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
-    // Patches are whole or absent, so one predicate decides.
+    // patches are whole or absent, so one predicate decides
     if (ALIGNED) rows_left = columns_left = rows_left && columns_left ? 8 : 0;
     Chunk<Byte, 8> patch[8];
     Tile::load_patch(patch, p.src + matrix + row * p.columns + column, p.columns, rows_left, columns_left,

@@ -1,4 +1,4 @@
-// These kernels dequantise data whose blocks share a scale (docs/numerics.md, rules 3 to 5 and 10):
+// Dequantises data with block scales (docs/numerics.md, rules 3 to 5 and 10):
 //
 //   out[i, j] = narrow(fl(widen(data[i, j]) * widen(scale_inv of the block of (i, j))))
 //   the block of (i, j) is (i >> row_shift, j >> column_shift)
@@ -8,28 +8,28 @@
 // scale_inv  f32 or E8M0, at strides (compact, rows of scales, a transposed view, …) or swizzled
 //            (swizzle.cuh). Extents of blocks other than 1 are 32 or more.
 //
-// dequantize_long_row           Row-wise blocks tile the rows of data without a tail, and scales are compact.
-//                               So data is one long row in which neighbouring blocks have neighbouring
-//                               scales. Nothing goes through shared memory.
-// dequantize_blocks             A block of threads has 2^chunks_log2 chunks of 16 bytes of out side by side.
-//                               A thread has a few rows of one chunk, all in flight, and loads the scale of a
-//                               column only once.
-// dequantize_blocks_transposed  A block of threads transposes a tile of data in shared memory. Scales that
-//                               many threads need are widened once and are kept there. One scale for
-//                               everything is a block that covers everything.
+// dequantize_long_row           Row-wise blocks tile the rows of data without a tail, and scales are compact,
+//                               so data are one long row of consecutive blocks with consecutive scales. No
+//                               shared memory.
+// dequantize_blocks             A thread block has 2^chunks_log2 chunks of 16 bytes of out side by side; a
+//                               thread has a few rows of one chunk, all in flight, and loads a column's scale
+//                               only once.
+// dequantize_blocks_transposed  A thread block transposes a tile of data in shared memory. Scales that many
+//                               threads need are widened once and kept there. One scale for everything is a
+//                               block that covers everything.
 //
 // The product and the result are each rounded to nearest-even. NaN becomes the format's one NaN. Zeros keep
-// their sign. Each element moves 1 + sizeof(OUT) bytes, and each block its scale.
+// their sign. Bytes moved: 1 + sizeof(OUT) per element, and the scale of each block.
 //
 // Defines:
-//   IN, OUT      the formats: {e4m3fn, e5m2} and {f32, bf16, f16}. Conversions are instructions of the inner
-//                loop.
+//   IN, OUT      the formats: {e4m3fn, e5m2} and {f32, bf16, f16}; conversions are instructions of the inner
+//                loop
 //   SWIZZLED     for dequantize_blocks. 1: scales are swizzled E8M0 bytes, whose sectors neighbouring rows
-//                share, so a thread has eight rows instead of four. 0: scales are found by strides.
+//                share, so a thread has eight rows instead of four. 0: scales at strides.
 //   TILE_ROWS, TILE_COLUMNS, DOWN_FIRST, ALIGNED   for dequantize_blocks_transposed, as for `transpose` in
 //                                                  astype.cu
-// The type of the scales and column-wise blocks are no defines: all threads take the same branch, outside of
-// loops. docs/lab-notes has the measured speed and what was tried.
+// The type of the scales and column-wise blocks are no defines: a uniform branch, outside of loops. Measured
+// speed and what was tried: docs/lab-notes.
 #include "memory/elementwise.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"
@@ -39,8 +39,8 @@ struct DequantizeParams {
     OUT::storage* out;
     const void* scale_inv;
     i64 rows, columns;                               // shape of each matrix of out
-    i64 row_stride, column_stride, matrix_stride;    // step from a scale to the one below, to the right, and
-                                                     // in the next matrix
+    i64 row_stride, column_stride, matrix_stride;    // strides of the scales: down, to the right, to the next
+                                                     // matrix
     i64 scale_tiles;                                 // swizzle_tiles(blocks of a row or a column); 0: strides
     u32 row_shift, column_shift;                     // log2 of a block's extents
     u32 down, across;                                // dequantize_blocks: tiles of a matrix
@@ -51,7 +51,7 @@ struct DequantizeParams {
     u32 columnwise;                                  // 1: blocks are one column wide
 };
 
-// Returns where the scale of a block is. row, column: of the grid of blocks. The rows of swizzled scales are
+// Returns the place of a block's scale. row, column: in the grid of blocks. The rows of swizzled scales are
 // the columns of out if `columnwise`.
 template <class Scale>
 __device__ __forceinline__ const typename Scale::storage* scale_at(const DequantizeParams& p, bool swizzled,
@@ -63,7 +63,7 @@ __device__ __forceinline__ const typename Scale::storage* scale_at(const Dequant
     return static_cast<const typename Scale::storage*>(p.scale_inv) + matrix * p.matrix_stride + at;
 }
 
-// These are the scales of kCount neighbouring columns: one each if kColumnwise, else one for all of them.
+// Scales of kCount adjacent columns: one each if kColumnwise, else one for all of them.
 template <bool kColumnwise, int kCount>
 struct ChunkScales {
     float scale[kColumnwise ? kCount : 1];
@@ -120,14 +120,14 @@ dequantize_long_row(const __grid_constant__ DequantizeParams p) {
 constexpr int kCount = kElementwiseChunk<IN, OUT>;                   // elements in a thread's chunk
 constexpr int kSteps = SWIZZLED ? 8 : 4;                             // rows per thread
 
-// A thread dequantises one part: up to kSteps rows of a chunk of columns.
+// A thread's part: up to kSteps rows of a chunk of columns.
 struct Part {
     i64 row, column;
     u32 matrix;
     int rows_left, columns_left;
 
     __device__ __forceinline__ explicit Part(const DequantizeParams& p) {
-        // chunks_log2 is at most 5.
+        // at most 5
         const u32 chunks_log2 = p.chunks_log2;
         const u32 row_of_tiles = blockIdx.x / p.across, in_row = threadIdx.x & ((1u << chunks_log2) - 1);
         matrix = row_of_tiles / p.down;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void load_scales(const DequantizeParams& p, const Par
 template <bool kColumnwise>
 __device__ __forceinline__ void dequantize_part(const DequantizeParams& p, const Part& part) {
     ChunkScales<kColumnwise, kCount> scales;
-    if constexpr (kColumnwise) {                     // A thread's rows are in one row of blocks.
+    if constexpr (kColumnwise) {                     // a thread's rows are in one row of blocks
         if (!SWIZZLED && p.f32_scales) load_scales<f32>(p, part, scales);
         else load_scales<e8m0fnu>(p, part, scales);
     }
@@ -213,8 +213,7 @@ __device__ __forceinline__ void dequantize_part(const DequantizeParams& p, const
     }
 }
 
-// A multiprocessor has registers for so many blocks of threads. Kernels for only one kind of blocks have as
-// many.
+// thread blocks per SM, as limited by registers; kernels for only one kind of blocks get the same
 constexpr int kBlocks = sizeof(OUT::storage) == 4 && !SWIZZLED ? 16 : 12;
 
 extern "C" __global__ void __launch_bounds__(kElementwiseThreads, kBlocks)
@@ -229,10 +228,10 @@ dequantize_blocks(const __grid_constant__ DequantizeParams p) {
 #ifdef ENTRY_dequantize_blocks_transposed
 using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
 
-// The scales of a tile of data are kept as f32 in shared memory. Rows of data are columns of out. The tile's
-// extents are powers of two, and its first element's indices are multiples of them.
+// Scales of a tile of data, as f32 in shared memory. Rows of data are columns of out. The tile's extents are
+// powers of two, and its first element's indices are multiples of them.
 struct TileScales {
-    static constexpr int kMostScales = TILE_ROWS * TILE_COLUMNS / 32; // A block has at least 32 elements.
+    static constexpr int kMostScales = TILE_ROWS * TILE_COLUMNS / 32; // at least 32 elements per block
     float* shared;
     u32 row_shift, column_shift;
     u32 columns_log2;                                // log2 of the tile's blocks along a row of out
@@ -241,13 +240,13 @@ struct TileScales {
         : shared(reinterpret_cast<float*>(after_tile)), row_shift(p.row_shift), column_shift(p.column_shift),
           columns_log2(blocks_log2(TILE_ROWS, p.column_shift)) {}
 
-    // row, column: place of the tile's first element in out. Call __syncthreads() before get().
+    // row, column: the tile's first element in out. Call __syncthreads() before get().
     template <class Scale>
     __device__ __forceinline__ void load(const DequantizeParams& p, i64 matrix, i64 row, i64 column) const {
         static_assert(kMostScales % Tile::kThreads == 0, "every thread loads the same number");
         const u32 count = 1u << (columns_log2 + blocks_log2(TILE_COLUMNS, row_shift));
         const bool swizzled = sizeof(typename Scale::storage) == 1 && p.scale_tiles;
-        u32 scale[kMostScales / Tile::kThreads];     // All loads are in flight before the first is widened.
+        u32 scale[kMostScales / Tile::kThreads];     // all loads are in flight before the first is widened
 #pragma unroll
         for (int k = 0; k < kMostScales / Tile::kThreads; k++) {
             const u32 i = k * Tile::kThreads + threadIdx.x;
@@ -263,14 +262,14 @@ struct TileScales {
         for (int k = 0; k < kMostScales / Tile::kThreads; k++)
             shared[k * Tile::kThreads + threadIdx.x] = Scale::widen(scale[k]);
     }
-    // Returns the scale of an element. row, column: its place in the tile, as out has it. The scales of its
-    // right neighbours follow.
+    // Returns the scale of an element, followed by those of its right neighbours. row, column: in the tile,
+    // as in out.
     __device__ __forceinline__ const float* get(int row, int column) const {
         return shared + (((i64)row >> row_shift) << columns_log2) + ((i64)column >> column_shift);
     }
 
 private:
-    // The tile has at least one block, or a part of one.
+    // a tile has at least one block, or part of one
     static __device__ __forceinline__ u32 blocks_log2(u32 elements, u32 shift) {
         const u32 log2 = 31 - __clz((int)elements);
         return log2 > shift ? log2 - shift : 0;
@@ -295,7 +294,7 @@ __device__ __forceinline__ void store_tile(const DequantizeParams& p, const Tile
     }
 }
 
-// Eight blocks of small tiles fit a multiprocessor if threads have 32 registers. 0 lets the compiler choose
+// 32 registers per thread, so that eight thread blocks of small tiles fit an SM. 0 lets the compiler choose
 // (36 to 51); with 1 it takes up to 110, which is 17 to 35 % slower.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = Tile::kThreads == 256 ? 8 : 0;
@@ -305,10 +304,10 @@ constexpr int kBlocks = 0;
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 dequantize_blocks_transposed(const __grid_constant__ DequantizeParams p) {
-    extern __shared__ __align__(16) u8 shared[];     // It holds the tile of data and then its scales.
+    extern __shared__ __align__(16) u8 shared[];     // the tile of data, then its scales
     const Tile tile{shared};
     const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.columns, p.rows);
-    // This thread's elements begin here in out.
+    // this thread's first element in out
     const i64 column = at.row + Tile::patch_row(), row = at.column + Tile::patch_column();
     int columns_left = left_of(p.columns - column, 8), rows_left = left_of(p.rows - row, 8);
     if (ALIGNED) columns_left = rows_left = columns_left && rows_left ? 8 : 0;

@@ -1,5 +1,4 @@
-// This kernel gives FP8 data with power-of-two scales other blocks of power-of-two scales (docs/numerics.md,
-// section 4), without a wider type:
+// Changes the blocks of FP8 data with power-of-two scales (docs/numerics.md, section 4) without a wider type:
 //
 //   out = narrow(v * s / t), rounded once; s = 2^e is the element's scale, and t that of its new block:
 //   t   = smallest power of two >= max |v| * s / fp8_max over the new block
@@ -10,38 +9,37 @@
 // data        FP8 [batch, rows, columns] (IN), and out likewise
 // scales      f32 or E8M0, at strides; one for the tensor has strides of 0
 // new_scales  f32 or E8M0, at strides. Padding (gemm_ready) is 0.
-// changed     null, or a counter that is raised by the number of values that are not what they were
+// changed     null, or a counter that is raised by the number of values that change
 //
 // The scale of (row, column) is that of the block (row >> row_shift, column >> column_shift). Blocks have 32
 // or more columns, so the 16 elements of a chunk share both scales. Old blocks may be smaller or larger than
 // new ones.
 //
-// A tile is 1024 chunks of 16 bytes, 2^chunks_log2 of them side by side (at most 256). A thread has four of
-// them, one below the other, whose loads are all in flight. A block of threads has a region: a tile that
-// holds whole new blocks, or all tiles of a new block that is larger. It finds the targets of all tiles, then
-// transforms them, beginning with the last one, which is still in registers. The others are read again,
-// mostly from the L2.
+// A tile is 1024 chunks of 16 bytes, 2^chunks_log2 of them side by side (at most 256); a thread has four of
+// them, one below the other, all loads in flight. A thread block has a region: a tile that holds whole new
+// blocks, or all tiles of a larger new block. It finds the targets of all tiles, then transforms them,
+// beginning with the last one, which is still in registers; the others are read again, mostly from the L2.
 //
 // Products v * 2^k, k = e - t, are exact in f16 for the usual k (rebase_chunk.cuh). A thread whose chunks all
-// have such a k multiplies them without further tests. Chunks that hold nothing but zeros and NaN have any k.
+// have such a k multiplies them without further tests. Chunks of nothing but zeros and NaN count as such.
 //
 // Defines:
 //   IN       the format of the data
-//   ALIGNED  1: rows of data and out are whole chunks at multiples of 16 bytes; 0: bytes are moved one by
-//            one, which takes registers
-// The types of scales and the shapes of blocks cost branches that all threads take alike. It moves 2 bytes
-// per element, and the scales.
+//   ALIGNED  1: rows of data and out are whole chunks at multiples of 16 bytes; 0: byte by byte, which takes
+//            registers
+// The types of scales and the shapes of blocks cost uniform branches. Bytes moved per element: 2, plus the
+// scales.
 #include "memory/errors.cuh"
 #include "convert/rebase_chunk.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kChunksPerThread = 4;                                  // in a tile
-constexpr int kTileLog2 = 10;                                        // chunks in a tile
+constexpr int kChunksPerThread = 4;                                  // per thread and tile
+constexpr int kTileLog2 = 10;                                        // log2 of the chunks per tile
 static_assert(kThreads * kChunksPerThread == 1 << kTileLog2, "every chunk of a tile has a thread");
 static_assert(kChunksPerThread * 16 <= kMostChangedValues, "the changed values of a thread can be counted");
-constexpr int kMostTargets = (1 << kTileLog2) / 2;                   // A new block has two chunks or more.
+constexpr int kMostTargets = (1 << kTileLog2) / 2;                   // a new block has two chunks or more
 
-// A multiprocessor keeps so many blocks of threads: as many as have registers for everything.
+// thread blocks per SM, as limited by registers
 #ifdef CUPY_FP8_HOST
 constexpr int kBlocks = 1;
 #else
@@ -56,18 +54,18 @@ struct RebaseParams {
     u64* changed;
     u32* errors;
     i64 rows, columns;                               // shape of a matrix
-    i64 row_stride, column_stride, matrix_stride;    // step from a scale to the one below, to the right, and
-                                                     // in the next matrix
+    i64 row_stride, column_stride, matrix_stride;    // strides of the scales: down, to the right, to the next
+                                                     // matrix
     i64 new_row_stride, new_column_stride, new_matrix_stride;
     i64 new_rows, new_columns;                       // shape of the grid of new blocks
-    i64 pad_rows, pad_columns;                       // rows and columns of padding that follow it
-    u32 down, across;                                // regions of a matrix
-    u32 row_shift, column_shift;                     // log2 of the extents of an old block
-    u32 new_row_shift, new_column_shift;             // log2 of the extents of a new block
-    u32 chunks_log2;                                 // chunks along a row of a tile
-    u32 targets_down_log2, targets_across_log2;      // new blocks of a tile
-    u32 steps_down, steps_across;                    // tiles of a region
-    u32 lanes_log2;                                  // neighbouring lanes whose chunks share a target
+    i64 pad_rows, pad_columns;                       // padding of that grid
+    u32 down, across;                                // regions per matrix
+    u32 row_shift, column_shift;                     // log2 of an old block's extents
+    u32 new_row_shift, new_column_shift;             // log2 of a new block's extents
+    u32 chunks_log2;                                 // log2 of the chunks along a row of a tile
+    u32 targets_down_log2, targets_across_log2;      // log2 of the new blocks in a tile
+    u32 steps_down, steps_across;                    // tiles per region
+    u32 lanes_log2;                                  // log2 of neighbouring lanes that share a target
     u32 f32_scales, new_f32_scales;                  // 1: f32, 0: E8M0
 };
 
@@ -79,7 +77,7 @@ struct Shared {
 
 __device__ __forceinline__ u32 tile_rows_log2(const RebaseParams& p) { return kTileLog2 - p.chunks_log2; }
 
-// A block of threads finds its region by the place of the first element.
+// A thread block's region, by its first element.
 struct Region {
     u32 matrix;
     i64 row, column;
@@ -92,13 +90,13 @@ struct Region {
     }
 };
 
-// Says where a thread's chunks of a tile are. Chunk u is u * step() rows below the first one.
+// A thread's chunks of a tile. Chunk u is u * step() rows below the first one.
 struct ThreadChunks {
-    i64 first, below;            // chunk 0, counted in elements of all matrices, and the step to the next one
-    i64 block_row, block_column; // the old block of the tile's first row and of this thread's columns
-    u32 row, across;             // of chunk 0 in the tile
-    u32 rows_left;               // rows of the tile that exist where this thread's columns do
-    int columns_left;            // elements of a chunk that exist
+    i64 first, below;            // chunk 0, in elements of all matrices; distance between chunks
+    i64 block_row, block_column; // old block of the tile's first row and of this thread's columns
+    u32 row, across;             // chunk 0 in the tile
+    u32 rows_left;               // existing rows of the tile; 0 if this thread's columns do not exist
+    int columns_left;            // existing elements of a chunk
 
     ThreadChunks() = default;
     __device__ __forceinline__ ThreadChunks(const RebaseParams& p, const Region& region, u32 tile) {
@@ -114,30 +112,30 @@ struct ThreadChunks {
         rows_left = columns_left ? left_of(p.rows - first_row, 1 << kTileLog2) : 0;
     }
     static __device__ __forceinline__ u32 step(const RebaseParams& p) { return kThreads >> p.chunks_log2; }
-    // Returns the row of the tile that chunk u has.
+    // Row of the tile of chunk u.
     __device__ __forceinline__ u32 row_of(const RebaseParams& p, int u) const { return row + u * step(p); }
     __device__ __forceinline__ bool exists(const RebaseParams& p, int u) const {
         return row_of(p, u) < rows_left;
     }
-    // Returns how many elements of chunk u exist.
+    // Existing elements of chunk u.
     __device__ __forceinline__ int left(const RebaseParams& p, int u) const {
         return exists(p, u) ? columns_left : 0;
     }
-    // Returns which target of the tile chunk u has.
+    // Index of chunk u's target in the tile.
     __device__ __forceinline__ u32 target(const RebaseParams& p, int u) const {
         const u32 down = row_of(p, u) >> (tile_rows_log2(p) - p.targets_down_log2);
         return down << p.targets_across_log2 | across >> (p.chunks_log2 - p.targets_across_log2);
     }
-    // Returns the exponent of chunk u's target.
+    // Exponent of chunk u's target.
     __device__ __forceinline__ int target_exponent(const RebaseParams& p, const Shared& shared, int u) const {
         return target_of(shared.found[target(p, u)]);
     }
 };
 
-// A thread loads and transforms its chunks of a tile here.
+// A thread's chunks of a tile, loaded and transformed.
 struct LoadedChunks {
     Chunk16 chunk[kChunksPerThread];
-    // log2 of each chunk's scale, kNoScale, or kNothing where no value depends on it.
+    // log2 of each chunk's scale, kNoScale, or kNothing where no value depends on it
     int exponent[kChunksPerThread];
 
     // Loads the chunks and finds their exponents. All loads are in flight before the first scale is used.
@@ -170,15 +168,15 @@ struct LoadedChunks {
 #pragma unroll
             for (int u = 0; u < kChunksPerThread; u++)
                 if (exponent[u] == kNoScale) atomicOr(&shared.wrong[chunks.target(p, u)], 1u);
-        if (p.targets_down_log2 == 0) {                                 // A thread's chunks share a target.
+        if (p.targets_down_log2 == 0) {                                 // a thread's chunks share a target
 #pragma unroll
             for (int u = 1; u < kChunksPerThread; u++) found[0] = larger(found[0], found[u]);
             raise<1>(p, chunks, shared, found);
         } else raise<kChunksPerThread>(p, chunks, shared, found);
     }
 
-    // Transforms the chunks and stores them, and may use them up. Returns how many values of this thread
-    // changed if p.changed asks for it.
+    // Transforms the chunks (in place) and stores them. Returns how many values of this thread changed, if
+    // p.changed asks for it.
     __device__ __forceinline__ u32 transform(const RebaseParams& p, const ThreadChunks& chunks,
                                              const Shared& shared) {
         int k[kChunksPerThread];
@@ -196,7 +194,7 @@ struct LoadedChunks {
     }
 
 private:
-    // The tile's rows are whole old blocks, or in one, so a chunk's block is found from the tile's.
+    // The tile's rows are whole old blocks, or inside one, so a chunk's block follows from the tile's.
     template <class Scale>
     __device__ __forceinline__ void load_scales(const RebaseParams& p, const Region& region,
                                                 const ThreadChunks& chunks) {
@@ -214,8 +212,8 @@ private:
         for (int u = 0; u < kChunksPerThread; u++) exponent[u] = exponent_of(bits[u], sizeof(*scales) == 1);
     }
 
-    // Raises the targets of the first kCount chunks to the largest that this thread and the lanes beside it
-    // have found.
+    // Raises the targets of the first kCount chunks to the maximum over this thread and its neighbouring
+    // lanes.
     template <int kCount>
     static __device__ __forceinline__ void raise(const RebaseParams& p, const ThreadChunks& chunks,
                                                  Shared& shared, int (&found)[kChunksPerThread]) {
@@ -238,7 +236,7 @@ private:
         for (int u = 0; u < kChunksPerThread; u++, to += chunks.below)
             store(p, chunks, u, to, times_power<kCounts>(chunk[u], Halves::power_pair(k[u]), changed));
     }
-    // Transforms any chunks, one after the other, since that is rare. It moves them through chunk 0.
+    // fallback for any chunks (rare): one at a time, through chunk 0
     __device__ __forceinline__ void transform_any(const RebaseParams& p, const ThreadChunks& chunks,
                                                   const Shared& shared, u32& changed) {
         auto* to = p.out + chunks.first;
@@ -261,7 +259,7 @@ private:
     }
 };
 
-// Stores the scale of a new block, and zeros in the padding that follows it.
+// Stores the scale of a new block, and zeros in the padding after it.
 __device__ __forceinline__ void store_scale(const RebaseParams& p, i64 matrix, i64 row, i64 column,
                                             u32 bits) {
     const auto store = [&](i64 r, i64 c, u32 value) {
@@ -276,7 +274,7 @@ __device__ __forceinline__ void store_scale(const RebaseParams& p, i64 matrix, i
         for (i64 i = 1; i <= p.pad_columns; i++) store(row, column + i, 0);
 }
 
-// Stores the scales of a region's new blocks. Neighbouring threads have neighbouring scales.
+// Stores the scales of a region's new blocks, neighbouring threads neighbouring scales.
 __device__ __forceinline__ void store_scales(const RebaseParams& p, const Region& region,
                                              const Shared& shared) {
     const u32 count = 1u << (p.targets_down_log2 + p.targets_across_log2);

@@ -1,16 +1,16 @@
-// error_sums adds up what diagnostics.error shows, and is the same computation as error_sums in
-// cupy_fp8/diagnostics/losses.py: what is counted is defined there.
+// error_sums computes the sums behind diagnostics.error, like error_sums in cupy_fp8/diagnostics/losses.py,
+// where they are defined.
 //
 //   x [n] IN, values [n] VALUE, codes [n] FP8 -> sums f64 [blocks, kSums]
 //
-// Each block writes a row of partial sums, in the order of ErrorSums, and Python adds the rows up. The grid
-// is fixed, so the same input gives the same sums. Everything is f64. No byte of a result depends on it, so
-// the compiler may contract here.
+// Each block writes a row of partial sums, in the order of ErrorSums; Python adds the rows up. The grid is
+// fixed, so equal inputs give equal sums. Everything is f64, and no byte of a result depends on it, so the
+// compiler may contract.
 //
 // Defines:
 //   IN, VALUE    bf16, f16, f32 or f64
-//   LOCAL        1: also the noise of runs, 32 elements that a warp reads, without the largest of each and
-//                the outliers
+//   LOCAL        1: also the noise of runs (32 elements, one per lane of a warp), without each run's largest
+//                element and its outliers
 #include "numerics/formats.cuh"
 
 struct f64 {
@@ -23,15 +23,15 @@ struct ErrorParams {
     const u8* codes;                 // [n], or null: only values are known
     double* sums;                    // [blocks, kSums]
     i64 n;
-    float maximum, bound;            // the codes' largest value, and the bound beyond which values overflow
-    u32 top, smallest_normal;        // the codes of the maximum and of the smallest normal number
+    float maximum, bound;            // largest value of the codes, and the bound beyond which values overflow
+    u32 top, smallest_normal;        // codes of the maximum and of the smallest normal number
     u32 tie_overflows;               // 1: the bound itself overflows
 };
 
 constexpr int kThreads = 256;
 constexpr int kAdded = LOCAL ? 11 : 9, kSums = kAdded + 2;           // the last two are maxima
 
-// Returns the exact value. A plain conversion of f32 would be compiled with .ftz and lose subnormals.
+// Returns the exact value; a plain conversion of f32 would be compiled with .ftz and lose subnormals.
 __device__ __forceinline__ double wide(float value) {
 #ifdef CUPY_FP8_HOST
     return value;
@@ -59,7 +59,7 @@ __device__ __forceinline__ double warp_sum(double term) {
 
 #if LOCAL
 constexpr int kOutlier = 4;                      // OUTLIER in losses.py
-// The lower median of the exponents (11 bits) of the lanes that have one, found bit by bit.
+// Lower median of the 11-bit exponents of the lanes that have one, bit by bit.
 __device__ __forceinline__ int median_exponent(int exponent, bool has_one) {
     u32 left = __ballot_sync(~0u, has_one);
     int below = (__popc(left) - 1) / 2, median = 0;
@@ -82,8 +82,8 @@ struct ErrorSums {
     double of_runs = 0;
     u32 runs = 0;
 
-    // Adds a run, of which each lane has an element, or zeros past the end: its noise over its signal,
-    // without its first element of the largest magnitude and its outliers. Called from every lane.
+    // Adds a run, one element per lane (zeros past the end): its noise over its signal, without the first
+    // element of the largest magnitude and without outliers. Call from every lane.
     __device__ __forceinline__ void add_run(double magnitude, double gap) {
         double most = magnitude;
         for (int step = 1; step < 32; step *= 2) {
@@ -123,7 +123,7 @@ struct ErrorSums {
         return {magnitude, gap};
     }
 
-    // Lists the sums, a column for each. The counts are exact as doubles.
+    // Lists the sums, one per column. Counts are exact as doubles.
     __device__ __forceinline__ void list(double (&columns)[kSums]) const {
         const double all[kSums] = {signal, noise, (double)saturated, (double)underflowed, (double)nan,
                                    (double)nonfinite, (double)normal, (double)subnormal, squares,
@@ -138,7 +138,8 @@ struct ErrorSums {
 private:
     __device__ __forceinline__ void add_precision(const ErrorParams& p, u32 code, double magnitude,
                                                   double kept, bool came_back, double relative) {
-        // |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact.
+        // The bound on |v| is the maximum times the element's own scale_inv. For f32 x both products are
+        // exact.
         const double left = magnitude * wide(p.maximum), right = kept * wide(p.bound);
         const bool overflowed = code == p.top && (p.tie_overflows ? left >= right : left > right);
         saturated += overflowed;

@@ -1,26 +1,26 @@
-// An exchange of rows between ranks (distributed/windows.cuh; docs/numerics.md, section 15). Nothing is
-// computed.
+// Exchanges of rows between ranks (distributed/windows.cuh; docs/numerics.md, section 15), without
+// arithmetic.
 //
-// send_tokens   Each token goes once to each rank that a routing by rank gives it to: of the rows of rank d
-//               the i-th one, token t = sources[offsets[d] + i] / topk, becomes row me * region + i of the
-//               arrays in d's window. Up to three arrays move: data, scales at any strides, probs; or the
-//               experts of tokens, and the rows that each slot's result will have. It can also tell how many
-//               tokens it sends, and gets how many came from each rank.
-// send_rows     Each row of a routing of tokens that came goes back to the rank that sent the token: to row
+// send_tokens   Each token goes once to each rank that a routing by rank assigns it to: the i-th row of rank
+//               d, token t = sources[offsets[d] + i] / topk, becomes row me * region + i of the arrays in d's
+//               window. Up to three arrays move: data, scales at any strides, probs; or the experts of
+//               tokens, and the rows that each slot's result will have. It can also send the number of
+//               tokens, and receive the number that came from each rank.
+// send_rows     Each row of a routing of received tokens returns to the rank that sent the token: to row
 //               back[slot] there, and its value of `probs` beside it.
 //
-// A warp copies pieces of up to 2 KB. Neighbouring warps send to different ranks, so that all links are busy.
-// It reads every row once and stores it once to a window. There are no defines.
+// A warp copies pieces of up to 2 KB. Neighbouring warps send to different ranks, to keep all links busy.
+// Every row is read once, and stored once to a window. No defines.
 #include "distributed/windows.cuh"
 
 // An array whose rows move.
 struct Part {
     const u8* from;
-    i64 to;                      // where it lies in a window
+    i64 to;                      // offset in a window
     i64 row_bytes;               // in a window
-    i64 row_step, item_step;     // bytes from a row of `from` to the next, and from an item to the next
-    u32 step;                    // bytes of an item: 16, 4, 2 or 1
-    u32 pieces;                  // of a row
+    i64 row_step, item_step;     // bytes between rows of `from`, and between items
+    u32 step;                    // bytes per item: 16, 4, 2 or 1
+    u32 pieces;                  // pieces per row
 };
 
 struct SendTokensParams {
@@ -29,19 +29,19 @@ struct SendTokensParams {
     Routes routes;               // by rank
     const i32* splits;           // [ranks] tokens for each rank
     const i64* offsets;          // [ranks + 1]
-    i64 region;                  // rows that a window has for each rank
-    i64 sizes;                   // where a window has how many tokens came from each rank, i32 [ranks]
-    i32* counts;                 // [ranks] that many; null: nobody tells
+    i64 region;                  // rows of a window for each rank
+    i64 sizes;                   // offset in a window of the number of tokens from each rank, i32 [ranks]
+    i32* counts;                 // [ranks] these numbers; null: not exchanged
 };
 
 struct SendRowsParams {
     Windows windows;
     Part data;
     const u32* probs;            // [rows] f32, or null
-    i64 probs_to;                // where a window has them
-    Routes routes;               // by expert, of region tokens of each rank
+    i64 probs_to;                // their offset in a window
+    Routes routes;               // by expert, of `region` tokens of each rank
     const i32* back;             // [tokens, topk] rows in the window of the rank that sent the token
-    const i32* arrived;          // [tokens, topk] own experts, or -1
+    const i32* arrived;          // [tokens, topk] this rank's experts, or -1
     i64 region;
 };
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ int sender_of(const SendRowsParams& p, i64 slot) {
     return (int)((u32)slot / p.routes.topk / (u32)p.region);
 }
 
-// Zeros for slots whose rows were beyond the routing's bound: windows have what an earlier exchange left.
+// Zeros for slots whose rows were beyond the routing's bound; windows still hold an earlier exchange's rows.
 __device__ __forceinline__ void send_zeros(const SendRowsParams& p, const Exchange& exchange) {
     const i64 slots = p.routes.tokens * p.routes.topk, step = (i64)gridDim.x * kThreads;
     for (i64 slot = (i64)blockIdx.x * kThreads + threadIdx.x; slot < slots; slot += step) {

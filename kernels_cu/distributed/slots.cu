@@ -1,13 +1,13 @@
-// The slots of tokens, from experts of all ranks to rows (docs/numerics.md, section 15). Rank r has the
-// experts r * local to (r + 1) * local - 1. A thread takes a slot. There are no defines.
+// The slots of tokens, from experts of all ranks to rows (docs/numerics.md, section 15). Rank r has experts r
+// * local to (r + 1) * local - 1. One thread per slot. No defines.
 //
 // rank_slots      experts i32 or i64 [tokens, topk] -> experts i32, and ranks i32: the rank of a slot's
-//                 expert, -1 where an earlier slot of the token has the same rank, or there is no expert
-// arrived_slots   experts of the tokens that came, i32 [ranks * region, topk] -> the same as this rank's own
-//                 experts, 0 to local - 1; -1: another rank's, none, or no token came. It also copies `back`,
-//                 and makes the rows in which this rank's own tokens come back: returned = rank * region +
-//                 how many tokens for that rank come before
-// returned_probs  gradients of probs that came back, f32 [ranks * region, topk] -> [tokens, topk]
+//                 expert; -1 where an earlier slot of the token has the same rank, or there is no expert
+// arrived_slots   experts of the tokens received, i32 [ranks * region, topk] -> the same as indices of this
+//                 rank's experts, 0 to local - 1; -1: another rank's, none, or no token. Also copies `back`,
+//                 and computes the rows in which this rank's own tokens return: returned = rank * region +
+//                 number of earlier tokens for that rank
+// returned_probs  gradients of probs received, f32 [ranks * region, topk] -> [tokens, topk]
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"
 
@@ -22,13 +22,13 @@ struct RankSlotsParams {
 };
 
 struct ArrivedSlotsParams {
-    const i32* experts;          // [ranks * region, topk] of tokens that came
-    const i32* counts;           // [ranks] tokens that came from each
+    const i32* experts;          // [ranks * region, topk] of the tokens received
+    const i32* counts;           // [ranks] tokens received from each
     const i32* back;             // [ranks * region, topk], or null
     i32* own;                    // [ranks * region, topk]
     i32* back_kept;              // [ranks * region, topk]
     const i32* sent;             // [tokens, topk] experts of this rank's tokens
-    const i32* row_map;          // [tokens, topk] rows of these by rank
+    const i32* row_map;          // [tokens, topk] their rows by rank
     const i64* offsets;          // [ranks + 1] of these rows
     i32* returned;               // [tokens, topk]
     i64 tokens, region;

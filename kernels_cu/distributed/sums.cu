@@ -1,14 +1,14 @@
-// send_sums adds up the rows of each token that came from another rank, and sends the sum back there
+// send_sums adds up the rows of each token that another rank sent, and returns the sum there
 // (distributed/windows.cuh; docs/numerics.md, section 15):
 //
 //   window of rank s [me * region + i] = narrow(sum of y[row]) over the rows of token s * region + i, the
 //                                        last row first
 //
-// y IN [rows, columns]; rows as unpermute adds them up. Beside it go the gradients of the token's probs: f32
-// [topk], 0 for a slot without a row here.
+// y IN [rows, columns]; rows are added up as in unpermute. The gradients of the token's probs go with them:
+// f32 [topk], 0 for a slot without a row here.
 //
 // A warp takes a token and up to 128 chunks of 16 bytes of its columns. It finds the token's rows from the
-// last one on, two at a time, and has four chunks of each in flight. It reads every row once.
+// last one on, two at a time, with four chunks of each in flight. Every row is read once.
 //
 // Defines:
 //   IN      the format of y
@@ -19,17 +19,17 @@ struct SendSumsParams {
     Windows windows;
     const IN::storage* y;
     const u32* probs;            // [rows] f32 gradients of the rows' probs, or null
-    i64 to, probs_to;            // where a window has sums [ranks * region, columns], gradients [.., topk]
-    Routes routes;               // of region tokens of each rank
-    const i32* counts;           // [ranks] how many of these there are
+    i64 to, probs_to;            // window offsets of sums [ranks * region, columns], gradients [.., topk]
+    Routes routes;               // of `region` tokens of each rank
+    const i32* counts;           // [ranks] tokens received from each
     i64 region, columns;
-    u32 pieces;                  // of a row
+    u32 pieces;                  // pieces per row
     u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
 };
 
-constexpr int kRows = 2;         // of a token, in flight
+constexpr int kRows = 2;         // rows of a token in flight
 
-// Returns a token's last row before `before`, or -1. The whole warp calls it.
+// Returns a token's last row before `before`, or -1. Call from the whole warp.
 __device__ __forceinline__ i32 last_row(const Routes& routes, i64 token, i32 before) {
     i32 last = -1;
     for (u32 k = threadIdx.x % 32; k < routes.topk; k += 32) {

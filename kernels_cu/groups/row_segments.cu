@@ -1,17 +1,16 @@
-// These kernels find the rows of groups (docs/numerics.md, section 7) for the blocks of the next launch:
+// Finds the rows of groups (docs/numerics.md, section 7) for the thread blocks of the next launch:
 //
 //   group_find_segments:  to[i] = the RowSegment of rows i * 2^rows_log2 and following of the results
 //   group_find_rows:      group_of[row] = the group that has the row
 //
-// group_find_segments  sizes i32 or i64 [groups] -> to RowSegment [count], which find_segment() in
-//                      include/groups/row_groups.cuh defines. A warp finds one. It also fills a workspace of
-//                      the next launch with zeros, if one is given.
+// group_find_segments  sizes i32 or i64 [groups] -> to RowSegment [count], as find_segment() in
+//                      include/groups/row_groups.cuh; one per warp. Also zeroes a workspace of the next
+//                      launch, if one is given.
 // group_find_rows      sizes i32 or i64 [groups] -> group_of u32 [all]: the group of each of `rows` rows, and
-//                      kNobody for rows without a group and beyond. A warp finds kSpan rows. Wrong sizes
-//                      are reported.
+//                      kNobody for rows without a group and beyond. kSpan rows per warp. Reports wrong sizes.
 //
-// A negative size counts as 0, and a group that goes past the last row ends there. It moves 64 bytes per
-// segment, 16 per cleared chunk and 4 per row. Sizes come from the L2. There are no defines.
+// A negative size counts as 0, and a group that goes past the last row ends there. Bytes moved: 64 per
+// segment, 16 per cleared chunk and 4 per row; sizes come from the L2. No defines.
 #include "groups/row_groups.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
@@ -24,7 +23,7 @@ struct GroupSegmentsParams {
     u32 rows_log2;
     u32 first_shift, second_shift;                       // as for find_segment()
     u8* clear;                                           // 16-byte aligned, or null
-    i64 chunks;                                          // how many times 16 bytes are cleared
+    i64 chunks;                                          // chunks of 16 bytes to clear
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -41,7 +40,7 @@ group_find_segments(const __grid_constant__ GroupSegmentsParams p) {
 #endif
 
 #ifdef ENTRY_group_find_rows
-constexpr int kSpan = 128;                               // also in calls/row_segments.py
+constexpr int kSpan = 128;                               // the same in calls/row_segments.py
 constexpr u32 kNobody = ~0u;
 
 struct GroupRowsParams {
@@ -61,7 +60,7 @@ group_find_rows(const __grid_constant__ GroupRowsParams p) {
         const int end = left_of(to - first, span);
         for (int r = left_of(from - first, span) + lane; r < end; r += 32) p.group_of[first + r] = group;
     };
-    i64 before = 0;                                      // rows in all groups of earlier rounds
+    i64 before = 0;                                      // rows of all groups in earlier rounds
     for (i64 round = 0; round < p.splits.groups && before < first + span; round += 32) {
         const i64 given = p.splits.load(round + lane);
         const i64 size = given < 0 ? 0 : given > p.rows ? p.rows + 1 : given;

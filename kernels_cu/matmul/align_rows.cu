@@ -1,10 +1,10 @@
-// Copies rows of bytes that begin anywhere to rows that begin at multiples of 16 bytes, as tensor copies read
-// them (matmul/wgmma.cu). It moves 2 bytes per byte.
+// Copies rows of bytes at any address to rows at multiples of 16 bytes, as tensor copies (TMA) read them
+// (matmul/wgmma.cu). Bytes moved per byte: 2.
 //
-// align_rows    rows that follow one another. A warp copies a row
-// align_groups  of both operands of "k", the rows of groups that need it, of which only the device may know.
-//               Bytes past a group's size, which tensor copies do not read, become anything. Blocks are
-//               persistent. A warp copies 128 chunks of a group's rows at a time, however long these are
+// align_rows    consecutive rows, one per warp
+// align_groups  the rows of those groups, of both operands of "k", that need it, which only the device may
+//               know. Bytes past a group's size are undefined; tensor copies do not read them. Thread blocks
+//               are persistent. A warp copies 128 chunks of a group's rows at a time, whatever their length.
 #include "matmul/any_bytes.cuh"
 
 constexpr int kThreads = 256;
@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 #ifdef ENTRY_align_rows
 struct AlignRowsParams {
     const u8* from;
-    u8* to;                        // Each row has 16 * chunks bytes; those past its end become 0.
+    u8* to;                        // rows of 16 * chunks bytes; those past the source row's end become 0
     i64 rows, row_bytes, chunks;
 };
 
@@ -36,7 +36,7 @@ align_rows(const __grid_constant__ AlignRowsParams p) {
 
 constexpr int kEach = 4, kUnitChunks = 32 * kEach;     // chunks of a lane, and of a warp, at a time
 
-// Items of a walk over groups: units of rows of A, then of B.
+// Items of a GroupWalk: units of rows of A, then of B.
 struct Units {
     static __device__ __forceinline__ i64 of(const Operand& operand, const GroupStart& g, i64 rows) {
         const i64 chunks = rows * Operand::copied_chunks(g);
@@ -53,8 +53,8 @@ struct LaneChunks {
     const Operand& operand;
     const i64 rows, bytes;         // of the operand, with all groups
     i64 row;                       // of the unit's first chunk
-    u32 in_row, chunks;            // from that row's beginning to the lane's first one; of a row (below 2^27)
-    i64 pitch, from;               // of the group's rows, and where that row begins in the operand
+    u32 in_row, chunks;            // of the lane's first chunk in that row; chunks per row (below 2^27)
+    i64 pitch, from;               // of the group's rows; beginning of that row in the operand
     uint4* to;
 
     __device__ __forceinline__ LaneChunks(const Operand& of, const GroupStart& g, i64 all_rows, i64 total,
@@ -67,7 +67,7 @@ struct LaneChunks {
         from = of.first(g) - of.data + row * pitch;
         to = reinterpret_cast<uint4*>(of.copy_of(g, rows)) + first + threadIdx.x % 32;
     }
-    // Returns whether chunk i exists. at: its place in the operand.
+    // Returns true if chunk i exists. at: its place in the operand.
     __device__ __forceinline__ bool find(int i, i64& at) const {
         const u32 chunk = in_row + 32 * i, down = chunk / chunks;
         at = from + down * pitch + (i64)(chunk - down * chunks) * kChunkBytes;
@@ -78,7 +78,7 @@ struct LaneChunks {
         bool inner = true;
 #pragma unroll
         for (int i = 0; i < kEach; i++) inner &= find(i, at[i]) && has_neighbours(at[i], bytes);
-        // Without branches all loads are in flight at once. Ends of the operand's memory are rare.
+        // Without branches all loads are in flight at once. The ends of the operand's memory are rare.
         if (__all_sync(~0u, inner)) {
             uint4 chunk[kEach];
 #pragma unroll
@@ -100,7 +100,7 @@ struct LaneChunks {
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
 align_groups(const __grid_constant__ Product p) {
     constexpr int kWarps = kThreads / 32;
-    GroupWalk<Units, i32> groups(p);               // 2^31 units would be 4 TiB.
+    GroupWalk<Units, i32> groups(p);               // 2^31 units would be 4 TiB
     for (i32 unit = blockIdx.x * kWarps + threadIdx.x / 32; groups.find(unit); unit += gridDim.x * kWarps) {
         const i32 in_group = unit - groups.first, of_a = (i32)Units::of(p.a, groups.at, p.m);
         const bool is_a = in_group < of_a;

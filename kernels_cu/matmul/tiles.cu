@@ -1,15 +1,15 @@
-// This kernel multiplies FP8 matrices on any GPU from sm_80 on, a pair for each group: D = A · Bᵀ
-// (matmul/problem.cuh), for any extents, addresses and pitches.
+// Products of FP8 matrices on any GPU from sm_80 on, one per group: D = A · Bᵀ (matmul/problem.cuh), for any
+// extents, addresses and pitches.
 //
-// A block of 256 threads computes one tile of D. Blocks have as many numbers as there can be tiles, since
-// only the device knows the sizes of groups; those past the last tile end at once. Three stages of 128 of K
-// are copied to shared memory while earlier ones are multiplied: 16 bytes at a time where rows begin at
+// A block of 256 threads computes one tile of D. The grid covers the most tiles that there can be, since only
+// the device knows the sizes of groups; thread blocks past the last tile return at once. Three stages of 128
+// of K are copied to shared memory while earlier ones are multiplied: 16 bytes at a time where rows begin at
 // multiples of 16 bytes, else by plain loads. A warp widens its fragments to f16, which is exact, and adds
-// the products of 128 of K in the tensor core. These sums, times the scales of A and B, are then added to f32
+// the products of 128 of K in the tensor core. These sums, times the scales of A and B, are added to f32
 // registers. (The tensor core rounds towards zero, so long sums within it would be too small.)
 //
-// A row of a stage is 128 bytes, and chunk c of row r lies at c ^ r % 8, so that the eight rows of a matrix
-// that ldmatrix reads lie in different banks.
+// A row of a stage is 128 bytes, and chunk c of row r lies at c ^ r % 8, so that ldmatrix reads its eight
+// rows without bank conflicts.
 //
 // TILE_ROWS     128, or 32 for groups of few rows
 // SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K
@@ -25,7 +25,7 @@ constexpr int kWarpRows = 32, kWarpsDown = kTileRows / kWarpRows;
 constexpr int kWarpColumns = kTileColumns * kWarpsDown / kWarps;
 constexpr int kDown = kWarpRows / kFragmentRows, kAcross = kWarpColumns / kFragmentRows;
 constexpr int kChunks = kScaleBlock / kChunkBytes;
-constexpr int kThreadRows = kThreads / kChunks;    // Threads copy so many rows at a time.
+constexpr int kThreadRows = kThreads / kChunks;    // rows that the threads copy at a time
 static_assert(kTileRows % kWarpRows == 0 && kAcross > 0, "warps cover the tile");
 
 struct Stage {
@@ -34,12 +34,12 @@ struct Stage {
 };
 
 // ---- copies ----
-// A thread copies its chunks of the tile's rows of one operand, from its first chunk on.
+// A thread's chunks of one operand's rows of the tile.
 struct TileRows {
     const u8* first;
     i64 pitch;
-    int rows;                      // how many of the tile's exist
-    bool wide;                     // All begin at multiples of 16 bytes.
+    int rows;                      // existing rows of the tile
+    bool wide;                     // all begin at multiples of 16 bytes
 
     __device__ __forceinline__ TileRows(const Operand& operand, const GroupStart& group, i64 row, i64 all)
         : pitch(operand.pitch_of(group)), rows(left_of(all - row, kTileRows > kTileColumns ? kTileRows
@@ -48,7 +48,7 @@ struct TileRows {
         wide = (((u64)group_first | (u64)pitch) & (kChunkBytes - 1)) == 0;
         first = group_first + (row + threadIdx.x / kChunks) * pitch + threadIdx.x % kChunks * kChunkBytes;
     }
-    // Copies the bytes from `k` on, where the rows have `k_end`; what does not exist becomes 0.
+    // Copies the bytes from `k` on, of rows of `k_end`; absent ones become 0.
     template <int kRows>
     __device__ __forceinline__ void copy(u8* to, i64 k, i64 k_end) const {
         const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
@@ -69,12 +69,12 @@ struct TileRows {
     }
 };
 
-// This thread copies the scales of one row, a row of A or of B.
+// The scales of one row of A or of B, copied by this thread.
 struct CopiedScales {
     const float* next;
-    i64 step;                      // from one 128 of K to the next
+    i64 step;                      // to the next 128 of K
     u32 bytes;                     // 0 if the row does not exist
-    int at;                        // in the stage; -1 if this thread copies none
+    int at;                        // place in the stage; -1: this thread copies none
 
     __device__ __forceinline__ CopiedScales(const Product& p, const ProductTile& tile) {
         const int thread = threadIdx.x;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_stage(WarpSums& sums, const Stage& stage, in
             const float2 across = *reinterpret_cast<const float2*>(b_scale);
             float (&to)[4] = sums.of[i][j];
             const float (&from)[4] = products.of[i][j];
-            // Scales one after the other: their product may not be an f32.
+            // one scale after the other: their product may not be an f32
             to[0] = fma_rn(mul_rn(from[0], low), across.x, to[0]);
             to[1] = fma_rn(mul_rn(from[1], low), across.y, to[1]);
             to[2] = fma_rn(mul_rn(from[2], high), across.x, to[2]);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void add_stage(WarpSums& sums, const Stage& stage, in
 }
 
 // ---- D ----
-// Stores two neighbours in a row, of which `count` exist. first: the first one's place in D.
+// Stores two adjacent elements, of which `count` exist. first: place of the first one in D.
 __device__ __forceinline__ void store_pair(const Product& p, i64 first, int count, bool whole, float lo,
                                            float hi) {
     if (p.out_type == kOutF32) {
@@ -203,7 +203,7 @@ __device__ __forceinline__ void store(const Product& p, const ProductTile& tile,
 }
 
 // ---- the kernel ----
-// Finds a tile by its number. The walk's state is not needed any more after this.
+// Finds a tile by its index. The walk's state is not needed after this.
 __device__ __forceinline__ bool find_tile(const Product& p, i64 number, ProductTile& tile) {
     TileWalk<kSizesOfK, kTileRows, kTileColumns> walk(p);
     if (!walk.find(number)) return false;
@@ -212,10 +212,10 @@ __device__ __forceinline__ bool find_tile(const Product& p, i64 number, ProductT
     return true;
 }
 
-// All threads of the block call it. warp: the thread's own.
+// Call from all threads. warp: the thread's own.
 __device__ __forceinline__ void compute_tile(const Product& p, const ProductTile& tile, Stage* stages,
                                              int warp) {
-    if (tile.k == 0 && p.accumulate && !p.bias) return;                // Nothing is added.
+    if (tile.k == 0 && p.accumulate && !p.bias) return;                // nothing to add
     const int row = warp % kWarpsDown * kWarpRows, column = warp / kWarpsDown * kWarpColumns;
     const bool has_part = tile.row + row < tile.rows && tile.column + column < p.n;
     const TileRows a(p.a, tile.at, tile.row, tile.rows), b(p.b, tile.at, tile.column, p.n);
@@ -234,7 +234,7 @@ __device__ __forceinline__ void compute_tile(const Product& p, const ProductTile
     WarpSums sums = {};
     for (i64 block = 0; block < blocks; block++) {
         copy_async_wait<kStages - 2>();
-        __syncthreads();                           // The stage is here, and nobody reads the one before it.
+        __syncthreads();                           // the stage is filled, and nobody reads the one before it
         if (block + kStages - 1 < blocks) copy(block + kStages - 1);
         copy_async_commit();
         if (!has_part) continue;
@@ -255,15 +255,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kTileRows == 128 ? 1 : 2)
 product_tiles(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) u8 shared[];
     Stage* const stages = reinterpret_cast<Stage*>(shared);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);            // The compiler knows that lanes agree.
-    if constexpr (kSizesOfK) {                     // The grid is small where another launch has most groups.
-        // The tile is described in shared memory, since all registers are taken.
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);            // shows the compiler: uniform
+    if constexpr (kSizesOfK) {                     // the grid is small where another launch has most groups
+        // the tile's description is in shared memory, since all registers are taken
         __shared__ ProductTile tile;
         __shared__ i64 number;
         for (i64 next = blockIdx.x;; next = number + gridDim.x) {
             ProductTile found;
             if (!find_tile(p, next, found)) break;
-            __syncthreads();                       // Nobody reads the last tile and its stages any more.
+            __syncthreads();                       // nobody reads the last tile and its stages any more
             if (threadIdx.x == 0) {
                 tile = found;
                 number = next;

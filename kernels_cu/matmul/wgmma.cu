@@ -1,31 +1,30 @@
-// This kernel multiplies FP8 matrices on Hopper (sm_90a), a pair for each group: D = A · Bᵀ
-// (matmul/problem.cuh).
+// Products of FP8 matrices on Hopper (sm_90a), one per group: D = A · Bᵀ (matmul/problem.cuh).
 //
-// Blocks are persistent and have four warpgroups. The warps of the first one find tiles, copy 128 of K of A
-// and B, with their scales, into a ring of stages, and copy results to D (matmul/wgmma_copies.cuh). Each of
-// the others multiplies 64 rows of A by all columns of a tile: the tensor core sums 128 products, which are
-// then added, times their scales, to f32 registers. (It keeps about 14 bits below the largest addend, so
-// longer sums would lose more.) They leave results that fill boxes in shared memory and go on with the next
-// tile.
+// Thread blocks are persistent and have four warpgroups. The producer warps, in the first one, find tiles,
+// copy 128 of K of A and B, with their scales, into a ring of stages, and copy results to D
+// (matmul/wgmma_copies.cuh). Each of the consumer warpgroups multiplies 64 rows of A by all columns of a
+// tile: the tensor core sums 128 products, which are then added, times their scales, to f32 registers. (It
+// keeps about 14 bits below the largest addend, so longer sums would lose more.) They leave results that fill
+// boxes in shared memory and go on with the next tile.
 //
-// Two blocks are a cluster, with neighbouring tiles. Each copies half of A, for both, and its own B, because
-// the L2 gives too few bytes for all. A stage is free when all warps of both blocks have used it.
+// Two thread blocks are a cluster, with neighbouring tiles. Each copies half of A, for both, and its own B,
+// because the L2 gives too few bytes for all. A stage is free when all warps of both blocks have used it.
 //
 // IN_A, IN_B    the FP8 formats
 // SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K
-// ADDS          1: D is f32, and what a tile is added to comes into shared memory while the products are
-//               computed, and leaves from there with them. (A copy that adds reaches two thirds of the
+// ADDS          1: D is f32, and what a tile is added to is loaded to shared memory while the products are
+//               computed, and stored from there with them. (A copy that adds reaches two thirds of the
 //               memory's speed.)
-// SCALING       kRows: one scale for each row of A and of B, or for all; they multiply at the end
-//               kBlocks: A has one for 128 of K in each row, B one for 128 rows of it and 128 of K
-//               kVectors: both have one for 128 of K in each row
+// SCALING       kRows: one scale per row of A and of B, or for all; they multiply at the end
+//               kBlocks: A has one per row and 128 of K, B one per 128 rows and 128 of K
+//               kVectors: both have one per row and 128 of K
 #include "matmul/scaled_sums.cuh"
 #include "matmul/warpgroup_products.cuh"
 #include "matmul/wgmma_copies.cuh"
 
 // ---- the warp that finds tiles ----
-// Gives the numbers of a cluster's tiles. With sizes of K, clusters take turns. Tiles of rows take different
-// times, so each cluster takes the next one when it needs it: its first block does, and tells both.
+// Indices of a cluster's tiles. With sizes of K, clusters take turns. Tiles of rows take different times, so
+// each cluster fetches its next one dynamically: its first block does, and tells both.
 struct TileNumbers {
     u32* const taken;
     const int lane = threadIdx.x % 32, rank = cluster_rank(), clusters = gridDim.x / kClusterBlocks;
@@ -52,8 +51,8 @@ struct TileNumbers {
         position.next();
         return number = __shfl_sync(~0u, number, 0);
     }
-    // Is called by each cluster after its last tile. The last cluster that comes here clears the words, since
-    // nobody takes a number any more.
+    // Call from each cluster after its last tile. The last cluster clears the words, since nobody takes a
+    // number any more.
     __device__ __forceinline__ void end() {
         if (kSizesOfK || rank != 0 || lane != 0) return;
         if (atomicAdd(taken + 1, 1u) != (u32)clusters - 1) return;
@@ -71,8 +70,8 @@ __device__ __forceinline__ void write_map_of(const Operand& operand, const Group
     write_map(map, &shared.map, all, from, group.size, rows, pitch);
 }
 
-// Describes a tile for the warps that copy and multiply, but for its blocks of K. own_maps: those of its
-// group, for sizes of K.
+// Describes a tile, except its blocks of K, for the warps that copy and multiply. own_maps: its group's, for
+// sizes of K.
 __device__ __forceinline__ void describe(const WgmmaParams& p, const ProductTile& tile, int rank,
                                          const TensorMap* own_maps, QueuedTile& t) {
     const Product& product = p.product;
@@ -98,9 +97,9 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
     Walk walk(product);
     RingPosition<kQueue> position;
     TileNumbers numbers(p.taken);
-    // This block writes its maps here.
+    // this block's maps
     TensorMap* const own_maps = kSizesOfK ? p.maps + blockIdx.x * (kMaps * 2) : nullptr;
-    int mapped = -1;                               // the group that maps were written for last
+    int mapped = -1;                               // group of the maps written last
     int map = 0;
     if (blockIdx.x == 0) product.check();
     for (;;) {
@@ -115,7 +114,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
             write_map_of(product.a, tile.at, product.m, p.a_map, &own_maps[2 * map], shared);
             write_map_of(product.b, tile.at, product.n, p.b_map, &own_maps[2 * map + 1], shared);
         }
-        __syncwarp();                              // No lane still waits when the position is filled.
+        __syncwarp();                              // no lane still waits when the position is filled
         if (lane == 0) {
             QueuedTile& t = shared.tiles[position.at];
             t.blocks = found ? (int)((tile.k + kScaleBlock - 1) / kScaleBlock) : -1;
@@ -130,27 +129,27 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
 }
 
 // ---- the warps that multiply ----
-// A warp multiplies with this, and keeps its sums of a tile here.
+// A consumer warp, with its sums of a tile.
 struct Multiplier {
     const WgmmaParams& params;
     Shared& shared;
-    const int warp;                // of those that multiply
+    const int warp;                // index among the consumer warps
     const int lane = threadIdx.x % 32;
     // Descriptors of the operands at the first stage. They come from a shuffle, so that the assembler keeps
-    // them, and does not make them anew before each block's first products.
+    // them, instead of computing them anew before each block's first products.
     const u32 a_operand, b_operand;
     RingPosition<kStages> position;
-    bool is_full = false;          // An early look found the stage at `position` full; else it is not known.
+    bool is_full = false;          // an early look found the stage at `position` full; false: not known
     int rows, columns;             // of the tile
-    int a_first, a_last;           // A's scales in a stage: of the lane's first row, and of the last one
+    int a_first, a_last;           // A's scales in a stage: of the lane's first row, of the last row
     float sums[kTileColumns / 2];
 
     __device__ __forceinline__ Multiplier(const WgmmaParams& p, Shared& memory, int own_warp)
         : params(p), shared(memory), warp(own_warp),
           a_operand(__shfl_sync(~0u, operand_at(memory.a[0] + own_warp / 4 * kPartRows * kBoxBytes), 0)),
           b_operand(__shfl_sync(~0u, operand_at(memory.b[0]), 0)) {
-        // The assembler does not know that all lanes have the same phase. So it keeps it in a register of
-        // lanes, where it is needed each time a stage is looked at.
+        // The assembler does not know that the phase is uniform, so it keeps it in a lane register, where it
+        // is needed each time a stage is tested.
         position.parity = __shfl_sync(~0u, zero_of_lane(), 0);
     }
     __device__ __forceinline__ int part() const { return warp / kWarpsOfPart; }
@@ -164,7 +163,7 @@ struct Multiplier {
         __syncwarp();
         if (lane < kClusterBlocks) arrive_at(&shared.ring.empty[at], lane);
     }
-    // Skips the stages of a tile in which nothing of this warpgroup exists.
+    // Skips the stages of a tile in which this warpgroup has no rows.
     __device__ __forceinline__ void skip(int blocks) {
         for (int block = 0; block < blocks; block++) {
             position.wait_full(shared.ring);
@@ -173,7 +172,7 @@ struct Multiplier {
         }
         is_full = false;
     }
-    // Sums all blocks of K. The loop is unrolled over the stages, so that their addresses are constants. The
+    // Sums all blocks of K. The loop is unrolled over the stages, so that their addresses are constants; the
     // switch enters it at the stage where the last tile ended.
     __device__ __forceinline__ void multiply(const QueuedTile& t, int blocks) {
 #pragma unroll
@@ -194,7 +193,7 @@ struct Multiplier {
             }
         }
     }
-    // Adds the products of the block at stage kAt, which is `position`. Returns whether it is the last one.
+    // Adds the products of the block at stage kAt, which is `position`. Returns true if it is the last one.
     template <int kAt>
     __device__ __forceinline__ bool add(ScaleOfB& of_b, int& left) {
         static_assert(kStages == 3 || kStages == 4, "multiply() has as many copies");
@@ -205,8 +204,8 @@ struct Multiplier {
                                      b_operand + kAt * (kTileColumns * kBoxBytes / 16));
         const bool is_last = --left == 0;
         const Stage& stage = shared.stages[kAt];
-        // In kBlocks all rows of a warp decide how it multiplies, and a stage has no scales of those that do
-        // not exist: they get the last one's.
+        // In kBlocks the choice is per warp, over all its rows; absent rows have no scales in a stage and use
+        // the last one's.
         const int at_low = kScaling == kBlocks ? smaller(a_first, a_last) : a_first;
         const int at_high = kScaling == kBlocks ? smaller(a_first + 8, a_last) : a_first + 8;
         LaneRowScales scales(stage, at_low, at_high, of_b.next);
@@ -221,7 +220,7 @@ struct Multiplier {
         return is_last;
     }
     // A lane loads four values, which others need too. (With all 32 that it needs itself, the assembler no
-    // longer keeps uses of scales behind the products that they should wait beside.)
+    // longer keeps uses of scales behind the products that they should overlap.)
     __device__ __forceinline__ void add_bias(const QueuedTile& t) {
         const Product& p = params.product;
         const int last = columns_left(p, t) - 1, last_row = t.rows - first_row() - 1;
@@ -235,17 +234,17 @@ struct Multiplier {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 4; i++) {
             const float bias = __shfl_sync(~0u, own[i / 8], i / 2 % 4 * 8 + lane % 4 * 2 + i % 2);
-            const int low = i / 2 * 4 + i % 2;                 // the sum of the lane's first row
+            const int low = i / 2 * 4 + i % 2;                 // sum of the lane's first row
             sums[low] = fma_rn(low_weight, bias, sums[low]);
             sums[low + 2] = fma_rn(high_weight, bias, sums[low + 2]);
         }
     }
-    // The warp's results go to shared memory, for copy_results(). Fewer rows than a box, and those of a D
-    // without a map, it stores or adds itself.
+    // Writes the warp's results to shared memory, for copy_results(). Fewer rows than a box, and those of a D
+    // without a map, are stored or added directly.
     __device__ __forceinline__ void store(const QueuedTile& t, u32 turn) {
         const Product& p = params.product;
         const int own_rows = has_results(p, t) ? t.rows - first_row() : 0;
-        if (!kSizesOfK && own_rows > 0 && p.has_bias(t.group)) add_bias(t);        // Gradients have none.
+        if (!kSizesOfK && own_rows > 0 && p.has_bias(t.group)) add_bias(t);        // gradients have none
         if constexpr (kAdds) {
             wait_for_end(&shared.leaving[part()].empty[0], turn % 2);
             if (own_rows > 0) add_to_staged<kTileColumns>(sums, staged());
@@ -276,14 +275,14 @@ struct Multiplier {
             store_sums<kTileColumns>(to, sums, p.out_type, p.accumulate, pairs);
         }
     }
-    // Calls write() when the results of the phase before were read.
+    // Calls write() once the results of the phase before have been read.
     template <class Write>
     __device__ __forceinline__ void hand_over(u32 phase, const Write& write) {
         wait_for_end(&shared.leaving[part()].empty[0], phase % 2 ^ 1);
         write();
         arrive_together(&shared.leaving[part()].full[0]);
     }
-    // Returns the warp's rows of the first box.
+    // The warp's rows of the first box.
     __device__ __forceinline__ u8* staged() const {
         return shared.staged[part()] + warp % kWarpsOfPart * (kRowsOfWarp * kBoxBytes);
     }
@@ -297,8 +296,8 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaParams& p, Shared& sha
         if (own.has_work(t)) own.multiply(t, reader.blocks);
         else own.skip(reader.blocks);
         own.store(t, reader.turn);
-        // All lanes together again: else the compiler keeps the addresses of stages in no uniform registers,
-        // and every wgmma waits for four moves.
+        // Reconverge all lanes: otherwise the compiler keeps no addresses of stages in uniform registers, and
+        // every wgmma waits for four moves.
         __syncwarp();
     }
     copy_out_wait();
@@ -309,7 +308,7 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
-        // Lanes that copy scales arrive too.
+        // lanes that copy scales arrive too
         shared.ring.init(p.copies_scales ? 1 : 1 + 32, kClusterBlocks * kConsumers);
         shared.queue.init(1, (p.copies_scales ? 1 : 2) + (p.copies_out ? 1 : 0) + kConsumers);
         for (int part = 0; part < kParts; part++) shared.leaving[part].init(kWarpsOfPart, 1);
@@ -331,7 +330,7 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
         else if (warp == 2 && kAdds) exchange_results(p, shared);
         else if (warp == 2 && p.copies_out) copy_results(p, shared);
     }
-    // No block ends while the other one arrives at its barriers.
+    // no block exits while the other one arrives at its barriers
     __syncwarp();
     sync_cluster();
 }

@@ -1,17 +1,17 @@
-// topk_gate chooses k experts for each token (docs/numerics.md, section 14):
+// topk_gate selects k experts for each token (docs/numerics.md, section 14):
 //
 //   logits IN [tokens, experts] -> indices i32 [tokens, k], weights f32 [tokens, k], counts i32 [sequences,
 //   experts], and, if they are wanted, scores f32 [tokens, experts] and score_sums f32 [sequences, experts]
 //
-// A warp takes a token; gate_select.cuh tells how it selects.
+// One warp per token; selection: gate_select.cuh.
 //
-// A block takes segments, consecutive tokens of one sequence. It counts in shared memory, then adds to counts
-// of the sequence, which are zero before and after a launch; the sequence's last block hands them out. There
-// are several copies of them, since blocks that end together would wait for each other. Sums of scores over a
-// warp's tokens, a segment, kSegments segments are subtrees of the fixed tree; the last block of each adds
-// them up.
+// A thread block takes segments: consecutive tokens of one sequence. It counts in shared memory, then adds to
+// the sequence's counts, which are zero before and after a launch and are written out by the sequence's last
+// thread block. There are several copies of the counts, to reduce contention between blocks that end
+// together. Sums of scores over a warp's tokens, a segment, kSegments segments are subtrees of the fixed
+// tree; the last block of each adds them up.
 //
-// The logits are read once. Indices that are given and no experts count as -1. Defines: see gate_row.cuh.
+// The logits are read once. Given indices of no expert count as -1. Defines: see gate_row.cuh.
 #include "memory/errors.cuh"
 #include "moe/gate_select.cuh"
 #include "numerics/amax.cuh"
@@ -25,18 +25,18 @@ struct GateParams {
     i32* counts;                 // [sequences, experts]
     float* scores;               // [tokens, experts], or null
     float* score_sums;           // [sequences, experts], or null
-    float* of_segments;          // [sequences, segments, experts] and [sequences, parts, experts], for sums
+    float* of_segments;          // [sequences, segments, experts], [sequences, parts, experts]: partial sums
     u32* counted;                // [copies, sequences, experts]; zero before and after a launch
-    u32* done;                   // [sequences] and [sequences, parts] blocks done; the same
-    u32* errors;                 // the device's word
-    i64 length;                  // tokens of a sequence
-    u32 segments, parts;         // of a sequence: segments, and kSegments of them each
-    u32 blocks, rounds;          // of a sequence: blocks; of a block: segments, fewer in the last one
-    u32 copies;                  // of the counts, at most kMostCopies
+    u32* done;                   // [sequences] and [sequences, parts] blocks done; likewise
+    u32* errors;                 // the device's sticky error word
+    i64 length;                  // tokens per sequence
+    u32 segments, parts;         // per sequence: segments, and parts of kSegments segments each
+    u32 blocks, rounds;          // blocks per sequence; segments per block, fewer in the last one
+    u32 copies;                  // copies of the counts, at most kMostCopies
     u32 experts, k;
-    u32 groups, group_topk;      // groups: 0: none
-    u32 group_terms;             // how many of a group's experts make its score
-    u32 group_lanes;             // lanes that have a group: a power of two, or 0: groups are no whole lanes
+    u32 groups, group_topk;      // groups 0: no groups
+    u32 group_terms;             // experts of a group that make up its score
+    u32 group_lanes;             // lanes per group: a power of two, or 0: groups are not whole lanes
     float factor;
     u32 normalize;               // 1: weights add up to `factor`
     u32 wide;                    // 1: given indices are i64
@@ -45,10 +45,10 @@ struct GateParams {
     u32 vector_bias;             // 1: the bias is whole loads
 };
 
-constexpr int kTokens = 2, kSegment = kWarps * kTokens;  // tokens of a segment for each warp, for all
-constexpr int kSegments = 32;                            // of a part
+constexpr int kTokens = 2, kSegment = kWarps * kTokens;  // tokens of a segment per warp, per block
+constexpr int kSegments = 32;                            // segments per part
 constexpr u32 kMostCopies = 8;
-constexpr u32 kKept = ~0u;                               // marks a group that is kept; no number has it
+constexpr u32 kKept = ~0u;                               // marks a kept group; no number has these bits
 
 struct Shared {
     u32 count[kMostExperts];
@@ -67,7 +67,7 @@ __device__ __forceinline__ u32 order_of_sum(float sum) {
 
 // Returns the order of the sum of a group's largest candidates, in shared memory from `order` on.
 __device__ __forceinline__ u32 order_of_group(const u32* order, u32 size, u32 terms) {
-    u32 before = kKept, at = 0;                          // the last term and where it was
+    u32 before = kKept, at = 0;                          // the last term and its place
     float sum = as_float(kAbsentTerm);
     for (u32 term = 0; term < terms; term++) {
         u32 best = 0, best_at = 0;
@@ -82,10 +82,10 @@ __device__ __forceinline__ u32 order_of_group(const u32* order, u32 size, u32 te
     return order_of_sum(sum);
 }
 
-// Returns the same for the group that this lane and its neighbours have in registers.
+// The same for the group that this lane and its neighbours have in registers.
 __device__ __forceinline__ u32 order_of_group(const u32 (&order)[kCount], u32 lanes, u32 terms) {
     const u32 lane = lane_index(), first = lane / lanes * lanes;
-    const u32 lanes_before = (1u << lane) - (1u << first);           // of the group
+    const u32 lanes_before = (1u << lane) - (1u << first);           // lanes of the group
     u32 left[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; i++) left[i] = order[i];
@@ -101,7 +101,7 @@ __device__ __forceinline__ u32 order_of_group(const u32 (&order)[kCount], u32 la
     return order_of_sum(sum);
 }
 
-// Takes the experts of groups that are not kept out of the candidates. of_group: shared memory for the warp's
+// Removes the experts of groups that are not kept from the candidates. of_group: shared memory for the warp's
 // groups.
 __device__ __forceinline__ void keep_groups(const GateParams& p, OfWarp& shared, u32* of_group,
                                             u32 (&order)[kCount]) {
@@ -176,12 +176,12 @@ __device__ __forceinline__ void orders_of(const GateParams& p, const Row& l, con
     }
 }
 
-// Writes all of a token but its share of the sums. l: its logits; s: its scores.
+// Writes a token's results, except its share of the sums. l: its logits; s: its scores.
 __device__ __forceinline__ void do_token(const GateParams& p, Shared& all, i64 token, u32* of_group,
                                          const Row& l, const Row& s) {
     OfWarp& shared = all.warp[threadIdx.x / kLanes];
     const int lane = lane_index();
-    __syncwarp();                                        // The token before has been read.
+    __syncwarp();                                        // the token before has been read
     put_row(shared.score, s);
     if (p.scores) store_row<f32>(reinterpret_cast<u32*>(p.scores) + token * p.experts, p.experts,
                                  p.vector_scores, s);
@@ -226,7 +226,7 @@ __device__ __forceinline__ float sum_of_loads(const float* from, u32 experts, in
     return sum.sum();
 }
 
-// Returns the sum of up to kSums of them: more loads in flight would take too many registers.
+// The same for up to kSums of them: more loads in flight would take too many registers.
 __device__ __forceinline__ float sum_of(const float* from, u32 experts, int number) {
     float sum = as_float(kAbsentTerm);
 #pragma unroll 1
@@ -237,12 +237,12 @@ __device__ __forceinline__ float sum_of(const float* from, u32 experts, int numb
     return sum;
 }
 
-// Writes the sums over a segment, and in the last block of a part those of the part. sum: of the warp's
+// Writes the sums over a segment, and in the last block of a part those of the part. sum: over the warp's
 // tokens.
 __device__ __forceinline__ void add_up_scores(const GateParams& p, Shared& shared, u32 sequence, u32 segment,
                                               const Row& sum) {
     const i64 sequences = gridDim.x / p.blocks;
-    __syncwarp();                                        // The last token's scores have been read.
+    __syncwarp();                                        // the last token's scores have been read
     put_row(shared.warp[threadIdx.x / kLanes].score, sum);
     __syncthreads();
     float* const segments = p.of_segments + (i64)sequence * p.segments * p.experts;
@@ -261,7 +261,7 @@ __device__ __forceinline__ void add_up_scores(const GateParams& p, Shared& share
             sum_of(segments + (i64)part * kSegments * p.experts + expert, p.experts, of_part);
 }
 
-// Returns the sum of an expert's copies of the count, and makes them zero again.
+// Returns the sum of the copies of an expert's count, and zeroes them.
 __device__ __forceinline__ u32 taken_counts(const GateParams& p, i64 stride, i64 at) {
     u32 count[kMostCopies], sum = 0;
 #pragma unroll
@@ -272,7 +272,7 @@ __device__ __forceinline__ u32 taken_counts(const GateParams& p, i64 stride, i64
     return sum;
 }
 
-// Writes what a sequence has, once all of its blocks are done. Running sums lie in the warps' shared memory.
+// Writes a sequence's results, once all of its blocks are done. Running sums are in the warps' shared memory.
 constexpr int kRunning = sizeof(OfWarp) * kWarps / sizeof(RunningTreeSum);
 __device__ __forceinline__ void finish(const GateParams& p, Shared& shared, u32 sequence) {
     const i64 sequences = gridDim.x / p.blocks;
@@ -310,7 +310,7 @@ __device__ __forceinline__ void do_segment(const GateParams& p, Shared& shared, 
 #pragma unroll 1
     for (int i = 0; i < kTokens; i++) {
         const i64 token = (i64)segment * kSegment + warp * kTokens + i;
-        // A vote tells the compiler that the warp is together.
+        // the vote shows the compiler that the warp is converged
         if (!__any_sync(~0u, token < p.length)) break;
         Row l, s;
         load_row<IN>(p.logits + (before + token) * p.experts, p.experts, p.vector, l);

@@ -1,11 +1,11 @@
-// topk_gate_backward: the gradient of logits from those of the weights, and of the sums of scores
+// topk_gate_backward: gradient of the logits, from those of the weights and of the sums of scores
 // (docs/numerics.md, section 14).
 //
 //   logits IN [tokens, experts], indices i32 [tokens, k], grad f32 [tokens, k], score_grads f32 [sequences,
 //   experts] or none -> out IN [tokens, experts]
 //
-// A warp takes a token, whose scores it computes again. Slots find their scores, and add their gradients to
-// those of experts, in shared memory. It reads the logits and writes as much. Defines: see gate_row.cuh.
+// One warp per token, whose scores it recomputes. Slots look up their scores, and add their gradients to
+// those of experts, in shared memory. Reads the logits and writes as much. Defines: see gate_row.cuh.
 #include "moe/gate_row.cuh"
 
 struct GateBackwardParams {
@@ -26,7 +26,7 @@ struct OfWarp {
     alignas(16) float grad[kMostExperts];
 };
 
-// Writes the gradients that slots give to scores into shared memory, where the scores are.
+// Writes the gradients of scores by slots to shared memory, in place of the scores.
 __device__ __forceinline__ void add_slots(const GateBackwardParams& p, i64 token, OfWarp& shared) {
     const int lane = lane_index();
     i32 chosen[kSlotsOfLane];
@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_slots(const GateBackwardParams& p, i64 token
 #pragma unroll
         for (int i = 0; i < kSlotsOfLane; i++) grad[i] = div_rn(sub_rn(grad[i], through_sum), divisor);
     }
-    // An expert may have several slots, which add up in their order.
+    // slots of one expert add up in their order
     const u32 alike = __match_any_sync(~0u, chosen[0] < 0 ? -1 - lane : chosen[0]);
     if (p.k <= kLanes && __all_sync(~0u, alike == 1u << lane)) {
         if (chosen[0] >= 0) shared.grad[chosen[0]] = add_rn(0.0f, grad[0]);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void add_slots(const GateBackwardParams& p, i64 token
     }
 }
 
-// Adds what the gradients `a` of shares of scores give to the scores.
+// Adds to the scores' gradients what follows from the gradients `a` of shares of scores.
 __device__ __forceinline__ void add_shares(const Row& s, Row& a, Row& h) {
     if constexpr (kScore != Score::softmax) {
         const float divisor = add_rn(sum_of_row(s), kEpsilon);

@@ -1,8 +1,8 @@
-// The losses that a gate is trained with, and their gradients (docs/numerics.md, section 14).
+// Losses for training a gate, and their gradients (docs/numerics.md, section 14).
 //
 // load_balance_loss  counts i32, score_sums f32 [items] -> loss f32 [1], grad f32 [items]; items: sequences *
-//                    experts. A thread takes an item.
-// z_loss             logits IN [tokens, experts] -> loss f32 [1], grad IN [tokens, experts]. A warp takes a
+//                    experts. One thread per item.
+// z_loss             logits IN [tokens, experts] -> loss f32 [1], grad IN [tokens, experts]. One warp per
 //                    token. Defines: see gate_row.cuh; SCORE is softmax.
 #include "numerics/grid_sum.cuh"
 
@@ -15,7 +15,7 @@ struct LoadBalanceParams {
     const float* score_sums;
     float* loss;
     float* grad;
-    float* of_blocks;            // a sum for each block
+    float* of_blocks;            // one sum per block
     u32* done;                   // blocks done; zero before and after a launch
     i64 items;
     float factor;
@@ -50,7 +50,7 @@ struct ZLossParams {
     const IN::storage* logits;
     float* loss;
     IN::storage* grad;
-    float* of_blocks;            // a sum for each block
+    float* of_blocks;            // one sum per block
     u32* done;                   // blocks done; zero before and after a launch
     i64 tokens;
     u32 experts;

@@ -3,16 +3,15 @@
 //   sums[e, k] = the sum over the rows r of group e of fl(weights[r] * x[r, k]), by the fixed tree over the
 //                group's rows
 //
-// x IN [rows, columns], of FP8 times its scales, sizes i32 or i64 [groups], weights f32 [rows] or none ->
+// x IN [rows, columns], times its scales if FP8; sizes i32 or i64 [groups], weights f32 [rows] or none ->
 // sums f32 [groups, columns]. FP8 values are rounded to f32 with their scale, then with their weight. NaN
 // becomes the one NaN.
 //
-// Groups are cut into segments of up to 256 rows, and rows into strips. A block takes a strip of a segment,
-// and in each round a warp takes eight rows that follow one another, a lane kCount columns of them. The sums
-// of a warp's rows, of a segment and of 32 segments are subtrees of the fixed tree. The block that ends a
-// group's strip last adds up the sums of its segments. Blocks of the first segment also clear the sums of
-// groups without rows. It moves every byte of x once, and 8 bytes per column of a segment of a group that has
-// several.
+// Groups are cut into segments of up to 256 rows, and rows into strips. A thread block takes a strip of a
+// segment; in each round a warp takes eight consecutive rows, a lane kCount columns of them. The sums of a
+// warp's rows, of a segment and of 32 segments are subtrees of the fixed tree. The last thread block of a
+// group's strip adds up the sums of its segments. Thread blocks of the first segment also clear the sums of
+// groups without rows. Bytes moved: x once, and 8 per column of a segment of a group that has several.
 //
 // Defines:
 //   IN      the format of x
@@ -25,18 +24,18 @@ struct GroupSumsParams {
     const u8* scale;             // of FP8, f32 or E8M0: see scale_row; else null
     const float* weights;        // [rows], or null: 1
     float* sums;                 // [groups, columns]
-    float* of_segments;          // [see first_slot, columns] sums of segments of groups that have several
+    float* of_segments;          // [see first_slot, columns] sums of segments, of groups with several
     u32* done;                   // [see first_slot, strips] blocks done; zero before and after a launch
     i64 columns;
-    i64 scale_row, scale_block;  // scales from row to row, and from 128 columns to the next; 0: one for all
+    i64 scale_row, scale_block;  // scales between rows, and between blocks of 128 columns; 0: one for all
     RowGroups groups;            // starts are rows, since `columns` there is 1; across: strips
     u32 f32_scales;              // 1: f32, 0: E8M0
-    u32 rows_log2;               // of a segment: 6 (one round) to 8
+    u32 rows_log2;               // log2 of a segment's rows: 6 (one round) to 8
     u32 vector;                  // 1: all rows are whole chunks at multiples of a chunk's bytes
 };
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kRows = 8, kRoundRows = kWarps * kRows;        // rows that a warp, a block add up in a round
+constexpr int kRows = 8, kRoundRows = kWarps * kRows;        // rows per round of a warp, of a block
 constexpr int kMostRounds = 4, kMostRows = kMostRounds * kRoundRows;
 constexpr bool kScaled = sizeof(IN::storage) == 1;
 constexpr int kCount = sizeof(IN::storage) == 4 ? 4 : 8, kStrip = 32 * kCount;
@@ -56,8 +55,8 @@ struct Shared {
     bool last;
 };
 
-// Returns where a group with several segments has the sums of its first one. No two groups meet, since one
-// has at most twice as many segments as whole ones.
+// Returns where a group with several segments has the sums of its first one. Groups do not overlap, since a
+// group has at most twice as many segments as whole ones.
 __device__ __forceinline__ i64 first_slot(const GroupSumsParams& p, const RowSegment& segment) {
     return (segment.start >> p.rows_log2) * 2;
 }
@@ -67,7 +66,7 @@ __device__ __forceinline__ float load_scale(const GroupSumsParams& p, i64 at) {
     return e8m0fnu::widen(load_read_only(p.scale + at));
 }
 
-// Loads the factors of a segment's rows. One that does not exist counts as +0 * 1 * -0, an absent term.
+// Loads the factors of a segment's rows. An absent one counts as +0 * 1 * -0, an absent term.
 __device__ __forceinline__ void load_factors(const GroupSumsParams& p, Shared& shared, i64 first, int rows,
                                              i64 column) {
     for (int r = threadIdx.x; r < 1 << p.rows_log2; r += kThreads) {
@@ -84,9 +83,8 @@ __device__ __forceinline__ void load_factors(const GroupSumsParams& p, Shared& s
     }
 }
 
-// Writes the sums of a warp's rows in a round to shared memory. at: the first one's place in the segment;
-// from: the lane's chunk of it; rows: how many there are from it on; left: columns from the lane's first one
-// on.
+// Writes the sums of a warp's rows in a round to shared memory. at: the first row's place in the segment;
+// from: the lane's chunk of it; rows: existing rows from it on; left: columns from the lane's first one on.
 template <bool kVector>
 __device__ __forceinline__ void add_rows(const GroupSumsParams& p, Shared& shared, int at,
                                          const IN::storage* from, int rows, int left) {
@@ -118,7 +116,7 @@ __device__ __forceinline__ void add_rows(const GroupSumsParams& p, Shared& share
     for (int i = 0; i < kCount; i++) to[i] = sum[i].sum();
 }
 
-// Returns the sum of this thread's column over the first `rounds` rounds. The others have absent terms.
+// Returns the sum of this thread's column over the first `rounds` rounds; the others are absent terms.
 __device__ __forceinline__ float sum_of_rounds(const Shared& shared, int rounds) {
     TreeSum<kMostRounds * kWarps> sum;
 #pragma unroll
@@ -145,10 +143,10 @@ __device__ __forceinline__ float sum_of_segments(const float* from, i64 columns,
     return sum.total(rounds);
 }
 
-// Writes zeros as the sums of all groups without rows. column: this thread's; exists: whether it has one.
+// Writes zeros as the sums of all groups without rows. column: this thread's; exists: it has one.
 __device__ __forceinline__ void clear_empty_groups(const GroupSumsParams& p, i64 column, bool exists) {
     const i64 groups = p.groups.splits.groups;
-    i64 before = 0;                                // rows in all groups of earlier rounds
+    i64 before = 0;                                // rows of all groups in earlier rounds
     for (i64 round = 0; round < groups; round += 32) {
         const i64 group = round + threadIdx.x % 32, size = p.groups.size(group);
         const i64 end = before + warp_prefix_sum(size);
@@ -159,8 +157,8 @@ __device__ __forceinline__ void clear_empty_groups(const GroupSumsParams& p, i64
     }
 }
 
-// Writes the sums of a strip of a segment, and in the group's last block those of the group. The whole block
-// calls it.
+// Writes the sums of a strip of a segment, and in the group's last thread block those of the group. Call from
+// all threads.
 __device__ __forceinline__ void do_segment(const GroupSumsParams& p, Shared& shared, i64 strip) {
     const RowSegment& segment = shared.segment;
     const i64 before = segment.index << p.rows_log2, column = strip * kStrip;

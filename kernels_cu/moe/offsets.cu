@@ -3,25 +3,25 @@
 //   to[lead + i] = stride * (sizes[0] + ... + sizes[i])        and to[0] = 0 with a lead
 //
 // sizes i32 or i64 [n] -> to i32 or i64 [n], or [n + 1] with a lead. A negative size counts as 0, and an
-// offset that an output cannot hold becomes its largest value. Both set a bit in the device's sticky word. It
-// moves the sizes once (twice with totals) and every output once, 4 or 8 neighbouring bytes per lane.
+// offset that an output cannot hold becomes its largest value; both set a bit in the device's sticky word.
+// Moves the sizes once (twice with totals) and every output once, 4 or 8 adjacent bytes per lane.
 //
 // A block of 512 threads takes a tile of 1024 sizes. Each warp scans its sizes by shuffles. After one
 // barrier, every warp adds up the sums of its tile's earlier warps and of all earlier tiles. With one tile
-// only latency counts: there is one load before the barrier, and a block for every output, so that no
-// multiprocessor writes more than one. With a few tiles a block adds up all sizes before its own, which costs
-// less than a second launch. With many tiles a first launch (without outputs) leaves each tile's total in
-// `totals`, and each block of a second launch adds up the totals and writes all outputs.
+// only latency counts: there is one load before the barrier, and a thread block per output, so that no SM
+// writes more than one. With a few tiles a thread block adds up all sizes before its own, which costs less
+// than a second launch. With many tiles a first launch (without outputs) leaves each tile's total in
+// `totals`, and each thread block of a second launch adds up the totals and writes all outputs.
 //
 // Sums saturate at 2^63, one more than any offset. That is associative for terms of 0 or more, so the order
-// of additions does not matter. There are no defines.
+// of additions does not matter. No defines.
 #include "groups/row_groups.cuh"
 
 struct Output {
     void* to;                    // [n] or, with a lead, [n + 1]
     u64 stride;
     u64 limit;                   // the largest sum whose product with stride fits
-    u32 wide;                    // i64, else i32
+    u32 wide;                    // 1: i64; 0: i32
     u32 lead;                    // 1: `to` begins with a 0
 };
 
@@ -37,24 +37,24 @@ struct OffsetsParams {
 };
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kItems = 2, kTile = kThreads * kItems;
-constexpr int kInFlight = 8;     // a thread's loads in flight, of sizes or totals before its tile
-// A multiprocessor has at least so many blocks. Three help with many sizes on an H200. On sm_120 CUDA 12's
-// compiler spills with three.
+constexpr int kInFlight = 8;     // loads in flight per thread, of sizes or totals before its tile
+// thread blocks per SM. Three help with many sizes on an H200. On sm_120 CUDA 12's compiler spills with
+// three.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = 3;
 #else
 constexpr int kBlocks = 2;
 #endif
 constexpr u64 kSaturated = 1ull << 63;
-constexpr u64 kSmall = (1ull << 32) / (32 * kItems);     // A warp's sum of smaller terms fits 32 bits.
+constexpr u64 kSmall = (1ull << 32) / (32 * kItems);     // a warp's sum of smaller terms fits 32 bits
 
 __device__ __forceinline__ u32 plus(u32 a, u32 b) { return a + b; }
-__device__ __forceinline__ u64 plus(u64 a, u64 b) {      // Terms are at most kSaturated.
+__device__ __forceinline__ u64 plus(u64 a, u64 b) {      // terms are at most kSaturated
     const u64 sum = a + b;
     return (a | sum) & kSaturated ? kSaturated : sum;
 }
 
-// Computes inclusive sums over a warp's items. Item 0 of all lanes comes before item 1.
+// Inclusive sums over a warp's items. Item 0 of all lanes comes before item 1.
 template <class T>
 __device__ __forceinline__ void warp_prefix_sums(T (&item)[kItems]) {
 #pragma unroll
@@ -77,7 +77,7 @@ __device__ __forceinline__ u64 warp_sum(u64 term) {
 
 __device__ __forceinline__ u64 none_if_negative(i64 size) { return size > 0 ? size : 0; }
 
-// Returns this thread's part of the sum of load(0), ..., load(count - 1).
+// Returns this thread's share of the sum of load(0), ..., load(count - 1).
 template <class Load>
 __device__ __forceinline__ u64 thread_sum(i64 count, Load load) {
     u64 sum = 0;
@@ -92,8 +92,8 @@ __device__ __forceinline__ u64 thread_sum(i64 count, Load load) {
     return sum;
 }
 
-// Writes this thread's offsets, whose sums are given. first: the index of its first item. Returns true if an
-// offset overflows.
+// Writes this thread's offsets, from its sums. first: index of its first item. Returns true if an offset
+// overflows.
 template <class T>
 __device__ __forceinline__ bool write(const Output& output, u64 largest, const u64 (&sum)[kItems], i64 first,
                                       i64 n) {
@@ -111,14 +111,14 @@ __device__ __forceinline__ bool write(const Output& output, u64 largest, const u
     return overflow;
 }
 
-// Returns this thread's part of the sum of all sizes before the tile that begins at tile_start.
+// Returns this thread's share of the sum of all sizes before the tile that begins at tile_start.
 __device__ __forceinline__ u64 sum_before(const OffsetsParams& p, u32 tile, i64 tile_start) {
     if (p.totals) return thread_sum(tile, [&](i64 i) { return load_read_only(p.totals + i); });
     return thread_sum(tile_start, [&](i64 i) { return none_if_negative(p.splits.load(i)); });
 }
 
-// Turns the sizes of a warp into their inclusive sums. Returns kSplitNegative if one of this thread's is
-// negative, or else 0.
+// Turns a warp's sizes into inclusive sums. Returns kSplitNegative if one of this thread's is negative, or
+// else 0.
 __device__ __forceinline__ u32 add_up_warp(const i64 (&size)[kItems], u64 (&sum)[kItems]) {
     bool small = true;
     u32 wrong = 0;
@@ -128,7 +128,7 @@ __device__ __forceinline__ u32 add_up_warp(const i64 (&size)[kItems], u64 (&sum)
         small &= sum[u] < kSmall;
         if (size[u] < 0) wrong = kSplitNegative;
     }
-    if (__all_sync(~0u, small)) {                            // This takes a third of the instructions.
+    if (__all_sync(~0u, small)) {                            // a third of the instructions
         u32 narrow[kItems];
 #pragma unroll
         for (int u = 0; u < kItems; u++) narrow[u] = (u32)sum[u];
@@ -143,7 +143,7 @@ __device__ __forceinline__ u32 add_up_warp(const i64 (&size)[kItems], u64 (&sum)
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 splits_to_offsets(const __grid_constant__ OffsetsParams p) {
-    // For each warp: the sum of its sizes in the tile, and its share of the sum of all sizes before the tile.
+    // per warp: sum of its sizes in the tile, and its share of the sum of all sizes before the tile
     __shared__ u64 in_tile[kWarps], before_tile[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 part = p.tiles == 1 ? blockIdx.x : blockIdx.x / p.tiles, tile = blockIdx.x - part * p.tiles;

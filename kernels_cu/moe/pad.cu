@@ -1,31 +1,32 @@
-// move_groups moves groups of consecutive rows (docs/numerics.md, section 7). Only bytes move:
+// move_groups moves groups of consecutive rows of bytes (docs/numerics.md, section 7):
 //
 //   to[start of g in to + i] = from[start of g in from + i] for every group g and i < sizes[g], else 0
 //   In `from` each group takes its size rounded up to align_from rows, in the order of the groups.
-//   In `to` each group takes its size rounded up to align_to rows, in `order`, or in its own if that is null.
+//   In `to` each group takes its size rounded up to align_to rows, in `order`, or in their own if that is
+//   null.
 //
 // from u8 [from_rows, row_bytes], sizes i32 or i64 [groups] -> to u8 [rows, row_bytes]. pad_groups has
-// align_to > 1, unpad_groups align_from > 1, and sort_chunks an order. A second array of as many rows, the
-// scales, moves with the first, and its blocks of threads follow those of the first. One scale for all rows
-// is copied.
+// align_to > 1, unpad_groups align_from > 1, and sort_chunks an order. The scales, a second array with the
+// same rows, move along; their thread blocks follow those of the first. A single scale for all rows is
+// copied.
 //
-// A block of 256 threads writes up to 32 KB of neighbouring rows, or a part of one long row. Its first warp
-// finds the source of each row by a scan over all sizes. (With an order there are two scans: where a chunk
-// goes, and where it comes from.) Then every thread has up to eight 16-byte loads in flight, if rows are
-// multiples of 16 bytes at such addresses. Other rows are also stored 16 aligned bytes at a time, which are
-// cut out of two aligned loads, or at the ends of rows are put together from words of 4 bytes or from bytes.
-// Every byte of `to` is written once, and nothing is cleared before.
+// A block of 256 threads writes up to 32 KB of consecutive rows, or part of one long row. Its first warp
+// finds the source of each row by a scan over all sizes. (With an order there are two scans: for destinations
+// and for sources.) Then every thread has up to eight 16-byte loads in flight, if rows are multiples of 16
+// bytes at such addresses. Other rows are also stored 16 aligned bytes at a time, extracted from two aligned
+// loads, or at the ends of rows assembled from words of 4 bytes or from bytes. Every byte of `to` is written
+// once; nothing is cleared before.
 //
 // Wrong facts on the device are harmless: a negative size counts as 0, rows from past the end of `from` are
-// 0, rows past the end of `to` are left out, and an index of no group is an empty chunk. It moves 2 bytes per
-// byte of `to`, or 1 if that is 0. There are no defines.
+// 0, rows past the end of `to` are left out, and an index of no group is an empty chunk. Bytes moved per byte
+// of `to`: 2, or 1 if it is 0. No defines.
 #include "moe/moved_rows.cuh"
 
-constexpr int kMostUnits = 8;    // a thread's loads in flight
-constexpr int kShifted = 2;      // a thread's units in flight that are cut out of two loads
+constexpr int kMostUnits = 8;    // loads in flight per thread
+constexpr int kShifted = 2;      // units in flight per thread that are extracted from two loads
 using Unit = Chunk<e8m0fnu, 16>;
 
-// Divides numbers below 2^16 by one multiplication. It is exact, since a number times the error of the
+// Division of numbers below 2^16 by one multiplication; exact, since a number times the error of the
 // reciprocal is below 1 / divisor.
 struct Divisor {
     u32 divisor, reciprocal;     // 2^32 / divisor rounded up
@@ -36,8 +37,8 @@ struct Divisor {
     }
 };
 
-// Loads the 16 bytes at `from` by two aligned loads. Returns false if these would leave the array from
-// `begin` to `end`.
+// Loads the 16 bytes at `from` by two aligned loads. Returns false if these would leave the array [begin,
+// end).
 __device__ __forceinline__ bool load_shifted(const u8* from, const u8* begin, const u8* end, u32 (&word)[8]) {
     const u8* const aligned = from - reinterpret_cast<u64>(from) % 16;
     if (aligned < begin || aligned + 32 > end) return false;
@@ -59,8 +60,8 @@ __device__ __forceinline__ Unit cut_out(const u32 (&word)[8], u32 shift) {
     return unit;
 }
 
-// Writes those 16 bytes of `to` from `at` on that are between 0 and `bytes`. They are put together from words
-// of kStep bytes.
+// Writes those 16 bytes of `to` from `at` on that are between 0 and `bytes`, assembled from words of kStep
+// bytes.
 template <int kStep>
 __device__ __forceinline__ void copy_words(const RowArray& a, const Shared& shared, u8* to, i64 column,
                                            int width, int bytes, int at) {
@@ -95,8 +96,8 @@ __device__ __forceinline__ void copy_pieces(const RowArray& a, i64 from_rows, co
     const Divisor by_width(width);
     for (int base = (int)threadIdx.x * 16 - lead; base < bytes; base += kShifted * kThreads * 16) {
         u32 word[kShifted][8], shift[kShifted];
-        bool whole[kShifted];                        // all bytes belong to one row and are cut out
-        u32 ragged = 0;                              // chunks that are put together from words
+        bool whole[kShifted];                        // all bytes are of one row, cut from two loads
+        u32 ragged = 0;                              // chunks assembled from words
 #pragma unroll
         for (int u = 0; u < kShifted; u++) {
             const int at = base + u * kThreads * 16;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void copy_pieces(const RowArray& a, i64 from_rows, co
     }
 }
 
-// Copies rows of multiples of 16 bytes at such addresses. A thread has kUnits loads in flight.
+// Copies rows that are multiples of 16 bytes at such addresses, with kUnits loads in flight per thread.
 template <int kUnits>
 __device__ __forceinline__ void copy_units(const Shared& shared, const u8* from, u8* to, int width,
                                            int bytes) {
@@ -167,7 +168,7 @@ move_groups(const __grid_constant__ GroupsParams p) {
     u8* const to = a.to + first * a.row_bytes + column;
     const u8* const from = a.from + column;
     if (a.step == 16) {
-        // A thread has no more loads than needed, since predicates cost time.
+        // no more loads per thread than needed, since predicates cost time
         switch ((bytes + kThreads * 16 - 1) / (kThreads * 16)) {
             case 4: copy_units<4>(shared, from, to, width, bytes); break;
             case 5: copy_units<5>(shared, from, to, width, bytes); break;

@@ -3,34 +3,34 @@
 //   to[row_map[t, k]] = from[t] for each slot k of token t; unused rows are 0
 //
 // from u8 [tokens, row_bytes], row_map i32 [tokens, topk] -> to u8 [rows, row_bytes]. A second array (compact
-// scales) moves alike, and so do probs, which are f32 and have an element per slot. Nothing is computed.
-// gemm_ready scales are f32 at any strides -> [columns, rows rounded up to 4], whose padding is 0.
+// scales) moves alike, and so do probs, f32 with an element per slot. Only bytes move. gemm_ready scales are
+// f32 at any strides -> [columns, rows rounded up to 4], whose padding is 0.
 //
-// A block of 256 threads reads whole tokens of up to 8 KB (or a part of a longer one) once and stores them
-// topk times. Each thread has four 16-byte loads in flight, and the row indices of eight slots. Blocks for
+// A block of 256 threads reads whole tokens of up to 8 KB (or part of a longer one) once and stores them topk
+// times. Each thread has four 16-byte loads in flight, and the row indices of eight slots. Thread blocks for
 // scales are spread among those for data, so that their latencies are hidden behind stores of data. Rows that
-// allow no 16-byte accesses are moved in words of 4, 2 or 1 bytes. It moves every row of `from` once and
-// every row of `to` once. There are no defines.
+// allow no 16-byte accesses are moved in words of 4, 2 or 1 bytes. Every row of `from` and of `to` is moved
+// once. No defines.
 //
 // gemm_ready scales are gathered by row instead, because a token's scales would be single words in `to`. A
-// warp takes 32 rows and 16 columns, so a column's scales are 128 bytes.
+// warp takes 32 rows and 16 columns, so that a column's scales are 128 bytes.
 #include "moe/routes.cuh"
 
-// Describes rows that move, and how blocks share them.
+// Rows that move, and how thread blocks share them.
 struct Rows {
     const u8* from;
     u8* to;
     i64 row_bytes;
-    u32 step;                    // bytes that everything is a multiple of: 16, 4, 2 or 1
-    u32 lanes_log2;              // log2 of how many threads share a token
-    u32 tokens_per_block;        // 1 if several blocks share a token
-    u32 across;                  // blocks that share a token
-    u32 row_share;               // bytes of a row that a block takes; a multiple of 16 if blocks share a row
+    u32 step;                    // common divisor of addresses and sizes, in bytes: 16, 4, 2 or 1
+    u32 lanes_log2;              // log2 of the threads per token
+    u32 tokens_per_block;        // 1 if several thread blocks share a token
+    u32 across;                  // thread blocks per token
+    u32 row_share;               // bytes of a row per thread block; a multiple of 16 if they share a row
     u32 blocks;
 };
 
-// Describes f32 scales whose rows become neighbours: scale (token, column) is from[token * token_step +
-// column * column_step].
+// f32 scales whose rows become contiguous: scale (token, column) is from[token * token_step + column *
+// column_step].
 struct GemmReadyScales {
     const u32* from;
     u32* to;                     // [columns, pitch]
@@ -43,17 +43,17 @@ struct GemmReadyScales {
 struct PermuteParams {
     Rows data, scales;
     GemmReadyScales gemm_ready;  // columns 0: `scales` describes them, or there are none
-    u32 scale_blocks;            // blocks that move scales
-    u32 every_log2;              // log2 of n: each n-th block is one of these, until all have come
+    u32 scale_blocks;            // thread blocks that move scales
+    u32 every_log2;              // log2 of n: every n-th thread block is one of these, while there are any
     const u32* probs;            // f32: see Routes::prob_at
     u32* rows_probs;             // [rows] f32, or null
     Routes routes;
 };
 
-// Describes what a block moves.
+// What a thread block moves.
 struct Share {
     bool is_of_scales;
-    u32 block;                   // which of the blocks that move scales, or of the others
+    u32 block;                   // index among the thread blocks that move scales, or among the others
 
     __device__ __forceinline__ Share(const PermuteParams& p, u32 index) {
         const u32 turn = index >> p.every_log2;
@@ -62,8 +62,8 @@ struct Share {
     }
 };
 
-constexpr int kUnits = 4, kSlots = 8;    // a thread's loads in flight; the slots whose rows it loads at once
-constexpr int kPieceColumns = 16;        // gemm_ready scales that a lane has in flight
+constexpr int kUnits = 4, kSlots = 8;    // loads in flight per thread; slots whose rows are loaded at once
+constexpr int kPieceColumns = 16;        // gemm_ready scales in flight per lane
 
 template <class T>
 __device__ __forceinline__ void scatter_pieces(const Rows& rows, const Routes& routes, i64 first, int count,
@@ -97,7 +97,7 @@ __device__ __forceinline__ void scatter_pieces(const Rows& rows, const Routes& r
     }
 }
 
-// block: which of the blocks that share `rows` this one is.
+// block: index among the thread blocks that share `rows`.
 __device__ __forceinline__ void scatter(const Rows& rows, const Routes& routes, u32 block) {
     const u32 group = block / rows.across;
     const i64 first = (i64)group * rows.tokens_per_block;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void scatter(const Rows& rows, const Routes& routes, 
 }
 
 // Moves the scales of 32 rows, one per lane, and of kPieceColumns columns. Unused rows and padding get zeros.
-// piece: along a row, then from rows to rows.
+// piece: index along a row, then by 32 rows.
 __device__ __forceinline__ void gather_scales(const GemmReadyScales& scales, const Routes& routes,
                                               i64 piece) {
     const u32 across = (scales.columns + kPieceColumns - 1) / kPieceColumns;
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) permute(const __grid_c
         const Rows rows = share.is_of_scales ? p.scales : p.data;
         if (share.block < rows.blocks) scatter(rows, p.routes, share.block);
     }
-    const Share share(p, block_again());             // It is not kept in registers until here.
+    const Share share(p, block_again());             // recomputed here, so that it takes no registers before
     if (share.is_of_scales && p.gemm_ready.columns)
         gather_scales(p.gemm_ready, p.routes, (i64)share.block * kWarps + threadIdx.x / 32);
     if (p.rows_probs && !share.is_of_scales && share.block % p.data.across == 0) {

@@ -6,16 +6,17 @@
 // x IN [tokens, columns], row_map i32 [tokens, topk] -> to OUT [rows, columns], scales f32 [ceil(columns /
 // 128), rows rounded up to 4], and f32 probs as permute.cu moves them. Unused rows and padding are 0.
 //
-// A warp has two units of 512 elements of a token, whose codes stay in registers: a lane has 16 neighbours of
-// each, so that eight lanes share a block and every store has 16 bytes. Each lane loads one slot's row,
-// stores its block's scale there, and tells the others. Every block clears unused rows too (moe/routes.cuh).
+// A warp has two units of 512 elements of a token, whose codes stay in registers: a lane has 16 consecutive
+// elements of each, so that eight lanes share a block and every store has 16 bytes. Each lane loads one
+// slot's row, stores its block's scale there, and broadcasts the row. Every thread block clears unused rows
+// too (moe/routes.cuh).
 //
-// Of many rows for each token that would be many stores of 4 bytes. Then the tokens' scales are stored,
-// compact, and permute.cu moves them and the probs to the rows in a launch of its own.
+// With many rows per token that would be many stores of 4 bytes. Then the tokens' scales are stored
+// compactly, and permute.cu moves them and the probs to the rows in a launch of its own.
 //
 // DIVIDE 1: elements are divided by scale_inv (profile vllm).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; other profiles are run-time values. Bytes moved: x, and one
-// for each element of a row.
+// per element of a row.
 #include "moe/routes.cuh"
 #include "numerics/amax.cuh"
 #include "scale/block_codes.cuh"
@@ -24,11 +25,11 @@ struct QuantizePermuteParams {
     const IN::storage* x;
     u8* to;
     float* scales;
-    float* token_scales;         // [tokens, ceil(columns / 128)], which another launch moves; or null
+    float* token_scales;         // [tokens, ceil(columns / 128)], moved by another launch; or null
     i64 columns;
     i64 pitch;                   // rows rounded up to 4
-    u32 pairs;                   // warps that share a token; at least 1
-    u32 warps;                   // all that have some of a token
+    u32 pairs;                   // warps per token; at least 1
+    u32 warps;                   // warps with work
     u32 vector;                  // 1: rows of x and of the result allow accesses of 16 bytes
     const u32* probs;            // f32: see Routes::prob_at
     u32* rows_probs;             // [rows] f32, or null
@@ -46,7 +47,7 @@ using Codes = Chunk<OUT, kLaneElements>;
 struct Elements {
     Source chunk[kChunks];
 
-    // exist: how many of them do.
+    // exist: how many of them exist.
     __device__ __forceinline__ void load(const IN::storage* from, int exist, bool vector) {
 #pragma unroll
         for (int i = 0; i < kChunks; i++) {
@@ -73,12 +74,12 @@ struct Elements {
     }
 };
 
-// Returns how many scales a token has.
+// Scales per token.
 __device__ __forceinline__ i64 blocks_of(const QuantizePermuteParams& p) {
     return (p.columns + kLength - 1) / kLength;
 }
 
-// A token. Each lane has loaded the row of one of its first kLanes slots.
+// A token. Each lane has loaded the row of one of the first kLanes slots.
 struct Token {
     const QuantizePermuteParams& p;
     const u32 index;
@@ -90,7 +91,7 @@ struct Token {
     __device__ __forceinline__ i32 row_of(int k) const {
         return k < (int)p.routes.topk ? p.routes.row((i64)index * p.routes.topk + k) : -1;
     }
-    // Stores the lane's codes and their block's scale in all rows. exist: valid codes, from the first on.
+    // Stores the lane's codes and their block's scale to all rows. exist: valid codes, from the first on.
     __device__ __forceinline__ void store(i64 column, int exist, const Codes& codes, float scale_inv) const {
         const int in_block = threadIdx.x % kLanes, topk = (int)p.routes.topk;
         const bool has_scale = column - in_block * kLaneElements < p.columns;
@@ -130,7 +131,8 @@ __device__ __forceinline__ void move_pair(const Token& token, u32 pair) {
     }
 #pragma unroll
     for (int u = 0; u < kUnits; u++) largest[u] = unit[u].largest();
-    // The lower half of a block's lanes finds the scale of the first unit's block, the upper half the other.
+    // The lower half of a block's lanes computes the scale of the first unit's block, the upper half the
+    // other.
     static_assert(kUnits == 2, "two halves");
     halve_down<kLanes / 2, 1>(largest, IN::max_magnitudes<false>);
     const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{largest[0]}.f32_bits());
@@ -144,7 +146,7 @@ __device__ __forceinline__ void move_pair(const Token& token, u32 pair) {
     }
 }
 
-// From sm_100 on values spill with as many blocks of threads as before, and those of f32 anywhere.
+// From sm_100 on, and with f32 anywhere, values would spill with as many thread blocks.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kBlocks = 3;
 #else

@@ -1,6 +1,6 @@
-// These kernels give each route (a slot of a token) a row, sorted by expert (docs/numerics.md, section 8):
+// Assigns each route (a slot of a token) a row, sorted by expert (docs/numerics.md, section 8):
 //
-//   row_map[t, k] = start of its expert + how many routes of this expert come before it, or -1
+//   row_map[t, k] = start of its expert + number of earlier routes of this expert, or -1
 //   sources[row] = t * topk + k, or -1 for an unused row; each expert starts at a multiple of `align`
 //
 // route_count  assignment [tokens, topk] i32 or i64, or u8 [tokens, experts] (a mask) -> counts u32 [experts,
@@ -15,36 +15,36 @@
 // warps count their own routes in shared memory. A scan of these counts over experts and warps gives the row
 // of each warp's first route of each expert. A second pass over the warp's routes, 32 at a time, ranks the
 // routes of one expert in their order by __match_any_sync, so that nothing depends on the schedule. A single
-// block counts for itself, without route_count. There are at most kMostBlocks blocks, because a warp's lanes
-// load so many counts at once.
+// block counts for itself, without route_count. There are at most kMostBlocks blocks: a warp's lanes load one
+// block's count each at once.
 //
 // Wrong facts on the device are harmless: an index of no expert counts as dropped, a mask's experts beyond
-// `topk` are left out, and rows past the bound are not given. The assignment is read two or three times (from
-// the L2 but for the first), and row_map and sources are written once. There are no defines.
+// `topk` are left out, and rows past the bound are not assigned. The assignment is read two or three times
+// (from the L2 but for the first), and row_map and sources are written once. No defines.
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"
 
 struct RouteParams {
     const void* assignment;      // [tokens, topk] i32, i64, or u8 [tokens, experts] (a mask)
     i32* experts;                // [tokens, topk], for a mask
-    u32* counts;                 // [experts, pitch]; null: there is one block, which counts for itself
+    u32* counts;                 // [experts, pitch]; null: a single block, which counts for itself
     i32* row_map;                // [tokens, topk]
     i32* sources;                // [rows]
     i32* splits;                 // [experts]
     i32* aligned_splits;         // [experts]
     i64* offsets;                // [experts + 1]
-    u32* errors;                 // the device's word
+    u32* errors;                 // the device's sticky error word
     i64 tokens;
     u32 topk, num_experts, rows, align;
     u32 warp_tokens;             // tokens per warp
-    u32 pitch;                   // how many blocks there are, rounded up to 4
+    u32 pitch;                   // number of blocks, rounded up to 4
     u32 wide;                    // 1: indices are i64
-    u32 mask;                    // 1: the assignment is a mask; 2: a mask with a slot for each expert
+    u32 mask;                    // 1: the assignment is a mask; 2: a mask with a slot per expert
 };
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kMostExperts = 1024, kMostBlocks = 128;
 
-// This warp's tokens and its routes, which are `begin` to `end` of all tokens * topk routes.
+// This warp's tokens, and its routes: `begin` to `end` of all tokens * topk routes.
 struct WarpRoutes {
     i64 first_token, end_token, begin, end;
     __device__ __forceinline__ explicit WarpRoutes(const RouteParams& p) {
@@ -57,7 +57,7 @@ struct WarpRoutes {
     }
 };
 
-// Returns the expert of a route, or -1 if it is dropped. Sets `wrong` if there is no such expert.
+// Returns the expert of a route, or -1 if it is dropped. Sets `wrong` for an index of no expert.
 __device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool& wrong) {
     i64 expert;
     if (p.mask) expert = p.experts[route];
@@ -67,8 +67,8 @@ __device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool
     return expert >= 0 && expert < (i64)p.num_experts ? (i32)expert : -1;
 }
 
-// Loads a lane's experts of the kRoutesPerLane * 32 routes from `first` on, with all loads in flight. They
-// are -1 past the warp's last route.
+// Loads a lane's experts of the kRoutesPerLane * 32 routes from `first` on, all loads in flight; -1 past the
+// warp's last route.
 constexpr int kRoutesPerLane = 4;
 __device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRoutes& routes, i64 first,
                                              i32 (&expert)[kRoutesPerLane], bool& wrong) {
@@ -78,8 +78,8 @@ __device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRou
         expert[u] = route < routes.end ? load_expert(p, route, wrong) : -1;
     }
 }
-// Counts the experts of the warp's routes. `expert` has those of the first routes, and afterwards those of
-// the last. The next ones are loaded while these are counted.
+// Counts the experts of the warp's routes. `expert`: those of the first routes, replaced by those of the
+// last. The next ones are loaded while these are counted.
 __device__ __forceinline__ void count_experts(const RouteParams& p, const WarpRoutes& routes,
                                               i32 (&expert)[kRoutesPerLane], bool& wrong, u32* count) {
     for (i64 first = routes.begin; first < routes.end; first += kRoutesPerLane * 32) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void count_experts(const RouteParams& p, const WarpRo
 }
 
 #ifdef ENTRY_route_count
-// Writes the experts of a mask's tokens into their slots, in ascending order. A warp takes a token at a time.
+// Writes the experts of a mask's tokens to their slots, in ascending order, one token per warp at a time.
 // Returns true if a token has more than topk experts.
 __device__ __forceinline__ bool list_experts(const RouteParams& p, u32* count) {
     const WarpRoutes routes(p);
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_
         if (list_experts(p, count) && threadIdx.x % 32 == 0) report(p.errors, kRouteBound);
     } else {
         const WarpRoutes routes(p);
-        bool wrong = false;                                  // route_rank reports it.
+        bool wrong = false;                                  // reported by route_rank
         i32 expert[kRoutesPerLane];
         load_experts(p, routes, routes.begin, expert, wrong);
         count_experts(p, routes, expert, wrong, count);
@@ -148,9 +148,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_
 
 #ifdef ENTRY_route_rank
 struct Shared {
-    u32 warp[kWarps][kMostExperts];  // how many routes a warp has, then the row of its next route
-    u32 before[kMostExperts];        // how many routes earlier blocks have, then the expert's first row
-    u32 total[kMostExperts];         // how many routes all blocks have
+    u32 warp[kWarps][kMostExperts];  // routes of a warp, later the row of its next route
+    u32 before[kMostExperts];        // routes of earlier blocks, later the expert's first row
+    u32 total[kMostExperts];         // routes of all blocks
     u32 scan[kWarps];
 };
 
@@ -161,8 +161,8 @@ __device__ __forceinline__ u32 sum_of_first(const uint4& c, u32 first, u32 end) 
            + (first + 3 < end ? c.w : 0);
 }
 
-// Adds up for each expert the counts of the blocks before this one, and those of all blocks. A warp has the
-// counts of kBatch experts in flight.
+// Adds up for each expert the counts of the blocks before this one, and those of all blocks, with the counts
+// of kBatch experts in flight per warp.
 template <int kBatch>
 __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared) {
     const u32 first = threadIdx.x % 32 * 4;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared)
     }
 }
 
-// Returns the inclusive sum over the threads of a block. It has barriers.
+// Returns the inclusive sum over the threads of a block. Contains __syncthreads().
 __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -194,7 +194,7 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
         const u32 other = __shfl_up_sync(~0u, value, step);
         if (lane >= step) value += other;
     }
-    __syncthreads();                                 // Other warps may still read an earlier call's sums.
+    __syncthreads();                                 // other warps may still read an earlier call's sums
     if (lane == 31) scan[warp] = value;
     __syncthreads();
     total = 0;
@@ -210,7 +210,7 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
 // row of each warp's first route of it. Block 0 writes the arrays of experts. Returns the row after the last
 // expert.
 __device__ __forceinline__ u32 place_experts(const RouteParams& p, Shared& shared) {
-    u32 end = 0;                                             // where the experts of earlier rounds end
+    u32 end = 0;                                             // end of the experts of earlier rounds
     for (u32 first = 0; first < p.num_experts; first += kThreads) {
         const u32 expert = first + threadIdx.x;
         u32 total = 0, next = 0, aligned = 0;
@@ -248,7 +248,7 @@ __device__ __forceinline__ u32 place_experts(const RouteParams& p, Shared& share
     return end;
 }
 
-// Gives 32 routes of a warp their rows. route: this lane's route. expert: its expert, or -1. same_expert: the
+// Assigns rows to 32 routes of a warp. route: this lane's route. expert: its expert, or -1. same_expert: the
 // lanes whose routes have this expert. next_row: the row of the warp's next route of each expert. Returns
 // true if the row of this lane's route is past the bound.
 __device__ __forceinline__ bool give_rows(const RouteParams& p, const WarpRoutes& routes, i64 route,
@@ -265,12 +265,12 @@ __device__ __forceinline__ bool give_rows(const RouteParams& p, const WarpRoutes
     return expert >= 0 && !fits;
 }
 
-// Gives the routes of a warp their rows. held: the experts of its last routes that were counted. Returns
-// true if the row of a route of this lane is past the bound.
+// Assigns rows to a warp's routes. held: the experts of the last routes counted. Returns true if the row of a
+// route of this lane is past the bound.
 __device__ __forceinline__ bool rank_routes(const RouteParams& p, const WarpRoutes& routes,
                                             i32 (&held)[kRoutesPerLane], bool& wrong, u32* next_row) {
     bool past_bound = false;
-    const bool all_held = routes.end - routes.begin <= kRoutesPerLane * 32;    // They are still in registers.
+    const bool all_held = routes.end - routes.begin <= kRoutesPerLane * 32;    // still in registers
     for (i64 first = routes.begin; first < routes.end; first += kRoutesPerLane * 32) {
         if (!all_held) load_experts(p, routes, first, held, wrong);
         u32 same_expert[kRoutesPerLane];
@@ -279,7 +279,7 @@ __device__ __forceinline__ bool rank_routes(const RouteParams& p, const WarpRout
             same_expert[u] = first + u * 32 < routes.end ? __match_any_sync(~0u, held[u]) : 0;
 #pragma unroll
         for (int u = 0; u < kRoutesPerLane; u++) {
-            if (first + u * 32 >= routes.end) break;         // The whole warp leaves.
+            if (first + u * 32 >= routes.end) break;         // the whole warp exits
             const i64 route = first + u * 32 + threadIdx.x % 32;
             past_bound |= give_rows(p, routes, route, held[u], same_expert[u], next_row);
         }
@@ -287,7 +287,7 @@ __device__ __forceinline__ bool rank_routes(const RouteParams& p, const WarpRout
     return past_bound;
 }
 
-// Marks the unused rows at the end of each expert, and those from `end` on, which follow the last expert.
+// Marks the unused rows at the end of each expert, and those from `end` on, after the last expert.
 __device__ __forceinline__ void mark_unused(const RouteParams& p, const Shared& shared, u32 end) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (u32 expert = blockIdx.x * kWarps + warp; expert < p.num_experts; expert += gridDim.x * kWarps) {
@@ -301,13 +301,13 @@ __device__ __forceinline__ void mark_unused(const RouteParams& p, const Shared& 
         p.sources[row] = -1;
 }
 
-// One block per multiprocessor suffices. Without this bound the compiler makes room for five and spills.
+// One block per SM suffices. Without this bound the compiler makes room for five and spills.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __grid_constant__ RouteParams p) {
     __shared__ Shared shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const WarpRoutes routes(p);
     bool wrong = false;
-    i32 held[kRoutesPerLane];                                // They arrive while counts are loaded.
+    i32 held[kRoutesPerLane];                                // in flight while counts are loaded
     load_experts(p, routes, routes.begin, held, wrong);
     for (u32 expert = lane; expert < p.num_experts; expert += 32) shared.warp[warp][expert] = 0;
     __syncwarp();

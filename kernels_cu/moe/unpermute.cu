@@ -5,16 +5,16 @@
 //
 // y IN [rows, columns], probs f32 (see Routes::prob_at) or null, row_map i32 [tokens, topk] -> out IN
 // [tokens, columns]. Every product and every sum is rounded to f32, and the result once more to IN,
-// nearest-even. Its NaN is the format's one NaN. A sum starts from -0, so that zeros keep their sign. It
-// moves one row of y per route and the result.
+// nearest-even. Its NaN is the format's one NaN. A sum starts from -0, so that zeros keep their sign. Moves
+// one row of y per route, and the result.
 //
 // A block of 256 threads sorts its tokens' routes in shared memory. Then each thread has the same columns of
-// eight rows in flight. In programs that know the number of routes (RowPipeline) it loads the next eight
-// while it adds these up. Rows that allow no 16-byte accesses are read element by element.
+// eight rows in flight. Programs that know the number of routes (RowPipeline) load the next eight while
+// adding these up. Rows that allow no 16-byte accesses are read element by element.
 //
 // Defines:
 //   IN           the format of y and out
-//   TOPK         1, 2, 4, 6 or 8 slots per token, which RowPipeline keeps in registers; 0: any number
+//   TOPK         1, 2, 4, 6 or 8 slots per token, kept in registers by RowPipeline; 0: any number
 #include "moe/row_sums.cuh"
 #include "moe/routes.cuh"
 
@@ -26,20 +26,20 @@ struct UnpermuteParams {
     u32* to_slots;               // [tokens, topk] f32, or null
     Routes routes;
     i64 columns;
-    u32 tokens_per_block;        // 1 if several blocks share a token
-    u32 across;                  // blocks that share a token
-    u32 row_share;               // chunks of a row that a block takes
+    u32 tokens_per_block;        // 1 if several thread blocks share a token
+    u32 across;                  // thread blocks per token
+    u32 row_share;               // chunks of a row per thread block
     u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
 };
 
 constexpr int kInFlight = 8;
 constexpr int kMostRoutes = 1024;        // per block
 struct Route {
-    i64 at;                      // byte offset of its row in y; -1: nowhere
+    i64 at;                      // byte offset of its row in y; -1: none
     float prob;
 };
 
-// Returns the sums of a chunk of columns over the rows of a token. left: how many of the columns exist.
+// Returns the sums of a chunk of columns over the rows of a token. left: existing columns.
 template <bool kVector>
 __device__ __forceinline__ RowChunk sum_rows(const UnpermuteParams& p, const Route* route, i64 column,
                                              int left) {
@@ -77,10 +77,10 @@ __device__ __forceinline__ RowChunk sum_rows(const UnpermuteParams& p, const Rou
 }
 
 #if TOPK
-// A whole block adds up whole chunks of tokens that have a row for every slot. While a thread adds up the
-// chunks of up to kInFlight rows, the next ones are in flight, so that the memory is never idle.
+// Adds up whole chunks of tokens that have a row for every slot, by all threads of a block. While a thread
+// adds up the chunks of up to kInFlight rows, the next ones are in flight, so that the memory is never idle.
 struct RowPipeline {
-    static constexpr int kChunksAtOnce = kInFlight / TOPK;                  // chunks of a thread at a time
+    static constexpr int kChunksAtOnce = kInFlight / TOPK;                  // chunks per thread at a time
     static constexpr int kStep = kChunksAtOnce * kThreads;
     using Rows = RowChunk[kChunksAtOnce][TOPK];
     const UnpermuteParams& p;
@@ -138,24 +138,24 @@ private:
 };
 #endif
 
-// A block of threads has these tokens.
+// The tokens of a thread block.
 struct BlockTokens {
     i64 first;                   // the first token
-    int count;                   // how many tokens exist
-    bool writes_slots;           // true for the first of the blocks that share a token
+    int count;                   // existing tokens
+    bool writes_slots;           // first of the thread blocks that share a token
 
-    // Returns the prob of one of the block's slots.
+    // Returns the prob of one of the thread block's slots.
     static __device__ __forceinline__ float load_prob(const UnpermuteParams& p, i64 token, int slot) {
         const i64 at = p.routes.prob_at(token, slot);
         return at < 0 ? 0.0f : load_read_only(p.probs + at);
     }
 
-    // Writes the tokens' routes to shared memory. A token's last row comes first, and its routes without a
-    // row come last. given: room for the rows in the order of slots. Returns true if every route of the block
-    // has a row. It ends with a barrier.
+    // Writes the tokens' routes to shared memory: a token's last row comes first, and its routes without a
+    // row come last. given: room for the rows in the order of slots. Returns true if every route of the
+    // thread block has a row. Ends with a barrier.
     __device__ __forceinline__ bool sort(const UnpermuteParams& p, i32* given, Route* sorted) const {
         const int topk = (int)p.routes.topk, slots = count * topk;
-        // The probs of the first kThreads routes are loaded while their rows are unknown, to save latency.
+        // Probs of the first kThreads routes are loaded before their rows are known, to save latency.
         float own_prob = 1.0f;
         for (int i = threadIdx.x; i < slots; i += kThreads) {
             given[i] = (i32)p.routes.row(first * topk + i);
@@ -182,8 +182,7 @@ struct BlockTokens {
     }
 };
 
-// With TOPK 1, 2, 4, 6 or 8 rows are whole chunks, and each token has so many routes. 0 is for all other
-// calls.
+// TOPK 1, 2, 4, 6 or 8: each token has TOPK routes, and rows are whole chunks. 0: all other calls.
 extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3)
 unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];

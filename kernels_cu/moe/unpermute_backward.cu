@@ -5,12 +5,12 @@
 //
 // grad IN [tokens, columns], y IN [rows, columns], probs f32 -> grad_y IN [rows, columns], dprobs f32 like
 // probs. Products and sums are rounded to f32 and grad_y to IN, nearest-even. NaN becomes the format's one
-// NaN. It moves every row of the four arrays once.
+// NaN. Moves every row of the four arrays once.
 //
 // A block of 256 threads takes a token, keeps up to 1024 chunks of it in registers and goes through its rows.
-// It loads a chunk of the next row as soon as this row's chunk is used. 32 neighbouring chunks belong to a
-// warp. Their sum by shuffles is a subtree of the fixed tree, and so is the sum of 32 such sums. The sums of
-// tiles meet in a RunningTreeSum. Rows that allow no 16-byte accesses are moved element by element.
+// A chunk of the next row is loaded as soon as this row's chunk is used. A warp has 32 consecutive chunks,
+// whose sum by shuffles is a subtree of the fixed tree, and so is the sum of 32 such sums. A RunningTreeSum
+// adds up the sums of tiles. Rows that allow no 16-byte accesses are moved element by element.
 //
 // Defines:
 //   IN           the format of grad, y and grad_y
@@ -26,19 +26,19 @@ struct UnpermuteBackwardParams {
     Routes routes;
     i64 columns;
     u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
-    u32 step;                    // rows of grad_y are multiples of so many bytes
+    u32 step;                    // common divisor, in bytes, of the rows of grad_y
 };
 
 constexpr int kCount = 16 / sizeof(IN::storage), kUnits = 4;
-constexpr int kTile = kUnits * kThreads;     // chunks in a tile: one for each lane of 32 warps
-constexpr int kStep = kThreads * kCount;     // columns from one of a thread's chunks to the next
+constexpr int kTile = kUnits * kThreads;     // chunks in a tile: one per lane of 32 warps
+constexpr int kStep = kThreads * kCount;     // columns between a thread's chunks
 constexpr int kSlots = 32;                   // slots at a time
 constexpr int kMostExperts = 1024;
 using RowChunk = Chunk<IN, kCount>;
 static_assert(kUnits * kWarps == 32, "one warp adds up a tile's sums");
 
-// Computes warp_tree_sum of kUnits terms at once. Lane l gets the sum of term l % kUnits. That takes fewer
-// steps, since each of two lanes gives away half of its terms.
+// warp_tree_sum of kUnits terms at once: lane l gets the sum of term l % kUnits. Fewer steps, since each of
+// two lanes gives away half of its terms.
 __device__ __forceinline__ float warp_tree_sums(const float (&term)[kUnits]) {
     static_assert(kUnits == 4, "two bits of a lane's number");
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
@@ -50,8 +50,7 @@ __device__ __forceinline__ float warp_tree_sums(const float (&term)[kUnits]) {
     return sum;
 }
 
-// Returns part * factor, rounded to the format. It gives the bytes of narrow2 with one test for NaN per
-// chunk.
+// Returns part * factor, rounded to the format: the bytes of narrow2, with one test for NaN per chunk.
 template <class F>
 __device__ __forceinline__ Chunk<F, kCount> scaled(const Chunk<F, kCount>& part, float factor) {
     float value[kCount];
@@ -70,7 +69,7 @@ __device__ __forceinline__ Chunk<F, kCount> scaled(const Chunk<F, kCount>& part,
             out.word[j] = F::narrow2_any_nan(value[2 * j], value[2 * j + 1]);
             amaxes = F::template max_magnitudes<true>(amaxes, out.word[j]);
         }
-        // NaN wins and is 0x7fff here. No other half has these bits.
+        // NaN wins and is 0x7fff here; no other half has these bits
         if ((amaxes & 0xffffu) != 0x7fffu && amaxes >> 16 != 0x7fffu) return out;
     }
 #endif
@@ -83,12 +82,12 @@ struct Shared {
     i32 row[kSlots];
     i64 prob_at[kSlots];
     float prob[kSlots];
-    float of_warp[kSlots][32];               // the sums of 32 parts of a tile
+    float of_warp[kSlots][32];               // sums of 32 parts of a tile
     RunningTreeSum of_tiles[kSlots];
-    u32 routed[kMostExperts / 32];           // a bit for each expert
+    u32 routed[kMostExperts / 32];           // one bit per expert
 };
 
-// Adds the sums of a tile to those of earlier tiles. Each warp has slots of its own.
+// Adds the sums of a tile to those of earlier tiles. Each warp has its own slots.
 __device__ __forceinline__ void add_tile(Shared& shared, int slots, i64 tile) {
     for (int k = threadIdx.x / 32; k < slots; k += kWarps) {
         if (shared.row[k] < 0) continue;
@@ -97,7 +96,7 @@ __device__ __forceinline__ void add_tile(Shared& shared, int slots, i64 tile) {
     }
 }
 
-// A thread loads and stores its chunks of a tile by this. Chunk u begins kStep * u columns after the first.
+// A thread's chunks of a tile. Chunk u begins kStep * u columns after the first.
 template <bool kVector>
 struct Chunks {
     int left;                    // columns from the first chunk on; whole chunks with kVector
@@ -129,8 +128,8 @@ struct Chunks {
     }
 };
 
-// Writes a tile's columns of the gradients of these slots' rows, and to shared memory the sums of the
-// products of the rows with `from`.
+// Writes a tile's columns of the gradients of these slots' rows, and to shared memory the sums of the rows'
+// products with `from`.
 template <bool kVector>
 __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared& shared, u32 present,
                                         i64 column, int left, const RowChunk (&from)[kUnits]) {
@@ -154,12 +153,12 @@ __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared
         for (int u = 0; u < kUnits; u++) {
             RowChunk grad = from[u];
 #ifndef CUPY_FP8_HOST
-            // The chunk is widened anew for every row. Else the compiler keeps it as f32, in 32 registers.
+            // Widened anew for every row; otherwise the compiler keeps the chunk as f32, in 32 registers.
 #pragma unroll
             for (int w = 0; w < RowChunk::kWords; w++) asm volatile("" : "+r"(grad.word[w]));
 #endif
             sum[u] = chunks.dot(grad, other[u], u);
-            if (kVector && present) other[u] = chunks.load(y, u);    // The next row arrives meanwhile.
+            if (kVector && present) other[u] = chunks.load(y, u);    // prefetches the next row
             chunks.store(to, u, scaled(grad, prob));
         }
         const float of_warp = warp_tree_sums(sum);
@@ -173,7 +172,7 @@ __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared
     }
 }
 
-// A thread keeps its chunks of the gradient of a token here, tile by tile.
+// A thread's chunks of a token's gradient, tile by tile.
 struct TokenGrad {
     const UnpermuteBackwardParams& p;
     const IN::storage* const grad;           // the token's gradient
@@ -181,11 +180,11 @@ struct TokenGrad {
 
     __device__ __forceinline__ TokenGrad(const UnpermuteBackwardParams& p, i64 token)
         : p(p), grad(p.grad + token * p.columns) {}
-    // Returns the thread's first column of a tile.
+    // The thread's first column of a tile.
     static __device__ __forceinline__ i64 column_of(i64 tile) {
         return (tile * kTile + threadIdx.x) * kCount;
     }
-    // Returns how many columns there are from it on.
+    // Columns from it on.
     __device__ __forceinline__ int left_in(i64 tile) const {
         return left_of(p.columns - column_of(tile), kTile * kCount);
     }
@@ -203,7 +202,7 @@ struct TokenGrad {
     }
 };
 
-// Loads the rows and probs of `slots` slots of a token, beginning with `first`.
+// Loads the rows and probs of `slots` slots of a token, from `first` on.
 __device__ __forceinline__ void load_slots(const UnpermuteBackwardParams& p, Shared& shared, i64 token,
                                            u32 first, int slots) {
     if ((int)threadIdx.x >= slots) return;
@@ -227,7 +226,7 @@ __device__ __forceinline__ void store_dprobs(const UnpermuteBackwardParams& p, S
     }
 }
 
-// Writes zeros as the gradients of the probs of experts to which the token does not go.
+// Writes zeros as the gradients of the probs of experts that the token does not go to.
 __device__ __forceinline__ void clear_dprobs(const UnpermuteBackwardParams& p, const Shared& shared,
                                              i64 token) {
     for (u32 expert = threadIdx.x; expert < p.routes.columns; expert += kThreads)
@@ -235,11 +234,11 @@ __device__ __forceinline__ void clear_dprobs(const UnpermuteBackwardParams& p, c
             p.dprobs[token * p.routes.columns + expert] = 0.0f;
 }
 
-// Writes the gradients of a token's rows and probs. A whole block calls it.
+// Writes the gradients of a token's rows and probs. Call from all threads.
 __device__ __forceinline__ void do_token(const UnpermuteBackwardParams& p, Shared& shared, i64 token) {
     const i64 chunks = (p.columns + kCount - 1) / kCount, tiles = (chunks + kTile - 1) / kTile;
     TokenGrad grad(p, token);
-    grad.load(0);                            // It arrives while slots are loaded.
+    grad.load(0);                            // in flight while slots are loaded
     if (p.routes.columns)
         for (int w = threadIdx.x; w < kMostExperts / 32; w += kThreads) shared.routed[w] = 0;
     for (u32 first = 0; first < p.routes.topk; first += kSlots) {

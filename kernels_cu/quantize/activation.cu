@@ -2,9 +2,8 @@
 //
 //   y = act(x)        dx = grad * act'(x)
 //
-// include/fused/program.cuh has the pieces and the defines. ACT: the activation, a struct of include/source;
-// AnyKind on path any.
-// Bytes moved per element: sizeof(IN), of gradients twice that, and 1 per direction.
+// Parts and defines: include/fused/program.cuh. ACT: the activation, a struct of include/source; AnyKind on
+// path any. Bytes moved per element: sizeof(IN), twice that for gradients, and 1 per direction.
 #include "source/any_kind.cuh"
 using Activation = ACT;
 #include "source/unary.cuh"

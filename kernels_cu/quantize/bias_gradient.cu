@@ -1,5 +1,5 @@
-// sum_rows makes bias gradients (docs/numerics.md, section 1): it adds up the sums that cast_transpose has
-// found tile by tile, by the same tree.
+// sum_rows computes bias gradients (docs/numerics.md, section 1): it adds up, by the same tree, the sums per
+// tile from cast_transpose.
 //
 // sum_rows  src [batch, rows, columns] f32 -> dst [batch, ceil(rows / (8 ROWS)), columns], each the sum of up
 //           to 8 ROWS rows by the fixed tree (tree_sum.cuh); no rows give one row of +0. A block takes 32
@@ -14,11 +14,11 @@
 struct SumRowsParams {
     const float* src;
     float* dst;
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    const float* noop;           // one element: 1.0 = write nothing; or null
     i64 rows, columns;
 };
 
-// A block has 32 columns and kWarps * ROWS rows: a warp has ROWS rows of all columns.
+// A thread block has 32 columns and kWarps * ROWS rows: a warp has ROWS rows of all columns.
 constexpr int kColumns = 32, kWarps = 8;
 
 extern "C" __global__ void __launch_bounds__(kColumns * kWarps)

@@ -1,41 +1,40 @@
-// This kernel quantises in blocks of 128 along rows of memory with f32 scales (docs/numerics.md, section 3):
-// whole blocks, data in the order of x.
+// Quantisation in blocks of 128 along rows of memory with f32 scales (docs/numerics.md, section 3): whole
+// blocks, data in the order of x.
 //
 //   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
 //
-// A warp has eight blocks, one below the other or, where the scales of a row adjoin, one after the other, so
-// that their scales are 32 bytes together. 16-byte loads; registers alone. Bytes moved per element:
-// sizeof(IN) + 1 + 4 / 128.
-// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each.
+// A warp has eight blocks, one below the other or, where the scales of a row are adjacent, one after the
+// other, so that their scales are 32 contiguous bytes. 16-byte loads; registers only. Bytes moved per
+// element: sizeof(IN) + 1 + 4 / 128.
+// DIVIDE 1: elements are divided by scale_inv (profile vllm): three instructions per element.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; other profiles and scale layouts are run-time values.
 // Padding of scales is written 0.
 #include "scale/block_params.cuh"
 #include "scale/block_codes.cuh"
 #include "numerics/amax.cuh"
 
-// kLength elements share a scale, and a load has kChunk elements; ops/quantize/blocks.py has the same
-// numbers.
+// kLength elements per block, kChunk elements per load; the same numbers in ops/quantize/blocks.py.
 constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);
-// kLanes lanes share a block, so that one load of a warp covers kBlocksPerLoad blocks.
+// kLanes lanes share a block, so one load of a warp covers kBlocksPerLoad blocks.
 constexpr int kLanes = kLength / kChunk, kBlocksPerLoad = 32 / kLanes;
-// The eight scales of a warp are 32 bytes together.
+// the eight scales of a warp are 32 contiguous bytes
 constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kBlocksPerLoad;
-constexpr int kOwners = kLanes / kLoads;                             // These lanes find the same scale.
-// ops/quantize/blocks.py has these numbers and kWarpBlocks.
+constexpr int kOwners = kLanes / kLoads;                             // lanes that compute the same scale
+// kThreads, kWarps and kWarpBlocks: the same in ops/quantize/blocks.py
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 using Source = Chunk<IN, kChunk>;
 
-// A warp has these blocks.
+// A warp's blocks.
 struct WarpBlocks {
     u32 matrix;
-    i64 first, column;           // the first block's row among those of its column of blocks, and that column
-    i64 step;                    // elements from one block to the next
-    int count, stored;           // how many blocks exist, and how many scales are stored, with padding
+    i64 first, column;           // the first block's row within its column of blocks, and that column
+    i64 step;                    // elements between blocks
+    int count, stored;           // existing blocks, and stored scales, padding included
 
     // Returns false if this warp has no blocks.
     __device__ __forceinline__ bool find(const BlockParams& p) {
         const u32 across = (u32)(p.columns / kLength);
-        // Where the scales of a row adjoin, all blocks of a matrix count as one row of blocks.
+        // Where the scales of a row are adjacent, all blocks of a matrix count as one row of blocks.
         const bool adjoin = p.along_rows.row != 1;
         const auto warps_of = [](i64 n) { return (u32)((n + kWarpBlocks - 1) / kWarpBlocks); };
         const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.along_rows.rows) * across;
@@ -74,8 +73,8 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
         amax.add(chunk[i]);
         largest[i] = amax.largest;
     }
-    const int own = in_block / kOwners * kBlocksPerLoad + of_load;   // the block whose scale this lane finds
-    // With DIVIDE, div_rn() below may be a call anyway; otherwise the kernel has no call.
+    const int own = in_block / kOwners * kBlocksPerLoad + of_load;   // block whose scale this lane computes
+    // With DIVIDE, div_rn() below may be a call anyway; otherwise the kernel contains no call.
     halve_down<kLanes / 2, kLoads / 2>(largest, IN::max_magnitudes<false>);
     const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{largest[0]}.f32_bits());
     if (in_block % kOwners == 0 && own < blocks.stored)

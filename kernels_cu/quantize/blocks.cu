@@ -1,37 +1,36 @@
-// These kernels quantise in blocks of 32, 64 or 128 elements, or of 128 x 128, with f32 scales
-// (docs/numerics.md, section 3).
+// Quantisation in blocks of 32, 64 or 128 elements, or of 128 x 128, with f32 scales (docs/numerics.md,
+// section 3).
 //
 //   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
 //
-// Names speak of memory: x is [batch, rows, columns], columns fastest. Blocks lie along rows or along columns
+// Names refer to memory: x is [batch, rows, columns], columns fastest. Blocks lie along rows or along columns
 // of memory; the caller knows which of these are row-wise. Data are stored in the order of x, or transposed:
 // [batch, columns, rows].
 //
-// quantize_block_tile   A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh), a block of
-//                       threads WARP_TILES_DOWN x WARP_TILES_ACROSS of them. A row's scale is found inside a
-//                       warp, a column's and a square's through shared memory, by as many threads as there
-//                       are scales. No scale is computed twice.
-// group_quantize_block  The same of groups of rows, each a matrix of its own, or of a list of arrays. The
+// quantize_block_tile   A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh), a thread
+//                       block WARP_TILES_DOWN x WARP_TILES_ACROSS of them. A row's scale is found inside a
+//                       warp, a column's and a square's through shared memory, by one thread per scale. No
+//                       scale is computed twice.
+// group_quantize_block  The same for groups of rows, each a matrix of its own, or for a list of arrays. The
 //                       sizes of groups are on the device. No tile has rows of two groups. Data stay where
 //                       their rows are in x; each group's transposed data are [columns, m], and its scales
 //                       follow those of the group before. What follows the last group is written 0. The first
-//                       block of threads writes offsets where none are given. With `align`, rows of zeros
-//                       follow a group and are quantised like the others, and the first block of threads
-//                       writes the aligned sizes too.
+//                       thread block writes offsets where none are given. With `align`, groups are padded
+//                       with rows of zeros, which are quantised like the others, and the first thread block
+//                       also writes the aligned sizes.
 //
 // Defines, each for programs whose speed it decides:
 //   ALIGNED     1: all rows allow the wide accesses of a warp tile, no element is divided, and the defines
-//               below hold. 0: one program for any array; the struct's `stored`, `square`, `vector` and
-//               `divide` (profile vllm, three instructions for each element) tell.
+//               below hold. 0: one program for any array, controlled by the struct's `stored`, `square`,
+//               `vector` and `divide` (profile vllm, three instructions per element).
 //   ALONG_ROWS, ALONG_COLUMNS
 //               how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order
 //               of x, 2 transposed. For squares ALONG_ROWS 1 means data in the order of x, ALONG_COLUMNS 2
 //               transposed data.
 //   SQUARE      1: blocks are 128 x 128.
 //   TILES_PER_BLOCK
-//               how many tiles of a group a block of threads takes, one below the other: more than one where
-//               ALONG_COLUMNS is 2, so that few sectors of transposed data are written in parts
-//               (tile/column_segment.cuh).
+//               tiles of a group per thread block, one below the other: more than one where ALONG_COLUMNS is
+//               2, so that few sectors of transposed data are written in parts (tile/column_segment.cuh).
 //   DOWN_FIRST  the order of tiles (tile/tile.cuh).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; profiles, lengths of blocks and scale layouts are run-time
 // values. Bytes moved per element: sizeof(IN), and 1 + 4 / block per direction. Padding of scales is written
@@ -43,8 +42,8 @@
 constexpr bool kAlongRows = !ALIGNED || (ALONG_ROWS && !SQUARE);
 constexpr bool kAlongColumns = !ALIGNED || ALONG_COLUMNS || SQUARE;
 static_assert(!kAlongColumns || WARP_TILES_DOWN % 4 == 0, "a block of 128 rows is four warp tiles");
-// On an H200 a multiprocessor keeps 512 threads with 16-bit inputs in flight, 256 with f32. On sm_120, and
-// for groups with CUDA 12, the compiler spills at the registers of 512 threads.
+// On an H200 an SM keeps 512 threads with 16-bit inputs in flight, 256 with f32. On sm_120, and for groups
+// with CUDA 12, the compiler spills at the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && \
     (__CUDA_ARCH__ >= 1200 || defined(ENTRY_group_quantize_block) && __CUDACC_VER_MAJOR__ < 13)
 constexpr int kMostThreadsInFlight = 256;
@@ -68,10 +67,10 @@ __device__ __forceinline__ float operand(const BlockParams& p, const BlockScale&
     return divides(p) ? s.scale_inv : s.factor;
 }
 
-// Finds the scales of the warp tile's rows; one warp does all of it. reduced receives the operands for
-// write_quad, one subblock of columns after the other, and inverses the values of scale_inv, from which
-// store_row_scales() stores those of several warp tiles at a time. Scales of neighbouring rows that adjoin
-// are stored here, 32 together. Returns whether all divisors of this lane's row have quick quotients.
+// Computes the scales of the warp tile's rows, by one warp. reduced: receives the operands for write_quad,
+// one subblock of columns after the other; inverses: receives scale_inv, from which store_row_scales() stores
+// those of several warp tiles at a time. Adjacent scales of neighbouring rows are stored here, 32 together.
+// Returns true if all divisors of this lane's row have quick quotients.
 __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                 const TilePosition& at, float* reduced, float* inverses) {
     const int lane = threadIdx.x % 32;
@@ -85,7 +84,7 @@ __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, c
     const i64 first = (at.column + Tile::column()) / kWarpTileColumns * blocks;
     bool quick = true;
 #pragma unroll 1
-    for (int b = 0; b < blocks; b++) {                               // Each lane has a row.
+    for (int b = 0; b < blocks; b++) {                               // one row per lane
         u32 bits = 0;
         for (int subblock = b * subblocks; subblock < (b + 1) * subblocks; subblock++)
             bits = larger(bits, as_bits(reduced[subblock * kSubblockStride + lane]));
@@ -94,7 +93,7 @@ __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, c
         inverses[b * kSubblockStride + lane] = stored;
         if (p.along_rows.to && p.along_rows.row == 1 && p.along_rows.has(row, first + b))
             *p.along_rows.at(at.matrix, row, first + b) = stored;
-        // Copies the factor to every subblock of the block, so that readers index by subblock. Only this lane
+        // One copy of the factor per subblock of the block, so that readers index by subblock. Only this lane
         // owns the row, so there is no race.
         for (int subblock = b * subblocks; subblock < (b + 1) * subblocks; subblock++)
             reduced[subblock * kSubblockStride + lane] = s.factor;
@@ -104,7 +103,7 @@ __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, c
     return quick;
 }
 
-// Stores scales of neighbouring blocks of a row that adjoin: for every row those of the whole tile's width.
+// Stores adjacent scales of neighbouring blocks of a row: for every row those of the whole tile's width.
 __device__ __forceinline__ void store_row_scales(const BlockParams& p, const TilePosition& at,
                                                  const float* inverses) {
     const int blocks = kSubblocks / (int)p.subblocks_per_block, across = blocks * WARP_TILES_ACROSS;
@@ -118,8 +117,7 @@ __device__ __forceinline__ void store_row_scales(const BlockParams& p, const Til
     }
 }
 
-// Finds the operands of this lane's columns. amaxes: shared memory, a word for every column of every warp
-// tile.
+// Computes the operands of this lane's columns. amaxes: shared memory, a word per column of every warp tile.
 __device__ __forceinline__ void find_column_scales(const WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                    const TilePosition& at, u32* amaxes,
                                                    float (&columns)[kLaneColumns]) {
@@ -149,7 +147,7 @@ __device__ __forceinline__ void find_column_scales(const WarpTileAmax<IN, false>
 }
 
 // Stores the scale of block (r, c) of a matrix. The last block of a row or column also stores the zeros of
-// the padding that follows it.
+// the padding after it.
 __device__ __forceinline__ void store_square_scale(const ScaleGrid& to, const BlockParams& p, i64 m, i64 r,
                                                    i64 c, float scale_inv) {
     const i64 rows = (p.rows + 127) / 128, columns = (p.columns + 127) / 128;
@@ -161,8 +159,8 @@ __device__ __forceinline__ void store_square_scale(const ScaleGrid& to, const Bl
         for (i64 i = columns; i < to.columns; i++) *to.at(m, r, i) = 0.0f;
 }
 
-// Returns the operand of this warp's square, which is four warp tiles one below the other. amaxes: shared
-// memory, a word for every warp.
+// Returns the operand of this warp's square: four warp tiles one below the other. amaxes: shared memory, a
+// word per warp.
 __device__ __forceinline__ float find_square_scale(const WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                    const TilePosition& at, u32* amaxes) {
     u32 bits[kLaneColumns], largest = 0;
@@ -184,8 +182,8 @@ __device__ __forceinline__ float find_square_scale(const WarpTileAmax<IN, false>
     return operand(p, s);
 }
 
-// Says how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
-// transposed. square: `along_rows` stands for data in the order of x, `along_columns` for transposed data.
+// Storage of the data of blocks along rows and along columns: 0 none, 1 in the order of x, 2 transposed.
+// square: `along_rows` stands for data in the order of x, `along_columns` for transposed data.
 struct Stored {
     int along_rows, along_columns;
     bool square;
@@ -197,11 +195,11 @@ struct Stored {
     __device__ __forceinline__ bool rows_transposed() const { return !square && along_rows == 2; }
 };
 
-// A tile has these pieces of shared memory.
+// Shared memory of a tile.
 struct TileMemory {
     Tile of_rows, of_columns;    // transposed data of blocks along rows, and along columns
-    float *reduced, *inverses;   // words of every row of every warp tile (find_row_scales)
-    u32* amaxes;                 // words of every column of every warp tile
+    float *reduced, *inverses;   // a word per row of every warp tile (find_row_scales)
+    u32* amaxes;                 // a word per column of every warp tile
     u8* column_ends;             // ends of transposed columns (ColumnSegment)
 
     __device__ __forceinline__ TileMemory(u8* shared, const Stored& stored)
@@ -215,15 +213,15 @@ struct TileMemory {
     }
 };
 
-// A warp tile has these operands. quick: all divisors of this lane have quick quotients.
+// Operands of a warp tile. quick: all divisors of this lane have quick quotients.
 struct Operands {
     RowOperands rows;
     ColumnOperands columns;
     bool quick;
 };
 
-// Finds the scales of a tile, stores those that are not stored together at the end, and returns the operands.
-// All threads of the block call it.
+// Computes the scales of a tile, stores those that are not stored together at the end, and returns the
+// operands. Call from all threads.
 __device__ __forceinline__ Operands find_operands(const BlockParams& p, const TilePosition& at,
                                                   const WarpTile<IN>& warp_tile, int columns_left,
                                                   const Stored& stored, const TileMemory& memory) {
@@ -258,7 +256,7 @@ __device__ __forceinline__ Operands find_operands(const BlockParams& p, const Ti
     return {rows, columns, quick};
 }
 
-// Writes a warp tile by multiplications, or by divisions that have quick quotients.
+// Writes a warp tile by multiplications, or by divisions with quick quotients.
 template <How kHow>
 __device__ __forceinline__ void write_warp_tile(const BlockWriter& writer, const Destinations& to) {
     constexpr bool kWide = ALIGNED != 0;
@@ -274,14 +272,14 @@ __device__ __forceinline__ void write_warp_tile(const BlockWriter& writer, const
     }
 }
 
-// Says where a tile is among the tiles of a block, one below the other.
+// Position of a tile among the tiles of a thread block, one below the other.
 struct PositionInSegment {
     int rows_before;
     bool last;
 };
 
-// Stores what all warps of a block have left in shared memory: scales that adjoin, and transposed data.
-// kVectorStores: see quantize_tile.
+// Stores what all warps have left in shared memory: adjacent scales, and transposed data. kVectorStores: see
+// quantize_tile.
 template <bool kVectorStores>
 __device__ __forceinline__ void store_tile(const BlockParams& p, const TilePosition& at, const Stored& stored,
                                            const TileMemory& memory, const PositionInSegment& in_segment) {
@@ -308,8 +306,8 @@ __device__ __forceinline__ void store_tile(const BlockParams& p, const TilePosit
 }
 
 // Quantises one tile of a matrix. x has all its rows or, with kPads, the first `given`; the other rows are
-// zeros. With kVectorStores transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
-// `vector` tells whether they do.
+// zeros. kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
+// `vector` decides.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given,
                                               u8* shared, const PositionInSegment& in_segment) {
@@ -331,7 +329,7 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     const BlockWriter writer{p, warp_tile, position, operands.rows, operands.columns};
     u8 *const rows_data = as_global(p.rows_data), *const columns_data = as_global(p.columns_data);
     const bool wide_rows = p.vector & 2, wide_columns = p.vector & 4;
-    // A square has operands of columns, and both destinations are theirs.
+    // A square has operands of columns, for both destinations.
     const Destinations to = stored.square ?
         Destinations{Destination::of(0, rows_data, wide_rows, memory.of_rows),
                      {stored.along_rows == 1, stored.along_columns == 2, rows_data, wide_rows,
@@ -359,7 +357,7 @@ struct GroupBlockParams {
     BlockParams all;             // rows: unused
     RowGroups groups;
     GroupScales along_rows, along_columns;
-    ArrayList<BlockParams> list;     // in place of groups: `all` has noop alone
+    ArrayList<BlockParams> list;     // instead of groups: only noop of `all` is used
 };
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
@@ -372,7 +370,7 @@ group_quantize_block(const __grid_constant__ GroupBlockParams p) {
     };
     const auto quantize = [&](const TilePosition& first, const i64& given, int tiles) {
 #pragma unroll 1
-        // All threads have read this tile's shared memory before the next tile overwrites it.
+        // all threads have read this tile's shared memory before the next tile overwrites it
         for (int tile = 0;; __syncthreads()) {
             const TilePosition at{0, first.row + tile * Tile::kRows, first.column};
             const PositionInSegment in_segment{tile * Tile::kRows, tile + 1 == tiles};

@@ -1,14 +1,14 @@
-// This kernel finds the scales of current scaling for groups of consecutive rows; sizes are on the device
-// (docs/numerics.md, sections 1 and 7).
+// Scales of current scaling for groups of consecutive rows, whose sizes are on the device (docs/numerics.md,
+// sections 1 and 7).
 //
 //   m = max |x| of the group      scale = as compute_scale finds it from m      amax = max(amax, m)
 //
-// group_amax_scale  x [rows, columns] -> scale [groups], and amax raised where it is given (null: not),
-//                   before group_cast_transpose. Every group is cut into segments of kSegmentRows rows, and a
-//                   segment into shares of 64 KB; a block takes one. Its first warp finds the segment by a
-//                   scan over the sizes, or group_find_segments has found it. The block that finishes last
-//                   writes every scale, those of empty groups too, and leaves the workspace as it found it
-//                   (zeros), so that a captured graph replays.
+// group_amax_scale  x [rows, columns] -> scale [groups], and amax raised (unless null), before
+//                   group_cast_transpose. Every group is cut into segments of kSegmentRows rows, and a
+//                   segment into shares of 64 KB, one per thread block. Its first warp finds the segment by a
+//                   scan over the sizes, unless group_find_segments has found it. The last thread block to
+//                   finish writes every scale, those of empty groups too, and leaves zeros in the workspace,
+//                   so that a captured graph replays.
 // IN in {bf16, f16, f32}. Bytes moved per element: sizeof(IN).
 #include "groups/row_groups.cuh"
 #include "numerics/amax.cuh"
@@ -19,13 +19,13 @@ struct GroupAmaxParams {
     u32* workspace;              // blocks done, then the amax of each group; zero before and after a launch
     float* scale;                // [groups]
     float* amax;                 // [groups], raised, or null
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    RowGroups groups;            // across: blocks that share a segment
+    const float* noop;           // one element: 1.0 = write nothing; or null
+    RowGroups groups;            // across: thread blocks that share a segment
     TensorScaleRule rule;
 };
 
 constexpr int kThreads = 256;
-constexpr int kSegmentRows = 64;        // ops/quantize/grouped_tensor.py has the size of a share too.
+constexpr int kSegmentRows = 64;        // the size of a share is in ops/quantize/grouped_tensor.py too
 constexpr u32 kSegmentRowsLog2 = log2_of(kSegmentRows);
 constexpr int kShareElements = (64 << 10) / sizeof(IN::storage);
 

@@ -1,24 +1,24 @@
-// These kernels quantise groups of rows with an f32 scale for every row, or for every column of each group;
-// sizes are on the device (docs/numerics.md, sections 3 and 7).
+// Quantisation of groups of rows with an f32 scale per row, or per column of each group; sizes are on the
+// device (docs/numerics.md, sections 3 and 7).
 //
 //   factor, scale_inv = of max |x| over the row or column (include/scale/block_scale.cuh)
 //   data = narrow(fl(x * factor)), or fl(x / scale_inv)
 //
-// group_quantize_rows: x [rows, columns] -> data as x is, scale_inv for every row: x is read once. A block of
-//     threads takes a segment of 32 rows of a group or, of rows of more than kColumns elements, its share of
-//     them. `team` threads have a row, as few as hold it in registers, while the next row is being loaded;
-//     what does not fit is read again, from the L1 or L2.
-// group_quantize_whole_vectors: every other choice: data as x is or transposed ([columns, m] for each group),
-//     scales for rows, columns or both. Two launches: `phase` 0 raises the maxima of rows and columns in a
-//     workspace, phase 1 quantises all from one read. A block takes 8 warp tiles, 256 x 128 elements
-//     (include/tile/warp_tile.cuh). Columns: scale_inv [groups, columns, padded], also for a group without
-//     rows; the blocks of phase 1 share that work. The workspace is zero before phase 0: group_find_segments,
-//     which finds the segments of both, clears it.
-// What follows the last group is written 0; offsets and aligned sizes as row_groups.cuh says. Elements are
-// divided by scale_inv where the struct's `divide` says so. Any shape and address; rows of chunks of 16 bytes
-// of x are read in chunks.
+// group_quantize_rows: x [rows, columns] -> data in the order of x, scale_inv per row; x is read once.
+//     A thread block takes a segment of 32 rows of a group or, of rows of more than kColumns elements, its
+//     share of them. `team` threads have a row, as few as hold it in registers while the next row is being
+//     loaded; what does not fit is read again, from the L1 or L2.
+// group_quantize_whole_vectors: every other choice: data in the order of x or transposed (per group
+//     [columns, m]), scales of rows, columns or both. Two launches: `phase` 0 raises the maxima of rows and
+//     columns in a workspace, phase 1 quantises all from one read. A thread block takes 8 warp tiles, 256 x
+//     128 elements (include/tile/warp_tile.cuh). Columns: scale_inv [groups, columns, padded], also for a
+//     group without rows; the thread blocks of phase 1 share that work. The workspace is zero before phase 0:
+//     group_find_segments, which finds the segments of both, clears it.
+// What follows the last group is written 0; offsets and aligned sizes as in row_groups.cuh. Elements are
+// divided by scale_inv if the struct's `divide` is set. Any shape and address; rows of x that are whole
+// chunks of 16 bytes are read in chunks.
 // IN, OUT                     {bf16, f16, f32}, {e4m3fn, e5m2}: formats of x and data.
-// WARP_TILES_DOWN, WARP_TILES_ACROSS  the warp tiles of a block of the second kernel: always 8, 1.
+// WARP_TILES_DOWN, WARP_TILES_ACROSS  warp tiles per thread block of the second kernel: always 8, 1.
 // Profiles and scale layouts are run-time values. Bytes moved per element: rows alone sizeof(IN) + 1;
 // otherwise 2 * sizeof(IN) + 1 for each direction.
 #include "groups/quantize_group.cuh"
@@ -26,17 +26,17 @@
 
 struct GroupVectorsParams {
     BlockParams all;             // rows, subblocks_per_block, square: unused
-    RowGroups groups;            // rows alone: `across` blocks share a segment
+    RowGroups groups;            // rows alone: `across` thread blocks share a segment
     GroupScales along_rows, along_columns;      // along_columns: unused, and all 0
-    u32* row_amaxes;             // [result rows]: the largest magnitudes, as f32 bits; or null
+    u32* row_amaxes;             // [result rows] amaxes as f32 bits; or null
     u32* column_amaxes;          // [groups, columns], or null
     u32 phase;                   // of group_quantize_whole_vectors
-    u32 team;                    // of group_quantize_rows: threads that have a row, 32 to 256
+    u32 team;                    // of group_quantize_rows: threads per row, 32 to 256
 };
 
 #ifdef ENTRY_group_quantize_whole_vectors
-// A multiprocessor has 512 threads of 16-bit warp tiles, 256 of f32, as in blocks.cu; and 256 where the
-// compiler spills at the registers of 512.
+// 512 threads per SM with 16-bit warp tiles, 256 with f32, as in blocks.cu; also 256 where the compiler
+// spills at the registers of 512.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || __CUDACC_VER_MAJOR__ < 13)
 constexpr int kBlocks = 1;
 #else
@@ -49,8 +49,8 @@ __device__ __forceinline__ void raise_amax_bits(u32* amax, u32 bits) {
     if (load_relaxed(amax) < bits) atomicMax(amax, bits);
 }
 
-// Raises the maxima of a warp tile's rows and columns. first_row, first_column: where those of the group's
-// first row and column are.
+// Raises the maxima of a warp tile's rows and columns. first_row, first_column: indices of the group's first
+// row and column in the workspace.
 __device__ __forceinline__ void raise_amaxes(const GroupVectorsParams& p, const WarpTile<IN>& warp_tile,
                                              const TilePosition& at, i64 first_row, i64 first_column,
                                              u32* words) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void raise_amaxes(const GroupVectorsParams& p, const 
     if (p.row_amaxes) {
         amax.template find<true, false>(warp_tile);
         u32 largest[1];
-        amax.template reduce_rows<32>(largest);  // The amax of this lane's row, 0 if there is none.
+        amax.template reduce_rows<32>(largest);  // amax of this lane's row, 0 if there is none
         const i64 row = at.row + Tile::row() + threadIdx.x % 32;
         if (largest[0]) raise_amax_bits(as_global(p.row_amaxes) + first_row + row, largest[0]);
     }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void raise_amaxes(const GroupVectorsParams& p, const 
         raise_amax_bits(as_global(p.column_amaxes) + first_column + at.column + threadIdx.x, largest);
 }
 
-// Stores the scales of the columns of all groups. All blocks call it.
+// Stores the scales of the columns of all groups. Call from all thread blocks.
 __device__ __forceinline__ void store_column_scales(const GroupVectorsParams& p) {
     const ScaleGrid& to = p.all.along_columns;
     if (!to.to) return;
@@ -90,14 +90,14 @@ __device__ __forceinline__ void store_column_scales(const GroupVectorsParams& p)
     }
 }
 
-// Shared memory has the factors and the divisors of a tile's rows, then those of its columns.
+// Shared memory: factors and divisors of a tile's rows, then those of its columns.
 struct TileFactors {
     float *of_rows, *of_columns;
 
     explicit __device__ __forceinline__ TileFactors(u8* shared)
         : of_rows(reinterpret_cast<float*>(shared)), of_columns(of_rows + 2 * Tile::kRows) {}
 
-    // Finds them from the maxima, and stores the scales of rows. A whole block calls it, before a barrier.
+    // Computes them from the maxima, and stores the scales of rows. Call from all threads, before a barrier.
     __device__ __forceinline__ void find(const GroupVectorsParams& p, const BlockParams& group,
                                          const TilePosition& at, i64 first_row, i64 first_column) const {
         if (p.row_amaxes && threadIdx.x < Tile::kRows) {
@@ -118,7 +118,7 @@ struct TileFactors {
     }
 };
 
-// Writes the data of a warp tile from the factors of its tile. Returns whether a part of them is in `tile`.
+// Writes the data of a warp tile from the factors of its tile. Returns true if part of them are in `tile`.
 __device__ __forceinline__ bool write_warp_tile(const BlockParams& group, const WarpTile<IN>& warp_tile,
                                                 const WarpTilePosition& position, int given_left,
                                                 const TileFactors& factors, const Tile& tile) {
@@ -197,28 +197,28 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
 #endif
 
 #ifdef ENTRY_group_quantize_rows
-// A block takes such a share of a segment, which find_group_tile() treats as a tile.
-// ops/quantize/grouped_blocks.py has the same numbers.
+// A thread block's share of a segment, which find_group_tile() treats as a tile. The same numbers in
+// ops/quantize/grouped_blocks.py.
 struct SegmentOfRows {
     static constexpr int kRows = 32, kColumns = 8192, kThreads = 256;
 };
-// A chunk has kChunk elements, and a thread holds kChunksInRegisters chunks of a row.
+// kChunk elements per chunk; kChunksInRegisters chunks of a row per thread.
 constexpr int kChunk = 16 / sizeof(IN::storage), kChunksInRegisters = 4;
 using Source = Chunk<IN, kChunk>;
-// A multiprocessor has 768 threads; 512 where the compiler spills at the registers of 768.
+// 768 threads per SM; 512 where the compiler spills at the registers of 768.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kBlocks = 2;
 #else
 constexpr int kBlocks = 3;
 #endif
 
-// Loads a chunk of x; zeros where it has no elements. vector: it is whole and aligned.
+// Loads a chunk of x; zeros where it has no elements. vector: the chunk is whole and aligned.
 __device__ __forceinline__ Source load_chunk(const IN::storage* x, int left, bool vector) {
     if (vector) return left ? Source::load(x) : Source{};
     return Source::load_partial(x, left);
 }
 
-// Writes the codes of a chunk of a row, `left` of them; wide: as one store.
+// Writes the `left` codes of a chunk of a row; wide: by one store.
 template <How kHow>
 __device__ __forceinline__ void write_chunk(const Source& in, float operand, u8* to, int left, bool wide) {
     const auto out = converted<OUT>(in, [&](float v, int) {
@@ -228,7 +228,7 @@ __device__ __forceinline__ void write_chunk(const Source& in, float operand, u8*
     else if (left) out.store(to);
 }
 
-// A thread holds these chunks of a row, `stride` elements apart. left: how many elements of the row exist.
+// Chunks of a row that a thread holds, `stride` elements apart. left: existing elements of the row.
 struct HeldChunks {
     Source chunk[kChunksInRegisters];
 
@@ -245,8 +245,8 @@ struct HeldChunks {
     }
 };
 
-// These chunks of a row are read when needed. They are `stride` elements apart, of `left` elements from the
-// first one on, of which x has `given`: all or none.
+// Chunks of a row that are read when needed, `stride` elements apart, of `left` elements from the first one
+// on; x has `given` of these: all or none.
 struct ReadChunks {
     const IN::storage* x;
     u8* to;
@@ -254,7 +254,7 @@ struct ReadChunks {
     int stride;
     bool vector, wide;
 
-    // Returns the chunks that follow `count` elements.
+    // Returns the chunks after `count` elements.
     __device__ __forceinline__ ReadChunks after(i64 count) const {
         return {x + count, to + count, given - count, left - count, stride, vector, wide};
     }
@@ -272,8 +272,8 @@ struct ReadChunks {
     }
 };
 
-// Returns the amax of the row that this thread's team has. of_warps: words for the warps of a block, all of
-// which call it.
+// Returns the amax of this thread's team's row. of_warps: words for the warps of a thread block, all of which
+// call it.
 __device__ __forceinline__ u32 row_amax(const Amax<IN>& amax, u32* of_warps, int first_warp, int warps) {
     const u32 of_warp = __reduce_max_sync(~0u, amax.f32_bits());
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
@@ -283,16 +283,16 @@ __device__ __forceinline__ u32 row_amax(const Amax<IN>& amax, u32* of_warps, int
     return largest;
 }
 
-// Stores the scale of row r of a group, or padding if the row does not exist.
+// Stores the scale of row r of a group, or padding for an absent row.
 __device__ __forceinline__ void store_scale(const BlockParams& group, i64 r, bool exists,
                                             const BlockScale& s) {
     if (group.along_rows.has(r, 0)) *group.along_rows.at(0, r, 0) = exists ? s.scale_inv : 0.0f;
 }
 
-// Writes a row: all of its chunks that this thread has, or those that it holds and the rest.
+// Writes a row: this thread's chunks, or those that it holds and the rest.
 __device__ __forceinline__ void write_row(bool divide, const BlockScale& s, const HeldChunks& held, int left,
                                           const ReadChunks& all, const ReadChunks& rest) {
-    if (divide) {                                // This is rare, so it reads the row again.
+    if (divide) {                                // rare, so it reads the row again
         all.write<kDivide>(s.scale_inv);
         return;
     }
@@ -305,7 +305,7 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
     __shared__ BlockParams group;                                    // its matrix
     __shared__ TilePosition at;
     __shared__ RowSegment found;
-    __shared__ u32 amaxes[2][SegmentOfRows::kThreads / 32];          // of warps, in rows that take turns
+    __shared__ u32 amaxes[2][SegmentOfRows::kThreads / 32];          // of warps; alternating between rows
     if (is_set(p.all.noop)) return;
     const auto move_scales = [&](const RowSegment& segment) {
         move_to_group(group.along_rows, p.along_rows, segment.units_before[0], segment.rows);
@@ -321,9 +321,9 @@ group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
     const bool vector = p.all.vector & 1, wide = p.all.vector & 2;
     const int given = left_of(found.rows_in_x - at.row, SegmentOfRows::kRows);
     const int rows = left_of(group.rows - at.row, SegmentOfRows::kRows);
-    // How many scales of rows are stored, padding included.
+    // stored scales of rows, padding included
     const int stored = left_of(group.along_rows.rows - at.row, SegmentOfRows::kRows);
-    // Rows of the segment: the blocks that share it, and their teams, take turns.
+    // The segment's rows are taken in turns by the thread blocks that share it, and their teams.
     const int first = (int)(at.column / SegmentOfRows::kColumns), step = teams * across;
     const IN::storage* const x = group.x + at.row * columns + begin;
     u8* const to = as_global(group.rows_data) + at.row * columns + begin;

@@ -1,31 +1,29 @@
-// These kernels do per-tensor scaling of groups of consecutive rows, each with its own scale; sizes are on
-// the device (docs/numerics.md, sections 1 and 7).
+// Per-tensor scaling of groups of consecutive rows, each with its own scale; sizes are on the device
+// (docs/numerics.md, sections 1 and 7).
 //
 //   data = narrow(fl(x * scale[g]))    data_t = each group's data transposed    scale_inv = fl(1 / scale)
 //   amax = max(amax, max |x|)
 //
 // group_cast_transpose  x [rows, columns] -> data [rows, columns], and data_t flat: each group's [columns,
 //                       m], where its data are. Every group is cut into tiles of TILE_ROWS x TILE_COLUMNS
-//                       elements, and a block of threads casts one, as cast_transpose does
-//                       (include/tile/cast_tile.cuh). Its first warp finds which by a scan over the sizes, or
-//                       group_find_segments has found it. What follows the last group is written as 0, by
-//                       tiles of its own. Block 0 also writes scale_inv of every group, and the offsets where
-//                       none are given. Either output may be absent (null). With `align` every group is
-//                       followed there by rows of zeros, cast as the others are, and block 0 writes the
-//                       aligned sizes too.
-// group_cast_current    the same with the scale that each group's own amax calls for, found from the same
-//                       read (include/tile/single_read.cuh) where groups fit into the multiprocessors; tiles
-//                       of 128 x 128 elements, whose segments have been found. For x and data all of whose
-//                       rows allow chunked access.
+//                       elements, one per thread block, as in cast_transpose (include/tile/cast_tile.cuh).
+//                       Its first warp finds the tile by a scan over the sizes, unless group_find_segments
+//                       has found it. What follows the last group is written as 0, by tiles of its own. Block
+//                       0 also writes scale_inv of every group, and the offsets where none are given. Either
+//                       output may be absent (null). With `align` every group is padded there with rows of
+//                       zeros, cast like the others, and block 0 writes the aligned sizes too.
+// group_cast_current    the same with the scale from each group's own amax, found from the same read
+//                       (include/tile/single_read.cuh) where groups fit into the SMs; tiles of 128 x 128
+//                       elements, whose segments have been found. For x and data all of whose rows allow
+//                       chunked access.
 // IN, OUT                  {bf16, f16, f32}, {e4m3fn, e5m2}: formats of x and data. group_cast_current:
 //                          16-bit x alone.
-// TILE_ROWS, TILE_COLUMNS  a block has a thread for each 8 x 8 elements of a tile, and shared memory for its
-//                          codes.
-// LARGE                    1: every row of x and data allows chunked access, the segments have been found,
-//                          and no code is made for anything else, which leaves registers for large tiles.
-//                          Blocks take further tiles after their first one, since there are fewer blocks than
-//                          groups of any sizes may need tiles.
-// DBIAS                    0: cast_tile.cuh has sums of columns for other kernels.
+// TILE_ROWS, TILE_COLUMNS  one thread per 8 x 8 elements of a tile, and shared memory for its codes.
+// LARGE                    1: every row of x and data allows chunked access, and the segments have been
+//                          found; no code for anything else, which leaves registers for large tiles. Thread
+//                          blocks take further tiles after their first one, since the grid is smaller than
+//                          the number of tiles that groups of any sizes may need.
+// DBIAS                    0: the column sums of cast_tile.cuh are for other kernels.
 // Bytes moved per element: sizeof(IN) + outputs.
 #ifdef ENTRY_group_cast_current
 #include "tile/single_read.cuh"
@@ -42,28 +40,28 @@ struct GroupCastParams {
     const float* scale;          // [groups]
     float* scale_inv;            // [groups]
     float* amax;                 // [groups], raised, or null
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    const float* noop;           // one element: 1.0 = write nothing; or null
     RowGroups groups;
     u32 aligned;                 // every row of x and data allows chunked access
-    u32 reverse;                 // 1: blocks begin with the last rows, which the L2 holds after the amax
-    u32 tiles;                   // of groups of any sizes; blocks are fewer where segments have been found
+    u32 reverse;                 // 1: start with the last rows, which the L2 holds after the amax
+    u32 tiles;                   // for groups of any sizes; grids are smaller if segments are known
 };
 
-// Describes a group, and a block's tile of it.
+// A group, and a thread block's tile of it.
 struct GroupTensor {
     const IN::storage* x;
     u8 *data, *data_t;           // or null
     float* amax;
-    i64 given, rows, columns;    // rows of the group: in x, written
+    i64 given, rows, columns;    // the group's rows in x, rows written
     RowSegment found;
     TilePosition at;
     u32 aligned, vector;
-    u32 in_x;                    // 1: x has all rows of the tile that are written
-    u32 next;                    // the block's next tile, as blocks are counted
+    u32 in_x;                    // 1: x has all written rows of the tile
+    u32 next;                    // the thread block's next tile, numbered like thread blocks
 };
 
-// cast_tile() sees a group like this. For whole tiles x and columns are in registers, so that loads do not
-// wait for them; the other paths have no registers left.
+// View of a group for cast_tile(). For whole tiles x and columns are in registers, so that loads do not wait
+// for them; the other paths have no registers left.
 template <class X, class Columns>
 struct GroupView {
     X x;
@@ -84,15 +82,15 @@ constexpr bool kPads<GroupView<X, Columns>> = true;
 
 constexpr u32 kTileRowsLog2 = log2_of(TILE_ROWS);
 
-// A multiprocessor has 1024 threads on an H200, as in tensor.cu: everything fits into the 64 registers that
-// each thread then has.
+// 1024 threads per SM on an H200, as in tensor.cu: everything fits into the 64 registers that each thread
+// then has.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kBlocks = (kLoads == 2 || !LARGE ? 512 : 1024) / Tile::kThreads;
 #else
 constexpr int kBlocks = 1;
 #endif
 
-// Writes zeros in the tile of rows that no group has: the same bytes of both outputs, whose layouts mean
+// Writes zeros to the tile of rows that no group has: the same bytes of both outputs, whose layouts mean
 // nothing there.
 __device__ __forceinline__ void clear_tile(const GroupTensor& t) {
     const int width = left_of(t.columns - t.at.column, TILE_COLUMNS);
@@ -100,8 +98,8 @@ __device__ __forceinline__ void clear_tile(const GroupTensor& t) {
     if (t.data_t) clear_rows<Tile::kThreads>(as_global(t.data_t) + t.at.column, t.rows, width, t.columns);
 }
 
-// Describes a tile, counted as blocks are. One warp calls it. ahead: the segment of the
-// block's next tile, which is copied while the block casts this one.
+// Describes a tile, numbered like thread blocks. Call from one warp. ahead: the segment of the thread block's
+// next tile, copied while the block casts this one.
 __device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, RowSegment& ahead,
                                           GroupTensor& tensor) {
     const u32 tile = p.reverse ? p.tiles - 1 - own : own, segment = tile / p.groups.across;
@@ -141,7 +139,7 @@ __device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, Row
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 group_cast_transpose(const __grid_constant__ GroupCastParams p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ GroupTensor tensor;  // In shared memory, since the tile needs all registers.
+    __shared__ GroupTensor tensor;  // in shared memory, since the tile needs all registers
     __shared__ __align__(16) RowSegment ahead;
     if (is_set(p.noop)) return;
 #pragma unroll 1
@@ -149,7 +147,7 @@ group_cast_transpose(const __grid_constant__ GroupCastParams p) {
         if (threadIdx.x < 32) find_tile(p, own, ahead, tensor);
         __syncthreads();
         if (tensor.rows > 0 && tensor.columns > 0) {
-            // This load is in flight together with those of x.
+            // in flight together with the loads of x
             const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);
             const TilePosition at = {0, tensor.at.row, tensor.at.column};
             const GroupView<const IN::storage*, i64> whole(tensor.x, tensor.columns, tensor);
@@ -180,22 +178,22 @@ struct GroupCurrentParams {
     u8* data_t;                  // or null
     float* scale_inv;            // [groups]
     float* amax;                 // [groups], raised, or null
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    u64* amax_of_launch;         // [groups] of those that have a tile: the launch, then the amax; first zero
+    const float* noop;           // one element: 1.0 = write nothing; or null
+    u64* amax_of_launch;         // [groups] with a tile: the launch, then the amax; initially zero
     RowGroups groups;
     SingleRead single_read;
 };
 
 struct GroupTensors {
     const GroupCurrentParams& p;
-    // A block steps from a tile to its next by whole segments and further tiles.
+    // step from a thread block's tile to its next: whole segments, and further tiles
     u32 segments_per_step, tiles_per_step;
 
     explicit __device__ __forceinline__ GroupTensors(const GroupCurrentParams& p)
         : p(p), segments_per_step(gridDim.x / p.groups.across), tiles_per_step(gridDim.x % p.groups.across) {}
 
-    // The search reads ahead: it has the next tile's segment, the place `at` along the segment's rows, and
-    // this lane's word of the segment's record.
+    // The search reads ahead: the next tile's segment, the place `at` along the segment's rows, and this
+    // lane's word of the segment's record.
     struct Ahead {
         u32 tile = ~0u, segment, at, word;
     };
@@ -244,7 +242,7 @@ struct GroupTensors {
         if (visit.data) clear_rows<kConsumers>(as_global(visit.data), rows, width, visit.columns);
         if (visit.data_t) clear_rows<kConsumers>(as_global(visit.data_t), rows, width, visit.columns);
     }
-    // Writes the scales of all groups, also of those without a tile.
+    // Writes the scales of all groups, including those without a tile.
     __device__ __forceinline__ void last(u32 launch) const {
         for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kConsumers) {
             const u64 published = load_relaxed(p.amax_of_launch + g);

@@ -1,8 +1,9 @@
-// MX quantisation (docs/numerics.md, section 2): blocks of 32 neighbours share an E8M0 scale, the byte e.
+// MX quantisation (docs/numerics.md, section 2): blocks of 32 consecutive elements share an E8M0 scale, the
+// byte e.
 //
 //   e = scale byte of max |x| over the block          data = narrow(fl(x * 2^(127 - e)))
 //
-// Names speak of memory: x is [batch, rows, columns], columns fastest. Blocks lie along rows or along columns
+// Names refer to memory: x is [batch, rows, columns], columns fastest. Blocks lie along rows or along columns
 // of memory; the caller knows which of these are row-wise. Data are stored in the order of x, or transposed:
 // [batch, columns, rows].
 //
@@ -10,15 +11,15 @@
 //                    Elementwise: a lane has 16 bytes of x, a block 4 (16-bit x) or 8 (f32) lanes, which
 //                    exchange their amaxes.
 // quantize_mx_tile   Anything else. A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh),
-//                    a block of threads WARP_TILES_DOWN x WARP_TILES_ACROSS of them, whose transposed data it
+//                    a thread block WARP_TILES_DOWN x WARP_TILES_ACROSS of them, whose transposed data it
 //                    gathers in shared memory, so that whole sectors are stored.
-// group_quantize_mx  The same of groups of rows, or of a list of arrays, as group_quantize_block (blocks.cu).
+// group_quantize_mx  The same for groups of rows, or a list of arrays, like group_quantize_block (blocks.cu).
 //
 // Defines, each for programs whose speed it decides:
-//   ALIGNED     1: all rows allow the wide accesses of a warp tile. 0: one program for any array; the
-//               struct's `stored` (up to ALONG_ROWS and ALONG_COLUMNS) and `vector` tell.
-//   ALONG_ROWS, ALONG_COLUMNS  how data of blocks along rows and along columns are stored: 0 not, 1 as x is,
-//               2 transposed.
+//   ALIGNED     1: all rows allow the wide accesses of a warp tile. 0: one program for any array, controlled
+//               by the struct's `stored` (up to ALONG_ROWS and ALONG_COLUMNS) and `vector`.
+//   ALONG_ROWS, ALONG_COLUMNS  storage of the data of blocks along rows and along columns: 0 none, 1 in the
+//               order of x, 2 transposed.
 //   DOWN_FIRST  the order of tiles (tile/tile.cuh).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; mode, profile and scale layout are run-time values, which
 // cost nothing. Bytes moved per element: sizeof(IN), and 1 + 1/32 per direction. Padding of swizzled scales
@@ -30,19 +31,19 @@
 
 struct MxParams {
     const IN::storage* x;
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    const float* noop;           // one element: 1.0 = write nothing; or null
     u8 *rows_data, *columns_data;
     ScaleDestination along_rows, along_columns;
     i64 n;                       // elements of x
     i64 rows, columns;           // of each matrix
     MXScaleRule rule;
-    u32 square;                  // 1: blocks are 32 x 32, so both directions have the same scales; stored,
-                                 // or ALONG_ROWS and ALONG_COLUMNS, say how data are stored
+    u32 square;                  // 1: blocks are 32 x 32: one scale for both directions; stored, or
+                                 // ALONG_ROWS and ALONG_COLUMNS, select how data are stored
     u32 stored;                  // tile without ALIGNED: ALONG_ROWS | ALONG_COLUMNS << 2
     u32 vector;                  // rows: x and data are aligned to their chunks. tile without ALIGNED: bit 0,
-                                 // every row of x allows loads of four elements; bits 1 and 2,
-                                 // the data along rows and along columns allow stores of 4 bytes as x is, of
-                                 // 16 bytes transposed
+                                 // every row of x allows loads of four elements; bits 1 and 2, the data along
+                                 // rows and along columns allow stores of 4 bytes (order of x) or 16 bytes
+                                 // (transposed)
 };
 
 constexpr int kBlock = 32;
@@ -50,7 +51,7 @@ constexpr int kBlock = 32;
 #ifdef ENTRY_quantize_mx_rows
 constexpr int kChunk = kElementwiseChunk<IN, OUT>, kLanes = kBlock / kChunk;
 
-// Returns the amax of the block that this lane's chunk is a part of, as f32 bits.
+// Returns the amax of this lane's chunk's block, as f32 bits.
 template <bool kNan>
 __device__ __forceinline__ u32 block_amax(const Chunk<IN, kChunk>& chunk) {
     Amax<IN, kNan> amax;
@@ -64,7 +65,7 @@ __device__ __forceinline__ u32 block_amax(const Chunk<IN, kChunk>& chunk) {
 extern "C" __global__ void __launch_bounds__(kElementwiseThreads)
 quantize_mx_rows(const __grid_constant__ MxParams p) {
     if (is_set(p.noop)) return;
-    constexpr int kBlocksAtOnce = kElementwiseThreads / kLanes;             // whose scales are neighbours
+    constexpr int kBlocksAtOnce = kElementwiseThreads / kLanes;             // whose scales are adjacent
     __shared__ __align__(4) u8 staged[kElementwiseUnroll * kBlocksAtOnce];
     const ElementwiseChunks<IN, OUT> in(p.x, p.n, p.vector);
     u32 e[kElementwiseUnroll];
@@ -79,8 +80,8 @@ quantize_mx_rows(const __grid_constant__ MxParams p) {
         else out.store_partial(p.rows_data + in.at(u), in.left(u));
         if (threadIdx.x % kLanes == 0) staged[u * kBlocksAtOnce + threadIdx.x / kLanes] = (u8)e[u];
     }
-    // Scales are stored as whole sectors: to the L2 four bytes are as much work as 32. Rows follow one
-    // another, so that all scales count as one row.
+    // Scales are stored as whole sectors: to the L2 four bytes are as much work as 32. Rows are contiguous,
+    // so all scales count as one row.
     __syncthreads();
     if (threadIdx.x >= kElementwiseUnroll * kBlocksAtOnce / 4) return;
     const i64 block = (i64)blockIdx.x * (kElementwiseUnroll * kBlocksAtOnce) + threadIdx.x * 4;
@@ -96,9 +97,9 @@ constexpr int kScaleBytes = Tile::kBytes / kBlock;                   // of one d
 // The swizzled layout needs tiles of 128 rows and columns; smaller tiles have compact scales only.
 constexpr bool kSwizzles = WARP_TILES_DOWN % 4 == 0;
 
-constexpr int kLanes = kBlock / kLaneColumns;                        // These lanes share a block along a row.
-// On an H200 a multiprocessor keeps 512 threads with 16-bit warp tiles in flight, 256 with f32. On other GPUs
-// neither both directions with one transposed nor groups fit the registers of 512 threads.
+constexpr int kLanes = kBlock / kLaneColumns;                        // lanes that share a block along a row
+// On an H200 an SM keeps 512 threads with 16-bit warp tiles in flight, 256 with f32. On other GPUs neither
+// both directions with one transposed nor groups fit the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #ifdef ENTRY_group_quantize_mx
 constexpr bool kFits512Threads = false;
@@ -112,8 +113,8 @@ constexpr int kThreadsInFlight =
     ALIGNED ? sizeof(IN::storage) == 2 && kFits512Threads ? 512 : 256 : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 
-// A lane has these scale bytes of a warp tile: those of the four rows whose maxima this lane has, and those
-// of its four columns. Rows and columns that do not exist have 0.
+// A lane's scale bytes of a warp tile: those of the four rows whose maxima it has, and those of its four
+// columns; 0 for absent rows and columns.
 struct Scales {
     u32 rows = 0, columns = 0;
 };
@@ -158,7 +159,7 @@ __device__ __forceinline__ Scales find_scales(const WarpTile<IN>& warp_tile, con
     return e;
 }
 
-// The operands of a warp tile, for WarpTileWriter.
+// operands of a warp tile, for WarpTileWriter
 struct MxOperands {
     const Scales& e;
 
@@ -183,8 +184,7 @@ struct MxOperands {
     }
 };
 
-// Says how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
-// transposed.
+// Storage of the data of blocks along rows and along columns: 0 none, 1 in the order of x, 2 transposed.
 struct Stored {
     int along_rows, along_columns;
 
@@ -195,11 +195,11 @@ struct Stored {
     }
 };
 
-// A tile has these pieces of shared memory.
+// Shared memory of a tile.
 struct TileMemory {
     Tile of_rows, of_columns;    // transposed data of blocks along rows, and along columns
-    u8* column_scales;           // kColumns bytes for every warp tile down
-    u32* row_scales;             // of each row a word for every warp tile across
+    u8* column_scales;           // kColumns bytes per warp tile down
+    u32* row_scales;             // a word per row and warp tile across
 
     __device__ __forceinline__ TileMemory(u8* shared, const Stored& stored)
         : of_rows{shared}, of_columns{stored.along_rows == 2 ? shared + Tile::kBytes : shared} {
@@ -208,13 +208,13 @@ struct TileMemory {
     }
 };
 
-// The scales of a tile are stored in pieces as long as the tile allows, since to the L2 four bytes are as
-// much work as 32; shared memory gathers what is spread over lanes or warps.
+// Scales of a tile, stored in pieces as long as the tile allows, since to the L2 four bytes are as much work
+// as 32; shared memory gathers what is spread over lanes or warps.
 struct TileScales {
     const MxParams& p;
     const TilePosition& at;
     const TileMemory& memory;
-    i64 row_blocks, column_blocks;           // how many blocks a row and a column of the matrix have
+    i64 row_blocks, column_blocks;           // blocks per row and per column of the matrix
     bool stage_rows, stage_columns;
 
     __device__ __forceinline__ TileScales(const MxParams& p, const TilePosition& at, const TileMemory& memory)
@@ -224,8 +224,8 @@ struct TileScales {
           stage_columns(kSwizzles && p.along_columns.to && !p.along_columns.lines_adjoin()) {}
 
     // Stores the scales of a warp tile, or leaves them in shared memory. Along rows a lane has the scales of
-    // four rows of one block or, after an exchange, of four blocks of one row. Along columns it has those of
-    // four columns of one block; four warps have four blocks of a column.
+    // four rows of one block or, after an exchange, of four blocks of one row; along columns those of four
+    // columns of one block, and four warps have four blocks of a column.
     __device__ __forceinline__ void put(const Scales& e) const {
         const int group = threadIdx.x % 32 / kLanes, first = threadIdx.x % kLanes * 4;
         const int across = Tile::column() / kWarpTileColumns, down = Tile::row() / kWarpTileRows;
@@ -244,7 +244,7 @@ struct TileScales {
             p.along_columns.store_lines(at.matrix, column, row / kBlock, e.columns, p.columns, column_blocks);
     }
 
-    // Stores what is in shared memory. Each thread stores a word, in the order of memory.
+    // Stores what is in shared memory, a word per thread, in the order of memory.
     __device__ __forceinline__ void store() const {
         const int word = threadIdx.x, swizzled_line = word / 128 * 128 + word % 4 * 32 + word / 4 % 32;
         if (stage_rows) {
@@ -270,8 +270,8 @@ struct TileScales {
 };
 
 // Quantises one tile of a matrix. x has all its rows or, with kPads, the first `given`; the other rows are
-// zeros. With kVectorStores transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
-// `vector` tells whether they do.
+// zeros. kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
+// `vector` decides.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, i64 given,
                                               u8* shared) {
@@ -327,7 +327,7 @@ struct GroupMxParams {
     MxParams all;                // n and rows: unused
     RowGroups groups;
     GroupScales along_rows, along_columns;
-    ArrayList<MxParams> list;     // in place of groups: `all` has noop alone
+    ArrayList<MxParams> list;     // instead of groups: only noop of `all` is used
 };
 
 __device__ __forceinline__ void move_to_group(ScaleDestination& destination, const GroupScales& scales,

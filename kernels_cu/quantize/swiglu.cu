@@ -3,9 +3,9 @@
 //
 //   y = (act(a) * b) * p                a and b: halves of a row of x, p: its weight
 //
-// include/fused/program.cuh has the pieces and the defines. ACT: the activation, as in activation.cu. Bytes
-// moved per element of y: 2 sizeof(IN), and 1 per direction; of gradients, per element of grad: 3 sizeof(IN),
-// and 2 per direction.
+// Parts and defines: include/fused/program.cuh. ACT: the activation, as in activation.cu. Bytes moved per
+// element of y: 2 sizeof(IN), and 1 per direction; for gradients, per element of grad: 3 sizeof(IN), and 2
+// per direction.
 #include "source/any_kind.cuh"
 using Activation = ACT;
 #include "source/gated.cuh"

@@ -1,14 +1,14 @@
-// This kernel does current scaling in one launch and one read, for tensors that fit into the multiprocessors
-// (docs/numerics.md, section 1).
+// Current scaling in one launch and one read, for tensors that fit into the SMs (docs/numerics.md, section
+// 1).
 //
 // cast_current  x [n] -> amax -> scale -> data [n], scale_inv, and amax raised: the bytes of compute_amax and
-//               cast, one after the other. Every block keeps what it has read: kChunksInRegisters rounds of
-//               chunks in registers, the rest in shared memory. Each block publishes its amax and waits for
-//               those of all others, so all blocks must be resident (a cooperative launch).
+//               cast, one after the other. Every thread block keeps what it has read: kChunksInRegisters
+//               rounds of chunks in registers, the rest in shared memory. Each publishes its amax and waits
+//               for those of all others, so all must be resident (a cooperative launch).
 //
 // In round r block b reads chunks (r * blocks + b) * kThreads and on, neighbouring threads neighbouring
-// chunks. There is one block per multiprocessor. It moves sizeof(IN) + 1 bytes per element. docs/lab-notes
-// has the measured speed and what was tried.
+// chunks. One thread block per SM. Bytes moved per element: sizeof(IN) + 1. Measured speed and what was
+// tried: docs/lab-notes.
 //
 // Defines:
 //   IN       bf16, f16 or f32: the format of x
@@ -20,28 +20,28 @@ struct CastCurrentParams {
     const IN::storage* x;        // 16-byte aligned
     OUT::storage* data;          // aligned to a chunk
     float* scale_inv;            // one element
-    float* scale_inv_copy;       // a second place for it, or null
-    float* amax;                 // one element, raised, or null
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    u32* workspace;              // launches so far, then the amax that each block published; zero before the
-                                 // first launch, always for as many blocks
+    float* scale_inv_copy;       // a second destination, or null
+    float* amax;                 // one element, raised to the amax; or null
+    const float* noop;           // one element: 1.0 = write nothing; or null
+    u32* workspace;              // launches so far, then the published amax of each thread block; zero before
+                                 // the first launch; always used with the same number of thread blocks
     i64 n;
     TensorScaleRule rule;
     u32 rounds;                  // at most kChunksInRegisters and what shared memory holds
 };
 
-// A block has at least as many threads as a GPU has multiprocessors, with 64 registers each.
-// ops/quantize/tensor_current.py has both numbers too.
+// At least as many threads per block as a GPU has SMs, with 64 registers each; both numbers are in
+// ops/quantize/tensor_current.py too.
 #ifdef CUPY_FP8_HOST
 constexpr int kThreads = 256;
 #else
 constexpr int kThreads = 1024;
 #endif
-constexpr int kChunksInRegisters = 8;                                // of a thread
+constexpr int kChunksInRegisters = 8;                                // per thread
 constexpr int kCount = 16 / sizeof(IN::storage);
 constexpr u32 kMark = 0x80000000u;                                   // no amax has the sign bit
 
-// Waits for the amax that a block publishes in this launch: the mark changes its value from launch to launch.
+// Waits for the amax that a block publishes in this launch: the mark alternates from launch to launch.
 __device__ __forceinline__ u32 wait_for_amax(const u32* published, u32 mark) {
     for (;;) {
         const u32 value = load_relaxed(published);
@@ -54,8 +54,8 @@ __device__ __forceinline__ u32 wait_for_amax(const u32* published, u32 mark) {
 
 using Source = Chunk<IN, kCount>;
 
-// A thread keeps its elements of x here: `held` in registers, the chunks of further rounds in shared memory,
-// and in the first thread of the grid those after the last whole chunk.
+// A thread's elements of x: `held` in registers, the chunks of further rounds in shared memory, and in the
+// first thread of the grid those after the last whole chunk.
 struct ThreadElements {
     const CastCurrentParams& p;
     u8* const in_shared;
@@ -103,12 +103,12 @@ struct ThreadElements {
     }
 };
 
-// Publishes the amax of this block to all blocks, and raises `tensor_amax` in shared memory to that of all.
+// Publishes this block's amax to all blocks, and raises `tensor_amax` in shared memory to the maximum of all.
 __device__ __forceinline__ void exchange_amaxes(const CastCurrentParams& p, u32 block_amax, u32 mark,
                                                 u32& tensor_amax) {
     u32* const published = p.workspace + 1;
     if (threadIdx.x == 0) atomicExch(&published[blockIdx.x], block_amax | mark);
-    // A thread waits for each block, in whole warps.
+    // one thread per block to wait for, in whole warps
     if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {
         const u32 warp_amax =
             __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for_amax(&published[threadIdx.x], mark)
@@ -126,7 +126,7 @@ cast_current(const __grid_constant__ CastCurrentParams p) {
     if (threadIdx.x == 0) shared_amax = 0, launches = load_relaxed(p.workspace);
     ThreadElements elements(p, shared);
     const u32 thread_amax = elements.load();
-    // The barrier of block_max() makes `launches` visible.
+    // the barrier of block_max() makes `launches` visible
     const u32 block_amax = block_max<kThreads>(thread_amax), mark = launches & 1 ? 0u : kMark;
     exchange_amaxes(p, block_amax, mark, shared_amax);
     const u32 tensor_amax = shared_amax;

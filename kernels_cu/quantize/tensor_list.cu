@@ -1,31 +1,30 @@
-// These kernels do per-tensor scaling of a list of matrices of any shapes in one launch, each with its own
-// scale (docs/numerics.md, section 1).
+// Per-tensor scaling of a list of matrices of any shapes in one launch, each with its own scale
+// (docs/numerics.md, section 1).
 //
 //   data = narrow(fl(x * scale))      data_t = data transposed      scale_inv = fl(1 / scale)
 //   amax = max(amax, max |x|)
 //
-// A table has a record for each matrix, and for each block of threads the number of its record: one load, in
-// place of a search over prefix sums, which would wait for several, one after the other.
+// A table has a record per matrix, and the index of its record for each thread block: one load, instead of a
+// search over prefix sums, which would wait for several in sequence.
 //
-// multi_cast_transpose  Every matrix is cut into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of
-//                       threads casts one, as cast_transpose does (cast_tile.cuh). Few matrices have their
-//                       records among the launch's arguments. Either output may be absent (null).
-//                       Bytes moved per element: sizeof(IN) + outputs.
-// multi_amax_scale      Current scaling: finds the scale that each matrix's own amax calls for, before
-//                       multi_cast_transpose, on the same table. The blocks of a matrix take equal shares of
-//                       its elements. The last one to finish writes the scale, and leaves the workspace as it
-//                       found it (zeros), so that a captured graph replays.
-//                       Bytes moved per element: sizeof(IN).
-// multi_cast_current    Current scaling from one read, of matrices that fit into the multiprocessors
-//                       (single_read.cuh), on the same table: the blocks of a matrix are its tiles of
-//                       128 x 128 elements. For matrices all of whose rows allow chunked access.
+// multi_cast_transpose  Every matrix is cut into tiles of TILE_ROWS x TILE_COLUMNS elements, one per thread
+//                       block, as in cast_transpose (cast_tile.cuh). Records of few matrices are passed as
+//                       kernel arguments. Either output may be absent (null). Bytes moved per element:
+//                       sizeof(IN) + outputs.
+// multi_amax_scale      Current scaling: computes the scale from each matrix's own amax, before
+//                       multi_cast_transpose, on the same table. The thread blocks of a matrix take equal
+//                       shares of its elements. The last one to finish writes the scale, and leaves zeros in
+//                       the workspace, so that a captured graph replays. Bytes moved per element: sizeof(IN).
+// multi_cast_current    Current scaling from one read, of matrices that fit into the SMs (single_read.cuh),
+//                       on the same table: the thread blocks of a matrix are its tiles of 128 x 128 elements.
+//                       For matrices all of whose rows allow chunked access.
 //
-// An empty matrix has a block too, which writes its scale_inv.
+// An empty matrix has a thread block too, which writes its scale_inv.
 //
 // Defines:
 //   IN, OUT      {bf16, f16, f32}, {e4m3fn, e5m2}: formats of x and data. multi_amax_scale has no OUT.
 //   TILE_ROWS, TILE_COLUMNS   the tile of multi_cast_transpose
-//   DBIAS        0 for multi_cast_transpose: cast_tile.cuh has sums of columns for other kernels.
+//   DBIAS        0 for multi_cast_transpose: the column sums of cast_tile.cuh are for other kernels.
 #include "memory/elementwise.cuh"
 #include "scale/scale.cuh"
 #ifdef ENTRY_multi_cast_transpose
@@ -36,17 +35,17 @@
 #include "numerics/amax.cuh"
 #endif
 
-// A record describes one matrix; ops/quantize/tensor_list.py packs it.
+// Record of one matrix, packed by ops/quantize/tensor_list.py.
 struct alignas(16) MultiTensor {
     const IN::storage* x;        // [rows, columns]
     u8* data;                    // [rows, columns], or null: not written
     u8* data_t;                  // [columns, rows], or null: not written
     const float* scale;          // one element, or null: scale_value
     float* scale_inv;            // one element
-    float* scale_inv_copy;       // a second place for it, or null
-    float* amax;                 // one element, raised, or null
+    float* scale_inv_copy;       // a second destination, or null
+    float* amax;                 // one element, raised to the amax; or null
     i64 rows, columns;
-    i64 first_block;             // of the launch: the first of the `blocks` of this matrix
+    i64 first_block;             // of the launch: the first of this matrix's `blocks` thread blocks
     u32 blocks;
     float scale_value;
     u32 aligned;                 // every row of x and of data allows chunked access
@@ -55,20 +54,20 @@ struct alignas(16) MultiTensor {
 static_assert(sizeof(MultiTensor) == 96, "as ops/quantize/tensor_list.py packs it");
 
 #ifdef ENTRY_multi_cast_transpose
-constexpr int kRecordsInArguments = 8;                               // ops/quantize/tensor_list.py reads it.
+constexpr int kRecordsInArguments = 8;                               // read by ops/quantize/tensor_list.py
 
 struct MultiCastParams {
     const MultiTensor* tensors;
     const u32* tensor_of;        // [blocks]
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    u32 reverse;                 // 1: begin at the end of the list, which the L2 holds after multi_amax_scale
-    u32 each;                    // blocks of every matrix, if all have as many (nobody reads tensor_of), or 0
-    u32 number;                  // of matrices, if their records are in argument_records (nobody reads
-                                 // `tensors`), or 0
+    const float* noop;           // one element: 1.0 = write nothing; or null
+    u32 reverse;                 // 1: start at the end of the list, which the L2 holds after multi_amax_scale
+    u32 each;                    // thread blocks per matrix if equal for all (tensor_of is then unused), or 0
+    u32 number;                  // matrices, if their records are in argument_records (`tensors` is then
+                                 // unused), or 0
     MultiTensor argument_records[kRecordsInArguments];
 };
 
-// cast_tile() sees a matrix like this.
+// View of a matrix for cast_tile().
 struct TensorView {
     const IN::storage* x;
     i64 columns;
@@ -80,10 +79,10 @@ struct TensorView {
     __device__ __forceinline__ bool columnwise() const { return *data_t.at; }
 };
 
-// Large tiles have registers for one path alone: that of aligned matrices without partial patches.
+// Large tiles have registers for one path only: aligned matrices without partial patches.
 constexpr bool kWhole = TILE_ROWS * TILE_COLUMNS > 128 * 128;
 
-// The numbers of blocks are those of tensor.cu.
+// the numbers of thread blocks of tensor.cu
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = (kLoads == 2 ? 512 : 1024) / Tile::kThreads;
 #else
@@ -127,7 +126,7 @@ multi_cast_transpose(const __grid_constant__ MultiCastParams p) {
 struct MultiAmaxParams {
     const MultiTensor* tensors;
     const u32* tensor_of;        // [blocks]
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    const float* noop;           // one element: 1.0 = write nothing; or null
     AmaxOfBlocks* workspace;     // [matrices]
     float* scale;                // [matrices]
     TensorScaleRule rule;
@@ -158,7 +157,7 @@ multi_amax_scale(const __grid_constant__ MultiAmaxParams p) {
 struct MultiCurrentParams {
     const MultiTensor* tensors;
     const u32* tensor_of;        // [tiles]
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    const float* noop;           // one element: 1.0 = write nothing; or null
     SingleRead single_read;
 };
 

@@ -1,11 +1,11 @@
-// This kernel quantises with an f32 scale for every row of memory, or for every column: the vectors of this
-// file (docs/numerics.md, section 3).
+// Quantisation with an f32 scale per row of memory, or per column: the vectors of this file
+// (docs/numerics.md, section 3).
 //
 //   factor, scale_inv = of max |x| over the vector (scale/block_scale.cuh)
 //   data = narrow(fl(x * factor))
 //
-// A block of threads reads its vectors, rows (ALONG_ROWS 1) or columns (0), twice: for the largest magnitude,
-// then to write data, as they are or transposed. It has WARP_TILES_DOWN x WARP_TILES_ACROSS warp tiles
+// A thread block reads its vectors, rows (ALONG_ROWS 1) or columns (0), twice: for the amax, then to write
+// data, in the order of x or transposed. It has WARP_TILES_DOWN x WARP_TILES_ACROSS warp tiles
 // (include/tile/warp_tile.cuh) and takes any shape and address. Bytes moved per element: 2 sizeof(IN) + 1.
 // With the struct's `divide`, elements are divided by scale_inv (profile vllm). IN in {bf16, f16, f32}, OUT
 // in {e4m3fn, e5m2}; profiles and scale layouts are run-time values. Padding of scales is written 0.
@@ -13,14 +13,14 @@
 
 static_assert(WARP_TILES_DOWN == 1 || WARP_TILES_ACROSS == 1, "warp tiles along one axis");
 constexpr bool kAlongRows = ALONG_ROWS;
-constexpr int kVectors = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
-constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements of them at a time
+constexpr int kVectors = kAlongRows ? Tile::kRows : Tile::kColumns;    // vectors per thread block
+constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements of them per step
 constexpr int kParts = kAlongRows ? WARP_TILES_ACROSS * kSubblocks : WARP_TILES_DOWN;
 constexpr int kPartStride = kAlongRows ? kSubblockStride : kVectors;
 
-// Says where a block's vectors are.
+// A thread block's vectors.
 struct BlockOfVectors {
-    i64 matrix, first;           // the matrix, and its row or column that is the block's first
+    i64 matrix, first;           // the matrix, and its first row or column of this thread block
 
     static __device__ __forceinline__ BlockOfVectors of(const BlockParams& p) {
         const i64 tiles = (vectors(p) + kVectors - 1) / kVectors;
@@ -32,7 +32,7 @@ struct BlockOfVectors {
     static __device__ __forceinline__ i64 length(const BlockParams& p) {
         return kAlongRows ? p.columns : p.rows;
     }
-    // Return the first row and column of the tile whose vectors' elements begin at `begin`.
+    // First row and column of the tile with the vectors' elements from `begin` on.
     __device__ __forceinline__ i64 row(i64 begin) const { return kAlongRows ? first : begin; }
     __device__ __forceinline__ i64 column(i64 begin) const { return kAlongRows ? begin : first; }
 
@@ -47,8 +47,7 @@ struct BlockOfVectors {
     }
 };
 
-// Reads the vectors, and leaves the largest magnitudes of their parts in `amaxes`: kPartStride words for each
-// part.
+// Reads the vectors, and leaves the amaxes of their parts in `amaxes`: kPartStride words per part.
 __device__ __forceinline__ void find_amaxes(const BlockParams& p, const BlockOfVectors& block, u32* amaxes) {
     u32 largest[4] = {};
 #pragma unroll 1
@@ -69,8 +68,8 @@ __device__ __forceinline__ void find_amaxes(const BlockParams& p, const BlockOfV
     *reinterpret_cast<uint4*>(own_amaxes) = make_uint4(largest[0], largest[1], largest[2], largest[3]);
 }
 
-// Stores the scales of the vectors, and replaces their amaxes by the factors and, kPartStride words further,
-// the divisors.
+// Computes and stores the scales of the vectors, and replaces their amaxes by the factors and, kPartStride
+// words further, the divisors.
 __device__ __forceinline__ void find_scales(const BlockParams& p, const BlockOfVectors& block, u32* amaxes) {
     const ScaleGrid& to = p.along_rows;
     for (int i = threadIdx.x; i < kVectors; i += Tile::kThreads) {

@@ -1,14 +1,14 @@
-// compute_amax (docs/numerics.md, rule 6) finds the largest magnitude of an array, or the scale that follows:
+// compute_amax (docs/numerics.md, rule 6): the amax of an array, or the scale that follows from it:
 //
 //   out = max(0, |x[0]|, ..., |x[n - 1]|)               to_scale 0
 //   out = the scale of this amax, as compute_scale      to_scale 1 (current scaling, section 1)
 //
-// x [n] IN -> out f32 [1]. The amax is exact, since f32 holds every value of IN. NAN_WINS decides about NaN.
-// It moves sizeof(IN) bytes per element.
+// x [n] IN -> out f32 [1]. The amax is exact, since f32 holds every value of IN. NaN: see NAN_WINS. Bytes
+// moved per element: sizeof(IN).
 //
 // A fixed grid of blocks of 512 threads strides over x. Each block raises workspace.amax. The last block to
-// finish writes out and leaves zeros in the workspace, so that one launch suffices, initialises nothing, and
-// can be replayed in a captured graph.
+// finish writes out and leaves zeros in the workspace, so one launch suffices, initialises nothing, and can
+// be replayed in a captured graph.
 //
 // Defines:
 //   IN           bf16, f16 or f32: the format is in every instruction of the loop
@@ -22,7 +22,7 @@ struct AmaxParams {
     const IN::storage* x;        // [n]
     float* out;                  // one element
     AmaxOfBlocks* workspace;
-    const float* noop;           // one element, or null: 1.0 means that nothing is written
+    const float* noop;           // one element: 1.0 = write nothing; or null
     i64 n;
     TensorScaleRule rule;
     u32 to_scale;                // 0: out is the amax itself

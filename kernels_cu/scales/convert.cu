@@ -1,30 +1,30 @@
-// convert_scales moves scales of blocks from layout to layout (docs/layouts.md; docs/numerics.md, section 5):
+// convert_scales copies scales of blocks between layouts (docs/layouts.md; docs/numerics.md, section 5):
 //
 //   to[line, block] = scale of from[line, block]        line: a row, or a column for column-wise blocks
 //
 // from IN, to OUT; each layout is six strides (ScaleStrides). Scales of one type keep their bits. f32 -> E8M0
 // gives the exponent of a power of two and 0 for 0; other scales become NaN and set a bit in the sticky word.
-// E8M0 -> f32 gives 2^(e - 127). Padding is written as 0 and is never read. It moves sizeof(IN) + sizeof(OUT)
-// bytes per scale.
+// E8M0 -> f32 gives 2^(e - 127). Padding is written as 0 and never read. Bytes moved per scale: sizeof(IN) +
+// sizeof(OUT).
 //
-// A thread has four scales that are neighbours in `to`: 16 bytes of f32 or a word of E8M0, which are one
-// store if they are aligned and whole, and one load if they are neighbours in `from` too. A block of 256
-// threads has a tile of 32 lines x 32 blocks, which is whole sectors in both arrays, or two tiles of swizzled
-// scales (128 lines x 8 blocks). Such arrays are small and only latency counts: there is one launch, and
-// nothing goes through shared memory, because sectors that two warps share meet in the L1.
+// A thread has four scales that are adjacent in `to`: 16 bytes of f32 or a word of E8M0, one store if they
+// are aligned and whole, and one load if they are adjacent in `from` too. A block of 256 threads has a tile
+// of 32 lines x 32 blocks, which is whole sectors in both arrays, or two tiles of swizzled scales (128 lines
+// x 8 blocks). Such arrays are small and only latency counts: there is one launch and no shared memory,
+// because sectors that two warps share meet in the L1.
 //
 // Defines:
-//   IN, OUT      f32 or e8m0fnu. They decide the width of loads and stores. (A word of deepgemm_sm100 is four
-//                E8M0 bytes.) Everything else is known at run time.
+//   IN, OUT      f32 or e8m0fnu: the width of loads and stores. (A word of deepgemm_sm100 is four E8M0
+//                bytes.) Everything else is a run-time value.
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"
 
-// A layout of scales has these strides, in elements. A layout without tiles has line32 = 32 line, line128 =
-// 128 line and block4 = 4 block.
+// Strides of a layout of scales, in elements. Without tiles, line32 = 32 line, line128 = 128 line and block4
+// = 4 block.
 struct ScaleStrides {
     i64 matrix;
-    i64 line, line32, line128;   // distance to the next line among 32, the next 32 among 128, the next 128
-    i64 block, block4;           // distance to the next block among four, to the next four
+    i64 line, line32, line128;   // strides of lines: within 32, of 32 within 128, of 128
+    i64 block, block4;           // strides of blocks: within four, of four
 
     __device__ __forceinline__ i64 at(i64 m, i64 l, i64 b) const {
         return m * matrix + (l & 31) * line + (l >> 5 & 3) * line32 + (l >> 7) * line128
@@ -40,16 +40,16 @@ struct ScaleLayoutParams {
     i64 lines, blocks;                                               // extents of `to`, without its padding
     i64 stored_lines, stored_blocks;                                 // extents of `to`, with its padding
     u32 down, across;                                                // tiles of a matrix
-    u32 source_shift, target_shift;                      // log2 of how many lines share one line of scales
+    u32 source_shift, target_shift;                      // log2 of the lines that share one line of scales
     u32 order;                                           // kFourLines to kSwizzled
 };
 
 constexpr int kThreads = 256;
-// `order` says which four scales of a tile a thread has: those of four lines; those of four blocks; a packed
-// word, where eight lines are a sector; a word of a swizzled tile.
+// `order`: which four scales of a tile a thread has: of four lines; of four blocks; a packed word, where
+// eight lines are a sector; a word of a swizzled tile.
 constexpr u32 kFourLines = 0, kFourBlocks = 1, kPacked = 2, kSwizzled = 3;
 
-// Finds the line and the block of the first of this thread's four scales.
+// Line and block of the first of this thread's four scales.
 struct FirstScale {
     i64 line, block;
 
@@ -63,14 +63,14 @@ struct FirstScale {
     }
 };
 
-// Returns element i of a chunk, whose elements are packed as in memory.
+// Returns element i of a chunk, packed as in memory.
 template <class F>
 __device__ __forceinline__ u32 element(const Chunk<F, 4>& c, int i) {
     if constexpr (sizeof(typename F::storage) == 4) return c.word[i];
     else return c.word[0] >> 8 * i & 0xffu;
 }
 template <class F>
-__device__ __forceinline__ void set_element(Chunk<F, 4>& c, int i, u32 bits) {       // The element was 0.
+__device__ __forceinline__ void set_element(Chunk<F, 4>& c, int i, u32 bits) {       // the element was 0
     if constexpr (sizeof(typename F::storage) == 4) c.word[i] = bits;
     else c.word[0] |= bits << 8 * i;
 }
@@ -90,10 +90,10 @@ struct Conversion<e8m0fnu, f32> {
 template <>
 struct Conversion<f32, e8m0fnu> {
     static __device__ __forceinline__ u32 bits(u32 scale, bool& wrong) {
-        const u32 exponent = scale >> 23;                            // A negative scale has 256 or more.
+        const u32 exponent = scale >> 23;                            // a negative scale has 256 or more
         if (!(scale & ~0x00400000u)) return 0;                       // 0, or 2^-127, a subnormal
         if (exponent - 1 < 254 && !(scale & 0x7fffffu)) return exponent;
-        wrong = wrong || (scale & 0x7fffffffu) <= 0x7f800000u;       // A scale that is NaN is no error.
+        wrong = wrong || (scale & 0x7fffffffu) <= 0x7f800000u;       // a NaN scale is no error
         return kNanE8m0;
     }
 };
@@ -103,7 +103,7 @@ convert_scales(const __grid_constant__ ScaleLayoutParams p) {
     const u32 row_of_tiles = blockIdx.x / p.across, matrix = row_of_tiles / p.down;
     const FirstScale at(p.order, row_of_tiles - matrix * p.down, blockIdx.x - row_of_tiles * p.across);
     const bool by_lines = p.order == kFourLines;
-    // Returns how many of the thread's scales are among so many lines and blocks.
+    // Returns how many of the thread's scales lie within `lines` lines and `blocks` blocks.
     const auto of_four = [&](i64 lines, i64 blocks) {
         if (at.line >= lines || at.block >= blocks) return 0;
         return by_lines ? left_of(lines - at.line, 4) : left_of(blocks - at.block, 4);

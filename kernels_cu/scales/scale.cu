@@ -1,21 +1,21 @@
-// These kernels compute the scales of per-tensor scaling (docs/numerics.md, section 1):
+// Scales of per-tensor scaling (docs/numerics.md, section 1):
 //
 //   compute_scale:           scale[i] = fl(target / max(amax[i], eps)), or 1 if amax[i] is 0, Inf or NaN
 //   update_delayed_scaling:  scale[j] from the largest of history[:, j], which then rolls:
 //                            new[i] = old[i + 1],    new[length - 1] = last,    new[0] = 0
 //
-// compute_scale           amax f32 [n] -> scale f32 [n], elementwise. It moves 8 bytes per element.
+// compute_scale           amax f32 [n] -> scale f32 [n], elementwise. Bytes moved per element: 8.
 // update_delayed_scaling  history f32 [length, n] in place, whose row 0 is the current step; scale f32 [n];
 //                         amax f32 [n] or null: `last` is the reduced amax if one is given and not 0, else
 //                         old[0]. The maximum ignores NaN, which rolls like any value. Nothing is rounded but
-//                         the scale. It moves 8 bytes per element of the history.
+//                         the scale. Bytes moved per element of the history: 8.
 //
 // A block of update_delayed_scaling has 512 threads and 2^columns_log2 whole columns of the history. A thread
 // has consecutive rows of one column (ThreadRows), with eight loads in flight. Row i comes from row i + 1, so
 // a thread reads only one row that another thread overwrites: the row after its last one. It reads that row
-// before the barrier, and then no thread waits until the maxima meet. 32 columns are whole cache lines of
-// every row. The op chooses fewer columns, and so fewer rows per thread, where few tensors have a long
-// history. 1 x 1024 and 512 x 16 take one round of loads.
+// before the barrier; after that no thread waits until the maxima are reduced. 32 columns are whole cache
+// lines of every row. The op chooses fewer columns, and so fewer rows per thread, where few tensors have a
+// long history. 1 x 1024 and 512 x 16 take one round of loads.
 #include "memory/elementwise.cuh"
 #include "scale/scale.cuh"
 
@@ -53,8 +53,8 @@ struct UpdateDelayedScalingParams {
 
 constexpr int kThreadsLog2 = 9, kThreads = 1 << kThreadsLog2;
 constexpr int kInFlight = 8;                                         // loads per thread before the first use
-// A multiprocessor has at least so many blocks, which have 48 KB in flight on an H200. For other GPUs the
-// compiler allocates registers as it likes.
+// thread blocks per SM, with 48 KB in flight on an H200; on other GPUs the compiler allocates registers
+// freely
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = 3;
 #else
@@ -66,11 +66,11 @@ __device__ __forceinline__ u32 raised(u32 amax, u32 bits) {
     return bits <= 0x7f800000u && bits > amax ? bits : amax;
 }
 
-// A thread has rows begin to end - 1 of one column of the history.
+// A thread's rows begin to end - 1 of one column of the history.
 struct ThreadRows {
     i64 column, begin, end;
-    bool has_column;             // The column exists.
-    bool has_rows;               // So do rows of it that this thread has.
+    bool has_column;             // the column exists
+    bool has_rows;               // this thread has rows of it
 
     __device__ __forceinline__ explicit ThreadRows(const UpdateDelayedScalingParams& p) {
         const int columns = 1 << p.columns_log2, threads_log2 = kThreadsLog2 - p.columns_log2;
@@ -83,11 +83,11 @@ struct ThreadRows {
     }
 };
 
-// Moves the rows of a thread up by one, all but the last.
+// Moves a thread's rows up by one, all but the last.
 struct RollingRows {
     const UpdateDelayedScalingParams& p;
-    u32* row;                    // where the next value goes
-    i64 left;                    // rows of the thread that are still to be moved
+    u32* row;                    // destination of the next value
+    i64 left;                    // the thread's rows still to be moved
     u32 value[kInFlight];
 
     __device__ __forceinline__ void load() {
@@ -95,7 +95,7 @@ struct RollingRows {
 #pragma unroll
         for (int u = 0; u < kInFlight; u++) value[u] = u < count ? row[(u + 1) * p.n] : 0u;
     }
-    // Moves the rows whose first ones load() has loaded. Returns their amax. Nothing is written unless
+    // Moves the rows, of which load() has loaded the first ones. Returns their amax. Writes nothing unless
     // `changes`.
     __device__ __forceinline__ u32 roll(bool changes) {
         u32 amax = 0;
@@ -135,7 +135,7 @@ update_delayed_scaling(const __grid_constant__ UpdateDelayedScalingParams p) {
     rows.load();
     __syncthreads();
 
-    const u32 last = reduced << 1 ? reduced : current;               // The shift drops the sign.
+    const u32 last = reduced << 1 ? reduced : current;               // the shift drops the sign
     const bool changes = own_rows.has_column && (!p.amax || last << 1);
     u32 amax_seen = rows.roll(changes);
     if (own_rows.has_rows) {

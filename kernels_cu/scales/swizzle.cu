@@ -1,4 +1,4 @@
-// These kernels change the layout of E8M0 scales (docs/layouts.md). Bytes move and nothing is computed:
+// Changes of the layout of E8M0 scales (docs/layouts.md), without arithmetic:
 //
 //   swizzle_scales:    swizzled[swizzled_at(line, block)] = compact[line, block], and 0 in the padding
 //   unswizzle_scales:  compact[line, block] = swizzled[swizzled_at(line, block)]
@@ -8,23 +8,23 @@
 // swizzled  u8, tiles of 128 lines x 4 blocks (include/scale/swizzle.cuh). Lines are padded to 128 and blocks
 //           to 4. The padding is written as 0 and never read.
 //
-// A block of 64 threads takes 8 tiles that have the same 128 lines: 4 KB, with 64 bytes in flight per thread.
-// With ADJACENT 0 a thread has four units of 16 swizzled bytes, each from 4 compact lines. 8 lanes share a
-// 32-byte sector of a compact line, and 4 lanes have 64 adjacent swizzled bytes. With ADJACENT 1 a thread has
-// 16 lines x 4 blocks, which it transposes in registers and gathers in shared memory, so that both arrays are
-// accessed in whole sectors. Such arrays are small and only latency counts: there is one launch, and a thread
-// has all its loads in flight at once. It moves 2 bytes per scale.
+// A block of 64 threads takes 8 tiles of the same 128 lines: 4 KB, with 64 bytes in flight per thread. With
+// ADJACENT 0 a thread has four units of 16 swizzled bytes, each from 4 compact lines. 8 lanes share a 32-byte
+// sector of a compact line, and 4 lanes have 64 adjacent swizzled bytes. With ADJACENT 1 a thread transposes
+// 16 lines x 4 blocks in registers and gathers them in shared memory, so that both arrays are accessed in
+// whole sectors. Such arrays are small and only latency counts: there is one launch, and a thread has all its
+// loads in flight at once. Bytes moved per scale: 2.
 //
 // Defines:
-//   ADJACENT     what is adjacent in compact memory. 0: the blocks of a line, and lines are `stride` bytes
-//                apart. 1: the lines (column-wise scales, which are stored [blocks, lines]).
-//   WORDS        1: with ADJACENT 0 all compact words of four blocks exist and are aligned. The program has
-//                no code for other calls, which would take many more registers for as many loads in flight.
+//   ADJACENT     what is adjacent in compact memory. 0: the blocks of a line; lines are `stride` bytes apart.
+//                1: the lines (column-wise scales, which are stored [blocks, lines]).
+//   WORDS        1: with ADJACENT 0 all compact words of four blocks exist and are aligned; no code for other
+//                calls, which would take many more registers for the same loads in flight.
 //   GROUPED      1: groups of lines, 2: groups of blocks have sizes on the device
 //                (include/groups/group_tiles.cuh). Each group is a swizzled matrix of its own, one after the
 //                other in the rows (1) or the bytes (2) of the result. The result past the last group is 0,
-//                and so are compact scales that no group has. 0: the program has no search for groups and no
-//                barrier after it, which would add latency.
+//                and so are compact scales that no group has. 0: no search for groups and no barrier after
+//                it, which would add latency.
 #include "groups/group_tiles.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"
@@ -37,29 +37,29 @@ struct LayoutParams {
     i64 stride;                  // bytes between its lines, or between its blocks with ADJACENT 1
     i64 tiles;                   // tiles along a line of the swizzled matrix
     u32 down;                    // rows of tiles in the swizzled matrix, of 128 lines each
-    u32 across;                  // blocks of threads along a row of tiles
+    u32 across;                  // thread blocks along a row of tiles
 };
 
 constexpr int kThreads = 64, kTiles = 8;
-// A multiprocessor has at least so many blocks of threads. Without this bound compilers make room for more
-// and spill instead of having all loads in flight.
+// Thread blocks per SM. Without this bound compilers make room for more and spill instead of having all loads
+// in flight.
 constexpr int kBlocks = 8;
 constexpr int kUnits = kTiles * (int)kSwizzleTile / 16 / kThreads;   // units of 16 swizzled bytes per thread
-// A unit has four blocks of lines i, i + 32, i + 64 and i + 96, a word each.
+// Four blocks of lines i, i + 32, i + 64 and i + 96, a word each.
 using Unit = Chunk<e8m0fnu, 16>;
 
 struct ScaleTile {
     i64 compact;                 // offset of its first scale
     i64 swizzled;                // offset of its first byte
-    int lines, blocks;           // how many lines and blocks exist
+    int lines, blocks;           // existing lines and blocks
     bool exists, past_groups;    // the swizzled matrix has the tile; it follows the last group
 };
 
-// A block of threads has the 8 tiles from `first` on.
+// A thread block's 8 tiles from `first` on.
 struct Tiles {
     const LayoutParams& p;
     const GroupTile* groups;     // in shared memory
-    i64 matrix, first;           // the first of the block's tiles, counted along a row of tiles
+    i64 matrix, first;           // first of the thread block's tiles, counted along a row of tiles
     u32 tile_row;
 
     __device__ __forceinline__ Tiles(const LayoutParams& p, GroupTile* groups) : p(p), groups(groups) {
@@ -88,7 +88,7 @@ struct Tiles {
     }
 };
 
-// Finds the groups of the block's tiles, for all its threads. Block 0 also checks all sizes.
+// Finds the groups of the thread block's tiles, for all its threads. Block 0 also checks all sizes.
 __device__ __forceinline__ void find_groups_of_tiles(const Tiles& tiles, GroupTile* groups) {
     if (!GROUPED) return;
     if (threadIdx.x < 32) {
@@ -134,8 +134,8 @@ __device__ __forceinline__ void load_rows(const u8* from, i64 stride, int lines,
         if (kWhole) {
             if (there) word = load_read_only(reinterpret_cast<const u32*>(line));
         } else {
-            // Absent bytes are loaded from an address that exists and are masked, because there are too few
-            // predicates for so many loads at once.
+            // Absent bytes are loaded from an existing address and masked: there are too few predicates for
+            // this many loads at once.
             const u8* at = there ? line : from;
 #pragma unroll
             for (int b = 0; b < 4; b++) word |= (u32)load_read_only(at + (b < blocks ? b : 0)) << 8 * b;
@@ -158,12 +158,12 @@ __device__ __forceinline__ void store_rows(const Unit (&unit)[kUnits], u8* to, i
 
 // ---- ADJACENT 1: swizzled tiles in shared memory ----
 // Each half of a tile is padded by 16 bytes, so that eight lanes, which write words of 8 x 16 lines of four
-// tiles, meet 32 banks.
+// tiles, have no bank conflicts.
 constexpr int kHalfWords = 64 + 4, kTileWords = 2 * kHalfWords;
 __device__ __forceinline__ u32* unit_in_shared(u32* shared, int tile, int line) {
     return shared + tile * kTileWords + line / 16 * kHalfWords + line % 16 * 4;
 }
-// A warp has a whole swizzled tile, and this thread one unit of it.
+// A warp has a whole swizzled tile, this thread one unit of it.
 __device__ __forceinline__ int whole_tile(int unit) { return (threadIdx.x + unit * kThreads) / 32; }
 __device__ __forceinline__ int whole_line() { return threadIdx.x % 32; }
 // This thread has 16 adjacent lines x 4 blocks of the compact tiles.

@@ -31,7 +31,7 @@ def test_delayed_scaling_is_comparable():
     assert dataclasses.replace(recipe, margin=-2).margin == -2
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert DelayedScaling(history_len=1, algo="most_recent",
-                          margin=3) == DelayedScaling(float8_e4m3fn, 3, 1, "most_recent")
+                          margin=3) == DelayedScaling(margin=3, history_len=1, algo="most_recent")
 
 
 # ---- empty ----
@@ -140,7 +140,7 @@ def test_one_launch_per_call(shape, run, launched):
     for call, entries in (
             (lambda: fp8.cast_transpose(x, scale), ["cast_transpose"]),
             (lambda: fp8.cast_transpose(x, scale, out=both), ["cast_transpose"]),
-            (lambda: fp8.cast_transpose(x, scale, transposed=False), ["cast"]),
+            (lambda: fp8.quantize_tensor(x, scale, columnwise=True, transposed=False), ["cast"]),
             (lambda: DelayedScaling().quantize(x, scale=scale), ["cast"]),
             (lambda: DelayedScaling().quantize(x, scale=scale, columnwise=True), ["cast_transpose"]),
             (lambda: fp8.compute_amax(x), ["compute_amax"]),

@@ -15,7 +15,7 @@ import cupy_fp8 as fp8
 
 
 def test_what_a_gate_shows():
-    gate = fp8.topk_gate(normal((1200, 16)), 2, score="sigmoid", scores=True, sequences=3)
+    gate = fp8.topk_gate(normal((1200, 16)), 2, score="sigmoid", return_scores=True, sequences=3)
     assert repr(gate) == "Gate(1,200 tokens x 2 of 16 experts, sigmoid, numpy)"
     assert "<td>1,200</td>" in gate._repr_html_()
     assert "<td>sigmoid</td>" in gate._repr_html_()
@@ -53,7 +53,7 @@ def test_an_array_that_is_not_aligned():
 
 def test_arrays_of_two_places(device):
     """All arrays of a gate lie where its indices do."""
-    gate = fp8.topk_gate(normal((12, 16)), 2, scores=True, sequences=2)
+    gate = fp8.topk_gate(normal((12, 16)), 2, return_scores=True, sequences=2)
     there = device.run.array(gate)
     for name in ("weights", "counts", "scores", "score_sums"):
         with pytest.raises(TypeError, match=rf"^{name}: a numpy array among cupy arrays"):

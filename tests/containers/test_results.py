@@ -138,7 +138,7 @@ def test_nbytes_counts_what_is_shared_once(kind):
     both = fp8.cast_transpose(x, 2.0)
     assert both.nbytes == 15 + 15 + 4                       # There is one scale_inv.
     assert sum(part.nbytes for part in parts(both)) == 2 * (15 + 4)
-    assert fp8.cast_transpose(x, 2.0, transposed=False).nbytes == 15 + 4
+    assert fp8.quantize_tensor(x, 2.0, columnwise=True, transposed=False).nbytes == 15 + 4
     apart = Quantized(both.rowwise, Scaled(parts(both)[1].data, both.scale_inv.copy(), SHAPE, True))
     assert apart.nbytes == 15 + 15 + 4 + 4
 
@@ -147,7 +147,7 @@ def test_nbytes_counts_what_is_shared_once(kind):
 def test_directions_share_scale_inv(kind):
     q = fp8.cast_transpose(x_of(kind), 2.0)
     assert parts(q)[0].scale_inv is parts(q)[1].scale_inv
-    same = fp8.cast_transpose(x_of(kind), 2.0, transposed=False)
+    same = fp8.quantize_tensor(x_of(kind), 2.0, columnwise=True, transposed=False)
     assert parts(same)[0].data is parts(same)[1].data
 
 

@@ -32,7 +32,7 @@ def grouped(seed: int = 0) -> Grouped:
 
 
 def gated(**options: Any) -> Gate:
-    return fp8.topk_gate(X, 4, scores=True, sequences=2, **options)
+    return fp8.topk_gate(X, 4, return_scores=True, sequences=2, **options)
 
 
 def edited(q: Any, path: str) -> Any:

@@ -21,7 +21,7 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 X, WIDE, GRAD = ones(6, 8), ones(6, 100), ones(6, 2)
 MADE, WITH_SUMS = GATE(X, 2), GATE(X, 2, sequences=3)
 OUT, SUMS = poisoned(GATE(X, 2)), poisoned(GATE(X, 2, sequences=3))
-SCORES = poisoned(GATE(X, 2, scores=True))
+SCORES = poisoned(GATE(X, 2, return_scores=True))
 FIRST_SUM = np.asarray(SUMS.score_sums).reshape(-1)[:1]
 LOSS = poisoned(Z(X, 1.0))
 
@@ -54,7 +54,7 @@ GATES: list[Line] = [
     gate(V, "group_topk: expected 1 to 2, the groups or k, got 4", k=3, groups=2, group_topk=4),
     gate(V, "group_topk: expected groups that have k=4 experts, got 1 of 2", k=4, groups=4, group_topk=1),
     gate(T, "normalize: expected True or False, got 'yes'", normalize="yes"),
-    gate(T, "scores: expected True or False, got 2", scores=2),
+    gate(T, "return_scores: expected True or False, got 2", return_scores=2),
     *[line(T, f"{name}: expected a number, got {shown}", call, *args, **options)
       for wrong, shown in (("2", "'2'"), (True, "True"), (None, "None"), ([1.0], "[1.0]"))
       for name, call, args, options in (("factor", GATE, (X, 2), {"factor": wrong}),
@@ -77,7 +77,8 @@ GATES: list[Line] = [
     gate(T, "sequences: expected an integer, got 1.5", sequences=1.5),
     # ---- results of other calls ----
     gate(T, "out: expected a Gate (an earlier result), got tuple", out=(X, X)),
-    gate(V, "out: made with scores", out=SCORES), gate(V, "out: made without scores", scores=True, out=OUT),
+    gate(V, "out: made with scores", out=SCORES),
+    gate(V, "out: made without scores", return_scores=True, out=OUT),
     gate(V, "out: made with sequences", out=SUMS),
     gate(V, "out: made without sequences", sequences=3, out=OUT),
     gate(V, "out: made with score='softmax', got 'sigmoid'", score="sigmoid", out=OUT),

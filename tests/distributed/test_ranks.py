@@ -41,7 +41,7 @@ def test_a_layer_over_ranks_is_one_rank(ranks, reduce):
     routing = whole.routing()
     one = fp8.moe.Experts(whole.up, whole.down)
     y, saved = one.forward(whole.x, routing, whole.probs)
-    wanted = (y, *one.backward(whole.grad, saved))
+    wanted: tuple[Any, ...] = (y, *one.backward(whole.grad, saved))
 
     def rank_of(world: Any) -> tuple[Any, ...]:
         here, local = slice(*cuts[world.rank:world.rank + 2]), 8 // ranks

@@ -104,7 +104,7 @@ def test_what_is_dispatched():
         with pytest.raises(TypeError, match="probs: expected float32, got float64"):
             ep.dispatch(x, routing, np.ones((2, 2)))
         with pytest.raises(TypeError, match="routing: expected what route"):
-            ep.dispatch(x, fp8.route(IDS, num_experts=4))  # type: ignore[arg-type]
+            ep.dispatch(x, fp8.route(IDS, num_experts=4))  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="rows: expected bfloat16, got float32"):
             ep.combine(np.ones((routing.rows, 128), np.float32), routing)
         with pytest.raises(ValueError, match=r"dx_rows: expected a C-contiguous array of shape"):

@@ -27,7 +27,7 @@ def content():
         "g": fp8.group_quantize(x, [10, 54], fp8.CurrentScaling(), columnwise=True),
         "routing": fp8.route(np.array([[1, 0], [0, -1]]), num_experts=2, rows=8, align=4),
         "mask": fp8.route(np.array([[True, False, True], [True, False, False]]), topk=2),
-        "gate": fp8.topk_gate(x[:6, :8].copy(), 2, scores=True, sequences=2),
+        "gate": fp8.topk_gate(x[:6, :8].copy(), 2, return_scores=True, sequences=2),
         "state": fp8.DelayedScalingState(3, fp8.DelayedScaling(history_len=4), like=np),
         "list": [1, "a", None, (2.5,)],
     }

@@ -66,7 +66,7 @@ def test_activations(options, run):
 @pytest.mark.parametrize("dtype", [float16, float32])
 def test_other_dtypes(dtype, run):
     given = layer()
-    found = step(made(given.moved(run), dtype_out=dtype), given.moved(run))
+    found = step(made(given.moved(run), dtype=dtype), given.moved(run))
     assert max(errors(found, in_float64(given))) < WITHIN["bf16"]
     assert [a.dtype for a in found] == [dtype, dtype, float32, dtype, dtype]
 
@@ -135,6 +135,7 @@ def test_what_is_kept_in_fp8_is_what_forward_read(run):
     given = layer().moved(run)
     experts = made(given)
     _, saved = experts.forward(given.x, given.routing(), given.probs, keep="fp8")
+    assert isinstance(saved.hidden, fp8.Quantized)
     h = fp8.dequantize(saved.hidden, dtype=bfloat16)
     rows, p = fp8.permute(fp8.quantize_block(given.x), given.routing(), probs=given.probs)
     wanted = fp8.quantize_block(fp8.grouped_matmul_nt(rows, experts.up, given.routing().aligned_splits))

@@ -68,7 +68,7 @@ def test_biases_of_other_dtypes(dtype, run):
     """That of up becomes the dtype of h; that of down stays as it is."""
     bias = tuple(b.astype(dtype) for b in BIAS)
     assert_same(step(made(run, bias=bias), GIVEN.moved(run)), step(made(run), GIVEN.moved(run)))
-    found = step(made(run, bias=bias, dtype_out=dtype), GIVEN.moved(run))
+    found = step(made(run, bias=bias, dtype=dtype), GIVEN.moved(run))
     assert max(errors(found, in_float64(GIVEN, bias=BIAS))) < 0.09
 
 

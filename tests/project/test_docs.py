@@ -102,6 +102,31 @@ def test_snippets_print_what_they_show(page, chosen, needs):
     assert not report, "".join(report)
 
 
+COMING_FROM = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+#: The cells *here* of the tables: the second ones.
+CALLS = re.findall(r"^\| (?:.*?)(?<!\\) \| `(.+?)` \|", COMING_FROM, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def names_of_the_page() -> dict[str, Any]:
+    code = doctest.DocTestParser().get_examples(snippets(COMING_FROM)[0].code)
+    names: dict[str, Any] = {}
+    for example in code:
+        exec(example.source, names)
+    return names
+
+
+@pytest.mark.parametrize("call", dict.fromkeys(CALLS))
+def test_calls_of_tables_run(call, names_of_the_page):
+    assert eval(call, dict(names_of_the_page)) is not None
+
+
+def test_every_row_has_a_call():
+    rows = [line for line in COMING_FROM.splitlines() if line.startswith("| ") and " | here | " not in line]
+    assert len(rows) == len(CALLS) > 40
+    assert all(call.startswith("fp8.") for call in CALLS)
+
+
 @pytest.fixture
 def pictures(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")

@@ -1,6 +1,6 @@
 """Every notebook runs afresh without an error, and is committed with the pictures that web pages show.
 
-After a change, execute in place with: python tests/project/test_notebooks.py notebooks/*.ipynb
+After a change: PYTHONPATH=tests/support python tests/project/test_notebooks.py notebooks/*.ipynb
 """
 
 import importlib.util

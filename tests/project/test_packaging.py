@@ -12,17 +12,20 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from tiers import needs_host
 
 import cupy_fp8
 from cupy_fp8.kernels import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-INPUTS = ("pyproject.toml", "build_kernels.py", "README.md", "LICENSE", "cupy_fp8", "kernels_cu")
+PAGES = ("README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "SECURITY.md")
+INPUTS = ("pyproject.toml", "build_kernels.py", "MANIFEST.in", *PAGES, "cupy_fp8", "kernels_cu")
 TEST_COMMAND = "pip install -e '.[test]' && pytest"
 
 # This runs in the new environment, as if there were no CuPy. Its arguments are the folder where the kernels
@@ -42,9 +45,9 @@ print(Path(fp8.__file__).parent)
 """
 
 
-def run(*command: object, cwd: Path | None = None) -> str:
+def run(*command: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
     environment = {k: v for k, v in os.environ.items()
-                   if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_REQUIRE_VIRTUALENV")}
+                   if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_REQUIRE_VIRTUALENV")} | dict(env or {})
     done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True,
                           env=environment)
     assert done.returncode == 0, f"{command[:4]}:\n{done.stdout}\n{done.stderr}"
@@ -113,7 +116,19 @@ def test_sdist_holds_every_source(archives):
     with tarfile.open(archives[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {name.replace("cupy_fp8/kernels_cu/", "kernels_cu/") for name in source_files()} <= names
-    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {"pyproject.toml", "build_kernels.py", *PAGES} <= names
+
+
+def test_a_wheel_of_the_checkout_equals_that_of_the_sdist(archives, source_tree, tmp_path):
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, source_tree)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == archives[1].name
+    assert contents(wheel) == contents(archives[1])
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def test_metadata(archives):
@@ -135,6 +150,21 @@ def test_wheel_works(archives, python):
     assert site in package.parents
     assert "selftest" in run(python.parent / "cupy-fp8", "--help")
     assert "quantize_tensor" in run(python.parent / "cupy-fp8", "list")
+
+
+@pytest.mark.full
+@needs_host
+def test_a_wheel_tests_itself_in_an_empty_folder(archives, python, tmp_path):
+    """With kernels of the wheel, one of each family, compiled anew."""
+    install(python, archives[1])
+    (tmp_path / "empty").mkdir()
+    cache = {"CUPY_FP8_CACHE_DIR": str(tmp_path / "cache")}
+    out = run(python, "-m", "cupy_fp8", "selftest", "compute_amax", "transpose", "splits_to_offsets",
+              "quantize_tensor", "--executor", "host", cwd=tmp_path / "empty", env=cache)
+    assert out.count("PASS") == 4
+    assert "all bytes equal the reference's" in out
+    assert any(tmp_path.glob("cache/host/*.so"))
+    assert not any((tmp_path / "empty").iterdir())
 
 
 @pytest.mark.parametrize("mode", ["lenient", pytest.param("strict", marks=pytest.mark.full)])
@@ -200,6 +230,7 @@ fp8.finfo("e4m4")  # arg-type
 fp8.CurrentScaling(dtype="e4m4")  # arg-type
 fp8.BlockScaling(dtype="e4m4")  # arg-type
 fp8.MXScaling("rceil")  # arg-type
+fp8.MXScaling("e4m3", "rceil")  # call-arg
 name: str = fp8.MXScaling().dtype  # assignment
 name = fp8.group_quantize(x, [64, 64], fp8.BlockScaling()).splits  # assignment
 name = fp8.route(np.zeros((4, 1), np.int32)).row_map  # assignment

@@ -38,7 +38,7 @@ def test_every_kernel_file_has_a_fault():
 
 
 def test_there_are_faults_enough():
-    """Issue 43 asks for so many. One that an edit makes pointless is exchanged for another."""
+    """A fault that an edit makes pointless is exchanged for another."""
     assert len(FAULTS) >= 120
 
 

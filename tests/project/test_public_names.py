@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from types import ModuleType
 
@@ -43,6 +44,28 @@ def test_modules_that_users_browse_show_their_names(name):
         value = getattr(module, public)
         home = f"{getattr(value, '__module__', module.__name__)}."
         assert home.startswith(f"{module.__name__}.")
+
+
+def test_transposed_has_one_default():
+    """Column-wise data are stored transposed, but for MX (docs/numerics.md, section 1). A Scaled is one
+    direction, and says how its data lie."""
+    defaults = {}
+    for name in fp8.__all__:
+        value = getattr(fp8, name)
+        if inspect.isfunction(value) or hasattr(value, "__dataclass_fields__"):
+            parameters = inspect.signature(value).parameters
+            if "transposed" in parameters:
+                defaults[name] = parameters["transposed"].default
+    assert defaults == {"quantize_tensor": True, "quantize_block": True, "quantize_mx": False,
+                        "Grouped": True, "Scaled": False}
+    x = np.ones((64, 128), np.float32)
+    for recipe in (fp8.CurrentScaling(), fp8.BlockScaling(), fp8.MXScaling()):
+        made = (fp8.quantize(x, recipe, columnwise=True), fp8.multi_quantize([x], recipe, columnwise=True)[0],
+                fp8.swiglu_quantize(np.ones((64, 256), np.float32), recipe, columnwise=True),
+                fp8.activation_quantize(x, recipe, columnwise=True), recipe.empty(x.shape, columnwise=True),
+                fp8.norm_quantize(x, x[0], recipe, columnwise=True),
+                fp8.group_quantize(x, [64], recipe, columnwise=True)[0])
+        assert {q.columnwise.transposed for q in made} == {not isinstance(recipe, fp8.MXScaling)}
 
 
 def test_what_the_package_exports_is_exported_where_it_is_made():

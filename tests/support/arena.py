@@ -1,5 +1,4 @@
-"""One piece of memory from which all arrays of a call are taken, so that whatever is written beside them
-shows."""
+"""One buffer for all arrays of a call, so that stray writes beside them are detected."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ ROOM = 256                  # bytes between arrays
 
 
 class Arena:
-    """Memory on a place, which begins at a multiple of `ROOM`. Arrays in it begin at multiples of their
-    element size."""
+    """A buffer on a place, beginning at a multiple of `ROOM`. Its arrays begin at multiples of their element
+    size."""
 
     def __init__(self, place: Place, nbytes: int) -> None:
         memory = place.array(np.full(nbytes + 4 * ROOM, 0xAA, np.uint8))
@@ -27,7 +26,7 @@ class Arena:
         self._taken = np.zeros(len(self.memory), bool)
 
     def take(self, a: Any, start: int) -> Any:
-        """A copy of an array from `start` on."""
+        """Copy an array to the offset `start`."""
         found = self.memory[start:start + a.nbytes].view(a.dtype).reshape(a.shape)
         self._taken[start:start + a.nbytes] = True
         if a.size:
@@ -35,14 +34,14 @@ class Arena:
         return found
 
     def append(self, a: Any) -> Any:
-        """A copy of an array, behind the last one if that touches an address that it can have."""
+        """Copy an array to the next aligned offset after the last one."""
         start = -(-self.end // a.itemsize) * a.itemsize
         self.end = start + a.nbytes
         return self.take(a, start)
 
     def append_at(self, lead: int, a: Any) -> Any:
-        """A copy of an array, apart from the others, `lead` bytes past a multiple of `ROOM`, or as many of
-        them as its element size allows."""
+        """Copy an array to a place apart from the others, `lead` bytes past a multiple of `ROOM` (rounded
+        down to the element size)."""
         start = -(-self.end // ROOM) * ROOM + ROOM + lead // a.itemsize * a.itemsize
         self.end = start + a.nbytes
         return self.take(a, start)
@@ -54,8 +53,8 @@ class Arena:
 
 def apart(example: Example, place: Place, lead: int = 0,
           result_lead: int | None = None) -> tuple[Example, Arena]:
-    """The same call of arrays that begin `lead` bytes past a multiple of `ROOM`, with room between them.
-    result_lead: what those of the result have instead."""
+    """Return the same call with arrays that begin `lead` bytes past a multiple of `ROOM`, with room between
+    them. result_lead: the same for those of the result."""
     written = set() if result_lead is None else {id(a) for a in example.result}
     arrays = {id(a): a for a in leaves(example.tree)}
     arena = Arena(place, sum(a.nbytes + 3 * ROOM for a in arrays.values()))

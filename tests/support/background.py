@@ -1,10 +1,10 @@
-"""Work in other processes that tests wait for. It starts when the session does, beside the tests that need
-nothing of it (which use one processor), as much at a time as there are processors.
+"""Work in other processes that tests wait for. It starts with the session, while tests that do not need it
+run (on one processor); as many jobs at a time as there are processors.
 
-A test module that has such work defines ``background_jobs(items, background)``: of its selected tests,
-pairs of a key and a function, which is called in a thread. Its tests run last, and ask the fixture
-`background_result` by key. A module of many jobs that take a second or so defines ``HAS_SHORT_JOBS = True``,
-and they begin after those of other modules.
+A test module with such work defines ``background_jobs(items, background)``: pairs of a key and a function for
+its selected tests, called in a thread. Its tests run last, and get results from the fixture
+`background_result` by key. A module with many jobs of a second or so defines ``HAS_SHORT_JOBS = True``; they
+start after those of other modules.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-_NICENESS = 10                              # The tests go first.
+_NICENESS = 10                              # tests go first
 _SPAWN = get_context("spawn")
 
 Child = TypeVar("Child", subprocess.Popen[str], SpawnProcess)
 
 
 class ProcessDied(RuntimeError):
-    """A process ended while it worked: by which signal (negative) or exit code, and on what."""
+    """A process died at work: signal (negative) or exit code, and the work."""
 
 
 class Worker:
-    """A process that calls functions, one at a time. It begins when it is needed, and again after it died."""
+    """A process that calls functions one at a time. Started when needed, and again after it died."""
 
     def __init__(self, begin: Callable[[Callable[[], SpawnProcess]], SpawnProcess]) -> None:
         self._begin = begin
@@ -56,7 +56,7 @@ class Worker:
         self._connection, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
-        theirs.close()                      # Otherwise the end of theirs would not be seen here.
+        theirs.close()                      # otherwise the end of the other side would not be seen here
         return process
 
 
@@ -73,8 +73,8 @@ def _serve(connection: Connection) -> None:
 
 
 class Background:
-    """What the machine does to a process does not fail a test: where one dies that should not, its work is
-    done once more. What the work itself does happens again."""
+    """Runs jobs so that a process killed by the machine fails no test: its work is repeated once. A crash
+    that the work itself causes happens again."""
 
     def __init__(self) -> None:
         processors = os.cpu_count() or 1
@@ -86,7 +86,7 @@ class Background:
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for _ in range(processors):
             self._idle.put(Worker(self._begin))
-        #: Their work was done once more.
+        #: processes that died and whose work was repeated
         self.deaths: list[str] = []
 
     def start(self, key: Hashable, job: Callable[[], Any]) -> None:
@@ -96,7 +96,7 @@ class Background:
         return self._futures[key].result()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function, called in a process that is used again."""
+        """Call a function in a reused process and return its result."""
         worker = self._idle.get()
         try:
             return worker.call(function, *args)
@@ -108,9 +108,9 @@ class Background:
 
     def run(self, command: Sequence[str], env: Mapping[str, str],
             timeout: float) -> subprocess.CompletedProcess[str]:
-        """Does what subprocess.run does, with what the child prints."""
+        """Like subprocess.run, capturing the child's output."""
         done = self._run(command, env, timeout)
-        if done.returncode == -signal.SIGKILL:          # Other signals are findings.
+        if done.returncode == -signal.SIGKILL:          # other signals are findings
             self._record(f"killed: {' '.join(command)}")
             done = self._run(command, env, timeout)
         return done
@@ -128,7 +128,7 @@ class Background:
         return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
 
     def _begin(self, make: Callable[[], Child]) -> Child:
-        """A child that `stop` will end."""
+        """Start a child that `stop` will end."""
         with self._beginning:
             if self._stopping:
                 raise CancelledError
@@ -141,10 +141,10 @@ class Background:
             self.deaths.append(death)
 
     def stop(self) -> None:
-        """What has not begun does not begin; children end."""
+        """Cancel what has not begun, and end children."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._beginning:
             self._stopping = True
             for child in self._children:
-                child.kill()                # This does nothing where it has ended.
+                child.kill()                # no effect on a child that has ended
         self._threads.shutdown()

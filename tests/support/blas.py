@@ -1,5 +1,5 @@
-"""NumPy's products use one thread, which NumPy learns when it is imported: so this module comes before it.
-Tests run in as many processes as there are processors, and threads that wait for processors spin."""
+"""Limits NumPy's BLAS to one thread; must be imported before NumPy. Tests run in one process per processor,
+and threads that wait for processors spin."""
 
 import os
 

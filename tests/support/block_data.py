@@ -1,4 +1,4 @@
-"""Results with a scale per block, of any codes under any scales."""
+"""Results with a scale per block, from arbitrary codes and scales."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cupy_fp8.layouts import scale_shape, swap_last
 
 ROW, COLUMN = (1, 32), (32, 1)
 LAYOUTS = ("compact", "swizzled")
-#: MX data are stored in all of these ways: (block, scale layout, whether transposed).
+#: All ways of storing MX data: (block, scale layout, whether transposed).
 MX = [(block, layout, transposed) for block in (ROW, COLUMN) for layout in LAYOUTS
       for transposed in (False, True)]
 
 
 def parts(q: Quantized) -> list[Scaled]:
-    """The directions that a result has."""
+    """Return the directions of a result."""
     return list(q.parts.values())
 
 

@@ -1,4 +1,4 @@
-"""Weights for tests of WeightCache, and what their quantised copies are to be."""
+"""Weights for tests of WeightCache, and their expected quantised copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as other projects write them, written and read without the package's own code."""
+"""Checkpoints in other projects' formats, written and read without the package's code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 class Packed:
-    """A tensor of a type that NumPy does not have, as its bytes."""
+    """A tensor of a dtype that NumPy lacks, as bytes."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...], data: bytes) -> None:
         self.dtype, self.shape, self.data = dtype, shape, data
@@ -45,7 +45,7 @@ def write(
     metadata: dict[str, str] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Path:
-    """A .safetensors file, and config.json beside it."""
+    """Write a .safetensors file, and config.json beside it."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     blob = b""
     for name, a in tensors.items():
@@ -75,7 +75,7 @@ def header(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """All tensors of a file, or of the files of a folder, as they are stored."""
+    """Return all tensors of a file, or of the files of a folder, as stored."""
     found: dict[str, Any] = {}
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         data = file.read_bytes()
@@ -94,19 +94,19 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def codes(*shape: int, dtype: Any = E4M3, seed: int = 0) -> np.ndarray:
-    """FP8 codes of finite values of one sign."""
+    """Return FP8 codes of finite values of one sign."""
     return np.random.default_rng(seed).integers(0x20, 0x77, shape).astype(np.uint8).view(dtype)
 
 
 def factors(*shape: int, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
-    """Scales of about 1/100."""
+    """Return scales of about 1/100."""
     return ((np.random.default_rng(seed).random(shape) + 0.5) / 100).astype(dtype)
 
 
 def values(
     data: np.ndarray, scale: np.ndarray, rows: int | None = None, columns: int | None = None
 ) -> np.ndarray:
-    """fl32(code · scale), where this many rows and columns of each matrix share a scale (None: all)."""
+    """Return fl32(code · scale), with scales of blocks of this many rows and columns (None: all)."""
     *batch, height, width = data.shape
     down, across = rows or height, columns or width
     grid = scale.astype(np.float32).reshape(*batch, -(-height // down), -(-width // across))
@@ -115,12 +115,12 @@ def values(
 
 
 def bf16(a: np.ndarray) -> np.ndarray:
-    """float32 values rounded to bfloat16."""
+    """Round float32 values to bfloat16."""
     return a.astype(np.float32).astype(BF16)
 
 
 def convert(*arguments: Any) -> int:
-    """The exit code of the command."""
+    """Return the exit code of the command."""
     return main(["convert", *map(str, arguments), "--array", "numpy"])
 
 

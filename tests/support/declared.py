@@ -1,8 +1,8 @@
-"""Calls of every op, and what they declare: found by making the calls of the table of cases, so that no list
-of arguments has to be written down.
+"""Calls of every op, and what they declare: found by running calls from the table of cases, so that no list
+of arguments has to be maintained.
 
-`EXAMPLES` has few calls of each op that together declare everything that its cases declare. Each knows the
-memory that it reads and writes, by the names that messages use.
+`EXAMPLES` has few calls per op that together declare everything that its cases declare. Each knows the memory
+that it reads and writes, by the names used in messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cupy_fp8.cases import Case, Registration, base
 from cupy_fp8.formats import INPUT_DTYPES
 
 _SMALLEST, _LARGEST = 64, 60_000    # elements of an example's arrays
-_MOST_ARRAYS = 20                   # of an example: calls with lists of tensors can have many
+_MOST_ARRAYS = 20                   # most arrays of an example: calls with lists of tensors can have many
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Example:
         return self.args, self.kwargs, self.out
 
     def named(self) -> dict[str, Any]:
-        """The arrays that the call declares, by name."""
+        """Return the arrays that the call declares, by name."""
         return _named(self.tree, self.declared)
 
     @property
@@ -66,13 +66,14 @@ class Example:
 
     @property
     def result(self) -> list[Any]:
-        """The arrays of the result, but for arguments that it holds."""
+        """Return the arrays of the result, except arguments in it."""
         arguments = {id(a) for a in leaves((self.args, self.kwargs))}
         return [a for a in leaves(self.out) if id(a) not in arguments]
 
     @property
     def updates(self) -> bool:
-        """Whether the call updates an argument and returns it, so that the same call again finds another."""
+        """Whether the call updates an argument and returns it, so that repeating the call has another
+        input."""
         return bool(self.op.updates) or not self.result
 
     def poison(self) -> None:
@@ -84,13 +85,13 @@ class Example:
         return replace(self, args=args, kwargs=kwargs, out=out)
 
     def fresh(self) -> Example:
-        """The same call of arrays of its own, with poison where the result goes."""
+        """Return the same call with new arrays, and poison in the result."""
         found = self.with_tree(map_arrays(self.tree, lambda a: _copy(a)))
         found.poison()
         return found.declare()
 
     def on(self, run: testing.Executor) -> Example:
-        """The same call of arrays on an executor."""
+        """Return the same call with arrays on an executor."""
         return self.with_tree(map_arrays(self.fresh().tree, run.array)).declare()
 
     def declare(self) -> Example:
@@ -105,23 +106,23 @@ class Example:
 
 
 class _Validated(Exception):
-    """Ends a call once it is known to be valid."""
+    """Ends a call that has passed validation."""
 
 
 def _never(*_: Any) -> None:
-    """Stands for `describe`: no call is a remembered one."""
+    """Stands in for `describe`: no call is found among the remembered ones."""
 
 
 def _copy(a: np.ndarray) -> np.ndarray:
-    """Copies an array with its strides, writable."""
+    """Return a writable copy of an array with the same strides."""
     copied = np.empty_like(a)
     copied[...] = a
     return copied
 
 
 def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[Written]]:
-    """The memory that a call declares, and the arrays that it writes; nothing where it does not take the
-    one path. The call ends before anything is written."""
+    """Return the memory that a call declares, and the arrays that it writes; nothing if it does not go
+    through `calls.run`. The call ends before anything is written."""
     ranges: list[Range] = []
     written: list[Written] = []
 
@@ -139,14 +140,14 @@ def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[Written]]:
 
 
 def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
-    """The arrays that are declared, by name; one of which parts are declared has the name before the
+    """Return the declared arrays by name; an array of which parts are declared gets the name before the
     brackets."""
     arrays = list(leaves(tree))
     by_place = {(address(a), a.nbytes): a for a in arrays}
     found = {}
     for one in declared:
         if (a := by_place.get((one.start, one.end - one.start))) is not None:
-            # An array with a part for each of a list has one name, also where the list has one member.
+            # An array with a part for each member of a list has one name, even if the list has one member.
             whole = any(a is value for value in tree[1].values())
             found[one.name.partition("[")[0] if whole else one.name] = a
         elif one.start < one.end:
@@ -156,9 +157,9 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
 
 
 def examples_of(op: Registration) -> Iterator[tuple[str, Example]]:
-    """Few contiguous cases, with what they were chosen for: together they declare every pair of names; then
-    come those that declare another set of names, or have another option that is no number, or another axis;
-    then those that align groups with other blocks of scales in one direction or both."""
+    """Yield few contiguous cases, with what they were chosen for: first cases that together declare every
+    pair of names; then those that declare another set of names, or have another non-numeric option, or
+    another axis; then those that align groups with other blocks of scales in one direction or both."""
     found = list(_described(op))
     chosen: list[_Described] = []
     for kind in ("pairs", "facts", "aligned"):
@@ -173,13 +174,13 @@ def examples_of(op: Registration) -> Iterator[tuple[str, Example]]:
 
 
 class _Described(NamedTuple):
-    """A case, how many elements its arguments have, and what it would show as an example."""
+    """A case, the elements of its arguments, and what it would show as an example."""
 
     case: Case
     size: int
-    pairs: set[Any]                 # of names that it declares
-    facts: set[Any]                 # its names together, and its options
-    aligned: set[Any]               # the block of its scales and a direction, if its groups are aligned
+    pairs: set[Any]                 # pairs of names that it declares
+    facts: set[Any]                 # the set of its names, and its options
+    aligned: set[Any]               # block of its scales and a direction, if its groups are aligned
 
 
 def _described(op: Registration) -> Iterator[_Described]:
@@ -195,7 +196,7 @@ def _described(op: Registration) -> Iterator[_Described]:
         ranges, written = _valid(functools.partial(op.function, *args, **kwargs))
         for name, a in _named((args, kwargs), ranges).items():
             DTYPES_OF_CASES.setdefault((op.name, name.partition("[")[0]), set()).add(a.dtype)
-        # Empty arrays on a GPU have one address, and so no name of their own.
+        # Empty arrays on a GPU share one address, and so have no name of their own.
         if 0 in sizes or not all(one.nbytes for one in written):
             continue
         names = {one.name for one in ranges} | {one.name for one in written}
@@ -208,17 +209,17 @@ def _described(op: Registration) -> Iterator[_Described]:
 
 
 def _is_special(options: dict[str, Any]) -> bool:
-    """Rows of `out` that are an option (of unpad_groups), and scales that the case's function turns round or
-    that lie elsewhere in memory."""
+    """Whether rows of `out` are an option (of unpad_groups), or the case's function reverses scales or puts
+    them elsewhere in memory."""
     return options.get("exact") is False or options.get("stored") == "columns" or "scales_at" in options
 
 
 def example_of(op: Registration, case: Case, quick: bool) -> Example:
-    """The call of a case, as an example."""
+    """Return the call of a case, as an example."""
     args, kwargs = op.inputs(case)
     before = [(a, a.copy()) for a in leaves((args, kwargs))]
     out = None if op.updates else op.function(*args, **kwargs)
-    for a, contents in before:                              # The call may have raised an amax.
+    for a, contents in before:                              # the call may have raised an amax
         a[...] = contents
     public = getattr(fp8, op.name, op.function)
     if "noop" in inspect.signature(public).parameters:
@@ -231,8 +232,8 @@ def _group_quantize(*args: Any, amax: Any = None, **options: Any) -> Any:
 
 
 def in_contract(op: Registration) -> Registration:
-    """The op as users call it. The registered function of an op whose results hold arguments copies these
-    into a given result."""
+    """Return the op as users call it. If results hold arguments, the registered function copies these into a
+    given result."""
     direct = {"group_quantize": _group_quantize, "scaling_aware_transpose": fp8.scaling_aware_transpose}
     return replace(op, function=direct.get(op.name, op.function))
 
@@ -242,14 +243,14 @@ def takes_the_one_path(op: Registration) -> bool:
     return bool(_valid(functools.partial(op.function, *args, **kwargs))[0])
 
 
-#: Keys are the names of an op and of an argument; that of a list has no number.
+#: By the names of an op and of an argument; lists without an index.
 DTYPES_OF_CASES: dict[tuple[str, str], set[np.dtype[Any]]] = {}
 _CHOSEN = [chosen for op in map(in_contract, cases.OPS.values()) if takes_the_one_path(op)
            for chosen in examples_of(op)]
-#: Each op has few calls. Those whose groups are aligned in other ways are for tests of sizes.
+#: Few calls per op. Those with groups aligned in other ways are for tests of sizes.
 EXAMPLES = [example for kind, example in _CHOSEN if kind != "aligned"]
 ALIGNED = [example for kind, example in _CHOSEN if kind == "aligned"]
-DTYPES_OF_CASES["multi_cast_transpose", "xs"].update(INPUT_DTYPES)       # No case has float16.
+DTYPES_OF_CASES["multi_cast_transpose", "xs"].update(INPUT_DTYPES)       # no case has float16
 
 
 def every_example_that(wanted: Callable[[Example], bool]) -> pytest.MarkDecorator:

@@ -1,4 +1,4 @@
-"""Expert layers to compare with: in float64, and from public calls by hand."""
+"""Expert layers for comparison: in float64, and composed of public calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GATE = 1.702                            # of gpt-oss
 
 
 class Layer(NamedTuple):
-    """What a step is given: weights, tokens, the experts of each, their probs, and the gradient of y."""
+    """Inputs of a step: weights, tokens, the experts of each, their probs, and the gradient of y."""
 
     up: np.ndarray
     down: np.ndarray
@@ -33,7 +33,7 @@ class Layer(NamedTuple):
 
 def layer(tokens: int = 48, topk: int = 2, experts: int = 4, hidden: int = 160, inner: int = 96,
           seed: int = 0) -> Layer:
-    """The last expert has no token, and some slots are nowhere."""
+    """The last expert has no token, and some slots are dropped."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
@@ -48,7 +48,7 @@ def layer(tokens: int = 48, topk: int = 2, experts: int = 4, hidden: int = 160, 
 
 
 def biases(given: Layer, seed: int = 5, scale: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
-    """Of up [E, 2 F] and of down [E, H]."""
+    """Biases of up [E, 2 F] and of down [E, H]."""
     rng, (experts, hidden, _) = np.random.default_rng(seed), given.down.shape
     shapes = (experts, given.up.shape[1]), (experts, hidden)
     up, down = ((scale * rng.standard_normal(shape)).astype(bfloat16) for shape in shapes)
@@ -56,7 +56,7 @@ def biases(given: Layer, seed: int = 5, scale: float = 0.5) -> tuple[np.ndarray,
 
 
 def act(a: np.ndarray, b: np.ndarray, form: str, clamp: float | None) -> tuple[np.ndarray, ...]:
-    """(the activation, its derivatives by a and by b), in float64."""
+    """Return (the activation, its derivatives by a and by b), in float64."""
     in_a, in_b = np.ones_like(a), np.ones_like(b)
     if clamp is not None:
         in_a, in_b = a <= clamp, abs(b) <= clamp
@@ -69,7 +69,7 @@ def act(a: np.ndarray, b: np.ndarray, form: str, clamp: float | None) -> tuple[n
 
 def in_float64(given: Layer, form: str = "swiglu", clamp: float | None = None, interleaved: bool = False,
                bias: tuple[Any, Any] | None = None) -> tuple[np.ndarray, ...]:
-    """(y, dx, dprobs, d_up, d_down), and with biases their gradients"""
+    """Return (y, dx, dprobs, d_up, d_down), and with biases their gradients."""
     up, down, x, probs, grad = (np.asarray(a, np.float64)
                                 for a in (given.up, given.down, given.x, given.probs, given.grad))
     y, dx, dprobs = np.zeros_like(x), np.zeros_like(x), np.zeros_like(probs)
@@ -95,8 +95,8 @@ def in_float64(given: Layer, form: str = "swiglu", clamp: float | None = None, i
 
 
 def by_hand(given: Layer, align: int = 128, bias: tuple[Any, Any] = (None, None)) -> tuple[Any, ...]:
-    """The casting-free layer from public calls: (y, dx, dprobs, d_up, d_down), and the gradients of biases,
-    if there are both."""
+    """Run the casting-free layer from public calls: (y, dx, dprobs, d_up, d_down), and the gradients of
+    biases, if there are both."""
     blocks, squares = fp8.BlockScaling(), fp8.BlockScaling((128, 128))
     up, down = (squares.quantize(w, columnwise=True) for w in given[:2])
     routing = given.routing(align)
@@ -128,7 +128,7 @@ def by_hand(given: Layer, align: int = 128, bias: tuple[Any, Any] = (None, None)
 
 
 def two_terms(bias: Any) -> list[Any]:
-    """The bias of down in FP8, and what its rounding leaves."""
+    """Return the bias of down in FP8, and its rounding error."""
     blocks, exact = fp8.BlockScaling(), fp8.asnumpy(bias).astype(np.float32)[:, None]
     first = blocks.quantize(fp8.asarray(exact, like=bias))
     rest = exact - fp8.asnumpy(first.dequantize(np.float32))
@@ -137,7 +137,7 @@ def two_terms(bias: Any) -> list[Any]:
 
 def step(experts: moe.Experts, given: Layer, routing: fp8.Routing | None = None, *, keep: Any = "bf16",
          out: Any = None, accumulate: Any = None) -> tuple[Any, ...]:
-    """(y, dx, dprobs, d_up, d_down) of a step, and the gradients of biases that there are."""
+    """Return (y, dx, dprobs, d_up, d_down) of a step, and the gradients of its biases, if any."""
     routing = given.routing() if routing is None else routing
     y, saved = experts.forward(given.x, routing, given.probs, keep=keep, out=out)
     assert saved is not None
@@ -146,13 +146,14 @@ def step(experts: moe.Experts, given: Layer, routing: fp8.Routing | None = None,
 
 
 def errors(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> list[float]:
-    """The relative error of each, by its norm."""
+    """Return the relative error of each, by its norm."""
     pairs = ((np.asarray(fp8.asnumpy(a), np.float64), b) for a, b in zip(found, wanted, strict=True))
     return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
 
 
 class Replay:
-    """A step in a graph, captured with the update of weights and biases, beside the same step without one."""
+    """A step in a graph, captured with the update of weights and biases, beside the same step without a
+    graph."""
 
     def __init__(self, device: Any, experts: moe.Experts, held: Layer, bias: Any, keep: Any) -> None:
         self.experts, self.held, self.bias, self.keep = experts, held, bias, keep
@@ -164,7 +165,7 @@ class Replay:
             experts.update(held.up, held.down, bias)
             return step(experts, held, routing, keep=keep, out=buffers)
 
-        self.memory = buffers, routing                      # A graph keeps none alive.
+        self.memory = buffers, routing                      # a graph keeps none alive
         whole()
         cuda = device.cupy.cuda
         self.stream, self.wait = cuda.Stream(non_blocking=True), cuda.runtime.deviceSynchronize
@@ -175,7 +176,7 @@ class Replay:
             self.graph = self.stream.end_capture()
 
     def compare(self, other: Layer, bias: Any) -> None:
-        """Replays with these arrays. Delayed scaling begins with the same scales, and ends with the same amax
+        """Replay with these arrays. Delayed scaling starts with the same scales, and ends with the same amax
         history."""
         alone = moe.Experts(other.up, other.down, self.experts.recipe, bias=bias)
         for experts in (self.experts, alone):

@@ -1,4 +1,4 @@
-"""The experts of a rank in float32, expert by expert, in the place of PyTorch's products."""
+"""The experts of a rank in float32, expert by expert, instead of PyTorch's products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cupy_fp8.formats import bfloat16
 
 
 class Loops:
-    """What `layer_peers.Bf16` computes of rows, of NumPy arrays, expert by expert."""
+    """Like `layer_peers.Bf16` for rows in NumPy arrays, expert by expert."""
 
     name = "loops"
 

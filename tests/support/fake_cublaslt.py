@@ -1,7 +1,7 @@
-"""A libcublasLt of Python functions behind C function pointers: it records what it is told, refuses what the
-library refuses, and computes products in the CPU's memory as the library's documentation says.
+"""A libcublasLt of Python functions behind C function pointers: records its calls, refuses what the library
+refuses, and computes products in the CPU's memory as the library's documentation says.
 
-Calls cross a C boundary with the prototypes of cublasLt.h, written down here a second time.
+Calls cross a C boundary with the prototypes of cublasLt.h, written down independently here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from cupy_fp8.ops.matmul import cublaslt, library
 from cupy_fp8.reference import numerics
 from cupy_fp8.reference.scales.swizzle import unswizzle
 
-#: These are numbers of cudaDataType.
+#: numbers of cudaDataType
 TYPES = {28: float8_e4m3fn, 29: float8_e5m2, 14: bfloat16, 2: float16, 0: float32}
 SUCCESS, INVALID_VALUE, NOT_SUPPORTED = 0, 7, 15
-#: Attributes of cublasLtMatmulDescAttributes_t, MatrixLayoutAttribute_t and PreferenceAttributes_t have so
-#: many bytes.
+#: Bytes of attributes: cublasLtMatmulDescAttributes_t, MatrixLayoutAttribute_t and PreferenceAttributes_t.
 DESC_BYTES = {3: 4, 4: 4, 7: 4, 8: 8, 10: 8, 17: 8, 18: 8, 25: 1, 26: 4, 31: 4, 32: 4}
 LAYOUT_BYTES = {5: 4, 6: 8}
 PREFERENCE_BYTES = {1: 8, 5: 4, 6: 4, 7: 4, 8: 4}
@@ -57,8 +56,8 @@ class Product(NamedTuple):
 
 
 class FakeCublasLt:
-    """algorithms: how many the heuristic proposes; workspace_bytes: what each of them wants. refuses: the
-    numbers of algorithms that cublasLtMatmul refuses."""
+    """algorithms: number that the heuristic proposes; workspace_bytes: needed by each. refuses: numbers of
+    algorithms that cublasLtMatmul refuses."""
 
     def __init__(self, version: int = 130101, algorithms: int = 3, workspace_bytes: int = 0,
                  record: Callable[[Callable[[], Any]], Any] = lambda run: run()) -> None:
@@ -67,7 +66,7 @@ class FakeCublasLt:
         self.products: list[Product] = []
         self.refused: list[str] = []
         self.refuses: set[int] = set()
-        #: The numbers of algorithms that the heuristic proposes with a status that is no success.
+        #: Algorithms that the heuristic proposes with a status other than success.
         self.proposes_in_vain: set[int] = set()
         self.preferences: list[dict[int, int]] = []
         self.algorithms, self.workspace_bytes, self._record = algorithms, workspace_bytes, record
@@ -153,7 +152,7 @@ class FakeCublasLt:
 
 
 def refusal(p: Product) -> str | None:
-    """What cuBLASLt on Hopper does not take, as measured there."""
+    """What cuBLASLt on Hopper does not take, as measured."""
     modes = p.description.get(31, 0), p.description.get(32, 0)
     bias = TYPES.get(p.description.get(26, -1))
     addresses = [*p.pointers.values(), p.description.get(17, 0), p.description.get(18, 0),
@@ -174,14 +173,14 @@ def refusal(p: Product) -> str | None:
 
 # ---- the computation ----
 def at(address: int, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """The memory at an address as an array, which can be written."""
+    """Return the memory at an address as a writable array."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype).reshape(shape)
 
 
 def _operand(matrix: Matrix, address: int, i: int, mode: int, scale_at: int) -> np.ndarray:
-    """The columns of a column-major FP8 matrix as rows of f64, scaled."""
+    """Return the columns of a column-major FP8 matrix as rows of f64, scaled."""
     assert matrix.ld == matrix.rows
     data = at(address + i * matrix.stride, TYPES[matrix.type], (matrix.columns, matrix.rows))
     values = numerics.widen(data).astype(np.float64)
@@ -191,10 +190,10 @@ def _operand(matrix: Matrix, address: int, i: int, mode: int, scale_at: int) -> 
         return values * at(scale_at, np.float32, (1,))
     if mode == 3:
         return values * at(scale_at, np.float32, (lines, 1))
-    if mode == 4:                           # Scales are [blocks along K][lines rounded up to 4].
+    if mode == 4:                           # scales: [blocks along K][lines rounded up to 4]
         grid = at(scale_at, np.float32, (blocks, -(-lines // 4) * 4))[:, :lines].T
         return values * np.repeat(grid, 128, axis=1)[:, :k]
-    if mode == 5:                           # Scales are [blocks of lines][blocks along K rounded up to 4].
+    if mode == 5:                           # scales: [blocks of lines][blocks along K rounded up to 4]
         grid = at(scale_at, np.float32, (-(-lines // 128), -(-blocks // 4) * 4))[:, :blocks]
         return values * np.repeat(np.repeat(grid, 128, axis=0)[:lines], 128, axis=1)[:, :k]
     per_line = -(-k // 32)
@@ -209,7 +208,7 @@ def compute(p: Product) -> None:
 
 
 def _compute(p: Product, i: int) -> None:
-    """One matrix of a batch."""
+    """Return one matrix of a batch."""
     d_type = np.dtype(TYPES[p.d.type])
     a = _operand(p.a, p.pointers["A"], i, p.description.get(31, 0), p.description[17])
     b = _operand(p.b, p.pointers["B"], i, p.description.get(32, 0), p.description[18])
@@ -224,7 +223,7 @@ def _compute(p: Product, i: int) -> None:
 
 @contextmanager
 def installed(fake: FakeCublasLt, capability: int = 90) -> Iterator[FakeCublasLt]:
-    """The fake as the library that is found, on GPUs of a compute capability."""
+    """Install the fake as the library that is found, on GPUs of a compute capability."""
     with pytest.MonkeyPatch.context() as patch:
         install(patch, fake, capability)
         yield fake

@@ -1,8 +1,8 @@
 """Calls whose arrays have more than 2**32 elements. On the CPU memory is mapped lazily, and only the blocks
-of a grid run that have its ends and the middle; on a GPU all of them do.
+at the grid's ends and in the middle run; on a GPU all of them do.
 
 A far call is compared at both ends, and around element 2**31 and a place before it, with the reference of
-these windows alone. A product of indices in 32 bits would lead elsewhere.
+these windows alone. A product of indices in 32 bits would point elsewhere.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, reference, testing
 from cupy_fp8.arrays import bits
 
-END = 512                   # rows or columns that are compared at either end, and around each other place
+END = 512                   # rows or columns compared at either end, and around each other place
 FAR = (1 << 25) + END       # with 128 elements each, these are more than 2**32
-BLOCKS = 64                 # of a grid, for each window: no kernel needs more for END * 128 elements. One
-                            # with a block for each row would need `end=BLOCKS`.
-#: Kernels whose last block writes what all blocks have found: their grids run whole.
+BLOCKS = 64                 # blocks of a grid per window: no kernel needs more for END * 128 elements; one
+                            # with a block per row would need `end=BLOCKS`
+#: Kernels whose last block writes what all blocks have found; their grids run whole.
 _WHOLE = ("group_amax_scale", "multi_amax_scale")
-_LARGEST = 1024             # an element that is larger than all that contents have
-_LARGE = 1 << 24            # bytes of an array that is mapped rather than allocated
-#: Python has a name for it from 3.13 on; the number is that of Linux.
+_LARGEST = 1024             # larger than all other elements
+_LARGE = 1 << 24            # bytes from which on an array is mapped rather than allocated
+#: Python has a name for it from 3.13 on; the number is Linux's.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def mapped(shape: tuple[int, ...] | int, dtype: Any = np.float64) -> np.ndarray:
-    """Zeros that take memory only where they are touched, a small page at a time."""
+    """Return zeros that take memory only where they are touched, a small page at a time."""
     shape, dtype = (shape,) if isinstance(shape, int) else tuple(map(int, shape)), np.dtype(dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=flags)
@@ -45,7 +45,7 @@ def mapped(shape: tuple[int, ...] | int, dtype: Any = np.float64) -> np.ndarray:
 
 @contextmanager
 def lazy_memory() -> Iterator[None]:
-    """Within it np.empty maps large arrays lazily: results, and what ops keep for themselves."""
+    """Within this context np.empty maps large arrays lazily: results, and the ops' own memory."""
     allocate = np.empty
 
     def empty(shape: Any, dtype: Any = np.float64, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -59,28 +59,28 @@ def lazy_memory() -> Iterator[None]:
 
 
 def windows(shape: tuple[int, ...], axis: int, end: int) -> list[slice]:
-    """What is compared along a long axis: both ends, and as much around two places between them.
+    """Return what is compared along a long axis: both ends, and as much around two places between them.
 
-    The axis is a little longer than a power of two. Half of that is where element 2**31 is in rows of memory,
-    if the axis is the first, and in a transposed result, if it is the last one. A quarter is where byte 2**31
-    of 16-bit elements is. The last axis has element 2**31 of rows of memory near its end.
+    The axis is a little longer than a power of two. Half of that is the place of element 2**31 in rows of
+    memory if the axis is the first, and in a transposed result if it is the last. A quarter is the place of
+    byte 2**31 of 16-bit elements. The last axis has element 2**31 of rows of memory near its end.
     """
     extent = shape[axis]
     most = 1 << (extent.bit_length() - 1)
     places = (most // 4, most // 2) if axis == 0 else (most // 2, (1 << 31) % extent)
     middles = [slice(place - end // 2, place - end // 2 + end) for place in places]
-    apart = extent >= 16 * end                              # else the array is short
+    apart = extent >= 16 * end                              # otherwise the array is short
     return [slice(0, end), *(middles if apart else ()), slice(extent - end, extent)]
 
 
 @dataclass(frozen=True)
 class Far:
-    """A call, `call(module, x)` with the package or its reference as the module, of an x whose axis `axis` is
-    long.
+    """A call, `call(module, x)` with the package or its reference as the module, of an x with a long axis
+    `axis`.
 
-    end: how much of that axis is compared in each window; blocks: how many must run for it; alike: whether
-    all windows are the same, for amaxes of the whole axis; one_amax: whether results follow from the amax of
-    all elements. It is then that of the last element, and the last window is compared alone, with the scales.
+    end: length of that axis compared in each window; blocks: number that must run for it; alike: all windows
+    are equal, for amaxes of the whole axis; one_amax: results depend on the amax of all elements, which is
+    then that of the last element, and the last window is compared alone, with the scales.
     """
 
     call: Callable[[Any, Any], Any]
@@ -102,12 +102,12 @@ class Far:
 
     @property
     def around(self) -> list[Fraction]:
-        """Where the windows between the ends are, as shares of the axis."""
+        """Places of the windows between the ends, as fractions of the axis."""
         return [Fraction(window.start + window.stop, 2 * self.shape[self.axis])
                 for window in self.windows[1:-1]]
 
     def contents(self) -> list[np.ndarray]:
-        """What x has in each window. Everything else is 0."""
+        """Contents of x in each window; everything else is 0."""
         shape = (*self.shape[:self.axis], self.end, *self.shape[self.axis + 1:])
         first = others = last = cases.values("normal", shape, self.dtype, 0)
         if self.one_amax:
@@ -123,7 +123,7 @@ class Far:
 
 
 def check(far: Far) -> None:
-    """AssertionError unless the windows of every result are those of the reference."""
+    """Raise AssertionError unless the windows of every result equal those of the reference."""
     x = mapped(far.shape, far.dtype)
     far.fill(x)
     with testing.executor("host"), lazy_memory(), hostexec.blocks_of_grid(
@@ -165,8 +165,8 @@ def _compare(far: Far, found: dict[str, Any]) -> None:
 
 
 def _part(window: slice, wanted: int, extent: int) -> slice:
-    """What a window is along an axis of a result, of which its reference has `wanted`: everything along a
-    short axis; fewer of scales; more where rows have been added."""
+    """Return the window along an axis of a result, whose reference has length `wanted`: everything along a
+    short axis; less of scales; more where rows have been added."""
     if wanted == extent:
         return slice(0, extent)
     start, stop = window.start, window.stop

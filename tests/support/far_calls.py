@@ -36,7 +36,7 @@ _DIRECTIONS = (("rowwise", {"rowwise": True, "columnwise": False}),
 
 
 def _beside(x: Any, a: Any) -> Any:
-    """A small argument of a call, where x is."""
+    """Return a small argument of a call, on x's device."""
     return a if isinstance(x, np.ndarray) else testing.Executor("cuda").array(a)
 
 
@@ -116,7 +116,7 @@ def _readers() -> Iterator[tuple[str, Far]]:
 
 
 def _rebased(block: Any, m: Any, x: np.ndarray) -> Any:
-    """Of MX data, with scales that are alike every 256 columns."""
+    """Of MX data, with scales that repeat every 256 columns."""
     exponents = (120 + np.arange(x.shape[-1] // 32) % 8).astype(np.uint8).view(float8_e8m0fnu)
     scale_inv = _beside(x, np.tile(exponents, (*x.shape[:-1], 1)))
     return m.rebase_scales(Scaled(x, scale_inv, x.shape, False, (1, 32), "compact"), block=block)
@@ -129,7 +129,7 @@ def _retransposed(how: str, m: Any, x: np.ndarray) -> Any:
 
 
 def _retransposed_rows(target: str, m: Any, x: np.ndarray) -> Any:
-    """The rows of one expert, whose flat result is a matrix again."""
+    """The rows of one expert, so that the flat result is a matrix again."""
     rows, columns = x.shape
     q = m.quantize_block(x, scale_layout="compact", pow2_scale=True).rowwise
     done = m.scaling_aware_transpose(q, splits=_beside(x, np.array([rows])), target=target,
@@ -169,7 +169,7 @@ def _of_one_expert(m: Any, x: Any) -> Any:
 
 
 def _backward(recipe: Any, scale: dict[str, float], m: Any, x: Any) -> Any:
-    """x is the gradient, and beside itself the input, of which the windows alone are filled."""
+    """x is the gradient and also the input, of which only the windows are filled."""
     columns = x.shape[1]
     both = fp8.empty((len(x), 2 * columns), x.dtype, like=x)
     for at in windows(x.shape, 0, END):
@@ -204,7 +204,7 @@ def _rows() -> Iterator[tuple[str, Far]]:
     for how, recipe in (("mx", fp8.MXScaling()), ("tensor", fp8.DelayedScaling()),
                         ("rows", fp8.BlockScaling((1, None), scale_layout="compact"))):
         yield f"group_quantize-{how}", Far(partial(_grouped, recipe), np.dtype(bfloat16), *_SHAPES[0][1:])
-    current = fp8.CurrentScaling()                  # Long rows need few blocks for the amax: one for 64 KB.
+    current = fp8.CurrentScaling()                  # long rows need few blocks for the amax: one per 64 KB
     for name, groups in (("current", 1), ("current-of_many", 1024)):
         call = partial(_grouped, current, groups=groups, columnwise=True)
         yield f"group_quantize-{name}", Far(call, np.dtype(bfloat16), ((1 << 23) + END, 512), one_amax=True)
@@ -235,14 +235,14 @@ def _grouped(recipe: Any, m: Any, x: np.ndarray, groups: int = 1, **options: Any
 
 
 def _listed(recipe: Any, m: Any, x: np.ndarray) -> Any:
-    """Behind a small array."""
+    """After a small array."""
     xs = [_beside(x, np.ones((3, *x.shape[1:]), x.dtype)), x]
     given = {"scales": [0.5, 0.5]} if isinstance(recipe, fp8.DelayedScaling) else {}
     return m.multi_quantize(xs, recipe, columnwise=True, **given)
 
 
 def _scales() -> Iterator[tuple[str, Far]]:
-    """Scales of 2**32 blocks, a row for each of 128 columns of blocks."""
+    """Scales of 2**32 blocks: a row per 128 columns of blocks."""
     e8m0, place = np.dtype(float8_e8m0fnu), ((FAR, 128), 0)
     yield "swizzle_scales", Far(lambda m, s: m.swizzle_scales(s), e8m0, *place)
     yield "unswizzle_scales", Far(lambda m, s: m.unswizzle_scales(s, shape=s.shape), e8m0, *place)
@@ -269,15 +269,15 @@ def _others() -> Iterator[tuple[str, Far]]:
 
 
 def _updated(m: Any, history: Any) -> Any:
-    """Histories of very many tensors. The scales are a row, too."""
+    """Histories of very many tensors. The scales count as one row."""
     scale = fp8.zeros(history.shape[1], np.float32, like=history)
     history, scale = m.update_delayed_scaling(history, scale, dtype=float8_e4m3fn)
     return history, scale.reshape(1, -1)
 
 
 def _weighted(kernel: str, m: Any, b: Any) -> Any:
-    """Rows of one 1 each, which pick elements of the weights of each window's group. No other group has
-    rows."""
+    """Rows with a single 1 select elements of the weights of each window's group. The other groups are
+    empty."""
     groups, n, k = b.shape
     chosen = sorted({window.stop - 1 for window in windows(b.shape, 0, 1)})
     sizes = np.zeros(groups, np.int64)
@@ -294,13 +294,13 @@ def _weighted(kernel: str, m: Any, b: Any) -> Any:
 
 
 def _summed_rows(m: Any, x: Any) -> Any:
-    """Of one group."""
+    """With one group."""
     one = _beside(x, np.full(1, 0.5, np.float32))
     return m.group_sums(Scaled(x, one, x.shape), _beside(x, np.array([len(x)])))
 
 
 def _aligned(m: Any, x: Any) -> Any:
-    """The copies of rows alone: a product that is worth them has too many tiles for the CPU."""
+    """Only the copies of rows: a product that is worth copies has too many tiles for the CPU."""
     rows, k = x.shape
     if m is reference:
         return np.pad(bits(x), ((0, 0), (0, -k % 16))).view(x.dtype)
@@ -312,7 +312,7 @@ def _aligned(m: Any, x: Any) -> Any:
 
 
 def _aligned_groups(m: Any, x: Any) -> Any:
-    """The copies of a group of "k" alone, of which a row is eight chunks of 16 bytes."""
+    """Only the copies of a group of "k", whose rows are eight chunks of 16 bytes."""
     (rows, k), size = x.shape, 128
     if m is reference:
         return x[:, :size]
@@ -326,7 +326,7 @@ def _aligned_groups(m: Any, x: Any) -> Any:
 
 
 def _summed(m: Any, sums: Any) -> Any:
-    """The second kernel of bias gradients alone: the first one has a sum for 128 elements of x."""
+    """Only the second kernel of bias gradients; the first one has a sum per 128 elements of x."""
     (rows, columns), each = sums.shape, bias_gradient._WARPS * bias_gradient._ROWS[0]
     if m is reference:
         return numerics.tree_sum(sums.reshape(-1, each, columns), 1)
@@ -338,7 +338,7 @@ def _summed(m: Any, sums: Any) -> Any:
 
 
 def _experts(m: Any, mask: Any) -> Any:
-    """The first kernel of `route` alone, with 16 tokens for a warp: `route` has at most 128 blocks."""
+    """Only the first kernel of `route`, with 16 tokens per warp: `route` itself has at most 128 blocks."""
     (tokens, number), warp_tokens = mask.shape, 16
     if m is reference:
         return np.where(bits(mask) != 0, np.arange(number, dtype=np.int32), np.int32(-1))
@@ -352,9 +352,9 @@ def _experts(m: Any, mask: Any) -> Any:
     return experts
 
 
-#: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few
-#: blocks. A grid for many groups ends with blocks for which no rows are left, and one for scales of tokens
-#: with blocks that look for unused rows. On a GPU all blocks run.
+#: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in these
+#: few blocks. A grid for many groups ends with blocks that have no rows, and one for scales of tokens with
+#: blocks that look for unused rows. On a GPU all blocks run.
 _UNREACHED = {"group_quantize-current-of_many", "permute_transpose", *far_norms.UNREACHED} | {
     f"{name}-wide" for name in (
     "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both",

@@ -21,7 +21,8 @@ _TALL = (FAR, 128)
 
 
 def calls() -> Iterator[tuple[str, Far]]:
-    """The losses' kernels alone: a coefficient goes by the number of all tokens."""
+    """Yield the calls. Losses launch their kernels directly: a coefficient depends on the number of all
+    tokens."""
     yield "topk_gate", Far(_gated, np.dtype(bfloat16), _TALL)
     yield "topk_gate_backward", Far(_gated_back, np.dtype(bfloat16), _TALL)
     yield "z_loss", Far(_squared_logits, np.dtype(bfloat16), _TALL)
@@ -30,7 +31,7 @@ def calls() -> Iterator[tuple[str, Far]]:
 
 def _gated(m: Any, x: Any) -> Any:
     """A block takes a sequence, so that no block waits for those that the CPU leaves out."""
-    made = m.topk_gate(x, 2, scores=True, sequences=len(x) // 8)
+    made = m.topk_gate(x, 2, return_scores=True, sequences=len(x) // 8)
     return made.indices, made.weights, made.counts, made.scores, made.score_sums
 
 
@@ -52,7 +53,7 @@ def _squared_logits(m: Any, x: Any) -> Any:
 
 
 def _loads(m: Any, sums: Any) -> Any:
-    """The bits of sums are the counts, negative ones too; the factor is 1."""
+    """The bits of the sums serve as counts, also negative ones; the factor is 1."""
     if m is reference:
         rows, experts = sums.shape
         one = np.zeros((rows, 1), np.int32)
@@ -67,5 +68,5 @@ def _loads(m: Any, sums: Any) -> Any:
 
 
 def _of_sums(words: Any) -> dict[str, int]:
-    """Where a loss, a count of blocks, and their sums are."""
+    """Return the addresses of a loss, a count of blocks, and their sums."""
     return {name: address(words) + 4 * i for i, name in enumerate(("loss", "done", "of_blocks"))}

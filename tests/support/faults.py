@@ -1,4 +1,4 @@
-"""What a planted fault is. This module imports nothing of the package, in which faults are planted."""
+"""Planted faults. This module imports nothing from the package, in which faults are planted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Fault(NamedTuple):
-    """A text that occurs once in a source, and what replaces it.
+    """A text that occurs once in a source, and its replacement.
 
     file: of kernels_cu, or a Python module of cupy_fp8
-    op: one whose cases find the fault. kernel: the source that they must launch, for a fault in a header or
-    in a module. define: a choice of the program that they must launch, as "NAME=value". mode: the build that
+    op: an op whose cases find the fault. kernel: the source that they must launch, for a fault in a header or
+    in a module. define: a define of the program that they must launch, as "NAME=value". mode: the build that
     shows the fault.
-    test: what finds the fault instead of an op's cases, as pytest's node ids, with spaces between them
-    case: what the names of the cases or tests have: others are not tried
-    name: tells apart the faults of a file, of which one has none"""
+    test: pytest node ids, separated by spaces, that find the fault instead of an op's cases
+    case: substring of the names of cases or tests; others are not tried
+    name: distinguishes the faults of a file; empty for one of them"""
 
     file: str
     old: str
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module that has the fault, or "" for a CUDA source."""
+        """The module with the fault, or "" for a CUDA source."""
         if not self.file.endswith(".py"):
             return ""
         return ".".join(("cupy_fp8", *Path(self.file).with_suffix("").parts)).removesuffix(".__init__")
@@ -50,12 +50,12 @@ class Fault(NamedTuple):
         return self.kernel or (self.file.removesuffix(".cu") if self.file.endswith(".cu") else "")
 
     def in_program(self, variant: Variant) -> bool:
-        """True if the program has the fault, or is what a faulty module launches."""
+        """Whether the program contains the fault, or is launched by a faulty module."""
         defines = {f"{name}={value}" for name, value in variant.defines}
         return self.source in ("", variant.kernel.source) and (not self.define or self.define in defines)
 
     def path(self, kernels: Path) -> Path:
-        """The original. kernels: the folder kernels_cu."""
+        """Path of the original. kernels: the folder kernels_cu."""
         return (REPOSITORY / "cupy_fp8" if self.module else kernels) / self.file
 
     def planted_in(self, text: str) -> str:

@@ -1,5 +1,5 @@
-"""Faults to plant in what the fused quantisers are made of (kernels_cu/include/fused and source), as those of
-faults_in_kernels.py are."""
+"""Faults to plant in the parts of the fused quantisers (kernels_cu/include/fused and source), like those of
+faults_in_kernels.py."""
 
 from faults import Fault
 

@@ -1,4 +1,4 @@
-"""Faults to plant in what the expert layer alone launches, each in a copy of the sources (mutations.py)."""
+"""Faults to plant in what only the expert layer launches, each in a copy of the sources (mutations.py)."""
 
 from faults import Fault
 

@@ -1,5 +1,5 @@
 """The gate, its gradient and its losses, token by token in loops over f32 scalars: docs/numerics.md, section
-14. Of the package there are only the functions of one number, which tests/numerics compares with f64."""
+14. Uses only the package's functions of one number, which tests/numerics compares with f64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _each(function: Callable[..., Any], row: Numbers) -> list[Any]:
 
 # ---- scores ----
 def terms(logits: Numbers) -> tuple[Any, list[Any]]:
-    """m and x of softmax; m is -Inf where no logit is a number."""
+    """Return m and x of softmax; m is -Inf if no logit is a number."""
     numbers = [v for v in logits if not np.isnan(v)]
     m = max(numbers, default=-INF)
     x = _each(exp, [v - m if np.isfinite(v) and np.isfinite(m) else -INF for v in logits])
@@ -50,7 +50,7 @@ def shares(s: list[Any], score: str) -> list[Any]:
 
 # ---- selection ----
 def best(values: dict[int, Any], k: int) -> list[int]:
-    """The k keys with the largest values, of equal ones the smaller first; fewer where there are fewer."""
+    """Return the k keys with the largest values (smaller keys first among equals), or fewer."""
     left = dict(values)
     found: list[int] = []
     while left and len(found) < k:

@@ -1,4 +1,4 @@
-"""What tests of groups of rows share: arrays, recipes, and what results must be."""
+"""Shared by tests of groups of rows: arrays, recipes, and expected results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKS = {"block": BlockScaling(), "square": BlockScaling(block=(128, 128)),
 ALL: dict[str, Any] = {"delayed": RECIPE, "current": CURRENT, **BLOCKS}
 DIRECTIONS: list[dict[str, Any]] = [
     {"rowwise": row, "columnwise": column} for row, column in ((True, False), (False, True), (True, True))]
-#: A Grouped has these arrays.
+#: arrays of a Grouped
 PARTS = ("splits", "offsets", "rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
 
 
@@ -35,14 +35,14 @@ def scales_of(number: int) -> np.ndarray:
 
 
 def scales_for(recipe: Any, number: int, run: testing.Executor | None = None) -> Any:
-    """The scales that a call with this recipe needs, if it does; on run's device."""
+    """Return the scales for a call with this recipe, or None; on run's device."""
     if recipe is not RECIPE:
         return None
     return scales_of(number) if run is None else run.array(scales_of(number))
 
 
 def parts_of(g: Grouped, names: Iterable[str] = PARTS) -> dict[str, Any]:
-    """Those of a Grouped's arrays that there are, by name."""
+    """Return the arrays of a Grouped that are present, by name."""
     return {name: a for name in names if (a := getattr(g, name)) is not None}
 
 
@@ -53,8 +53,8 @@ def poison(arrays: Iterable[Any]) -> None:
 
 def expect_groups(g: Grouped, x: np.ndarray, sizes: Any, recipe: Any, scales: np.ndarray | None = None,
                   **directions: bool) -> None:
-    """Every member is what the recipe makes of its rows; data and scales follow one another, and the rest is
-    0. Of whole columns every group has a line of scales, without rows that of zeros."""
+    """Check that every member equals the recipe applied to its rows, that data and scales follow one another,
+    and that the rest is 0. With whole columns every group has a line of scales, zeros if it has no rows."""
     ends, directions = np.cumsum([0, *sizes]), {"rowwise": True, "columnwise": False, **directions}
     assert fp8.asnumpy(g.offsets).tolist() == (ends * x.shape[1]).tolist()
     assert len(g) == len(sizes)
@@ -85,7 +85,7 @@ def expect_groups(g: Grouped, x: np.ndarray, sizes: Any, recipe: Any, scales: np
 
 
 def follow_one_another(flat: Any, parts: list[Any]) -> None:
-    """An array has these parts one after the other, and then zeros."""
+    """Check that an array consists of these parts one after the other, then zeros."""
     got, *expected = (raw(a).reshape(-1).view(np.uint8) for a in (flat, *parts))
     want = np.concatenate([np.zeros(0, np.uint8), *expected])
     testing.assert_bytes_equal(got[: want.size], want)
@@ -93,12 +93,13 @@ def follow_one_another(flat: Any, parts: list[Any]) -> None:
 
 
 def padded(x: np.ndarray, sizes: Any, align: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of groups, each followed by rows of zeros, and their sizes."""
+    """Return the rows of groups, each padded with rows of zeros, and their sizes."""
     sizes = np.asarray(sizes, np.int64)
     return reference.pad_groups(x[: sizes.sum()], sizes, align=align), -(-sizes // align) * align
 
 
 def most_rows(rows: int, groups: int, align: int) -> int:
-    """The most rows of padded groups: as many groups as can have one of the rows, and the rest whole."""
+    """Return the most rows of padded groups: as many groups as possible have one row, and the rest are
+    full."""
     full = min(groups, rows)
     return align * (full + (rows - full) // align)

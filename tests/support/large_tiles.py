@@ -1,4 +1,4 @@
-"""Checks of ops with the tiles that only arrays of many megabytes get."""
+"""Checks of ops with the tiles for arrays of many megabytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cupy_fp8.kernels import Launch, shapes
 
 def check_those_that_ask(run: testing.Executor, cases: Iterable[Case],
                          monkeypatch: pytest.MonkeyPatch) -> set[shapes.Tile]:
-    """Checks those cases in which an op asks for a tile larger than SMALL, each with that tile. Returns what
-    they asked for."""
+    """Check the cases in which an op asks for a tile larger than SMALL, each with that tile. Return the
+    tiles."""
     chosen = []
 
     def choose(x: object, large: shapes.Tile) -> shapes.Tile:
@@ -28,9 +28,9 @@ def check_those_that_ask(run: testing.Executor, cases: Iterable[Case],
     remembered.forget()
     for case in cases:
         op, before = OPS[case.op], len(chosen)
-        with monkeypatch.context() as idle:                         # This finds what asks at all.
+        with monkeypatch.context() as idle:                         # finds the cases that ask at all
             idle.setattr(Launch, "start", lambda *_: None)
-            remembered.forget()                                     # A repeated call does not ask.
+            remembered.forget()                                     # a repeated call does not ask
             args, kwargs = run.array_arguments(*op.inputs(case))
             op.function(*args, **kwargs)
         if len(chosen) > before:

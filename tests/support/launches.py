@@ -1,4 +1,4 @@
-"""What is launched, and what launches pass to their kernels."""
+"""Records launches, and the values passed to kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cupy_fp8.kernels import Launch, Variant
 
 
 class Noted(NamedTuple):
-    """A launch. values: the members of its struct, as the kernel finds them."""
+    """A launch. values: the members of its struct, as the kernel reads them."""
 
     variant: Variant
     grid: int
@@ -18,7 +18,7 @@ class Noted(NamedTuple):
 
 
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
-    """Every launch from here on, which still happens."""
+    """Record every launch from here on; launches still happen."""
     seen: list[Noted] = []
     start = Launch.start
 

@@ -1,5 +1,4 @@
-"""What the tests of tensor lists and of the weight cache share: the results of lists, and the launches that
-made them."""
+"""Shared by tests of tensor lists and of the weight cache: results of lists, and their launches."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Qu
 from cupy_fp8.cases.quantize.tensor_list import GROUPS
 from cupy_fp8.formats import bfloat16
 
-#: A list of arrays that are not empty takes these launches.
+#: launches of a list of non-empty arrays
 LAUNCHES = {DelayedScaling: ["multi_cast_transpose"],
             CurrentScaling: ["multi_amax_scale", "multi_cast_transpose"],
             BlockScaling: ["group_quantize_block"], MXScaling: ["group_quantize_mx"]}
@@ -23,7 +22,7 @@ def one_element(value: float) -> np.ndarray:
 
 
 def arrays(*results: Quantized) -> list[Any]:
-    """Every array, each once."""
+    """Yield every array once."""
     return list({id(a): a for q in results for part in q.parts.values() for a in part}.values())
 
 
@@ -68,7 +67,7 @@ def scales_of(recipe: Any, xs: list[Any]) -> dict[str, Any]:
 
 
 def expected(recipe: Any, xs: list[Any], scale: float | None = None, **directions: bool) -> list[Quantized]:
-    """Each array by itself, with the scales of `scales_of` where the recipe needs any."""
+    """Return each array's own result, with the scales of `scales_of` if the recipe needs any."""
     given = [{"scale": 0.5 + i if scale is None else scale} if isinstance(recipe, DelayedScaling) else {}
              for i in range(len(xs))]
     return [recipe.quantize(x, **({"columnwise": True} | directions), **own)

@@ -1,4 +1,4 @@
-"""Lines about the wording of errors: the error, the start of its message, and the call."""
+"""Lines of tests of error messages: the error, the start of its message, and the call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def line(error: type[Exception], message: str, call: Callable[..., Any], *args: 
 
 
 def poisoned(tree: Any) -> Any:
-    """The same result, with poison in its arrays."""
+    """Return the same result, with poison in its arrays."""
     for a in leaves(tree):
         cases.poison(a)
     return tree
@@ -33,7 +33,7 @@ def every_line(lines: list[Line]) -> pytest.MarkDecorator:
 
 
 def check(error: type[Exception], message: str, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """The reference and kernels refuse the call with this message, and nothing is written."""
+    """Check that reference and kernels refuse the call with this message, and write nothing."""
     before = snapshot((args, kwargs))
     for executor in ("reference", "host"):
         if testing.executor_problem(executor) is None:

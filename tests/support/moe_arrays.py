@@ -1,4 +1,4 @@
-"""What tests of expert layers share: arrays, what results must be, and what the device has noted."""
+"""Shared by tests of expert layers: arrays, expected results, and the device's error word."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from scale_arrays import guarded_like
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
 
-#: Tests that concern NumPy arrays only take the fixture `run` of these executors.
+#: Executors for tests that concern only NumPy arrays (fixture `run`).
 on_the_cpu = pytest.mark.parametrize("run", ["reference", "host"], indirect=True)
 
 
 def array(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
-    """No byte is 0, so that zeros show; bool is all True."""
+    """Return an array without zero bytes, so that zeros show; bool is all True."""
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
         return np.ones(shape, bool)
@@ -29,14 +29,14 @@ def normal(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np
     return cases.values("normal", shape, np.dtype(dtype), seed)
 
 
-#: Results have the same arrays, byte for byte, and the same metadata.
+#: Check that results have the same arrays, byte for byte, and the same metadata.
 assert_equal = testing.assert_bytes_equal
 
 
 def expect(run: testing.Executor, wanted: Any, function: Callable[..., Any], *args: Any,
            leads: tuple[int, ...] = (0,), out_name: str = "out", **kwargs: Any) -> Any:
-    """The function gives the wanted bytes: in a new result, and in given ones that begin `lead` bytes past a
-    multiple of 16. Returns the new one."""
+    """Check that the function gives the wanted bytes: in a new result, and in given ones that begin `lead`
+    bytes past a multiple of 16. Return the new one."""
     made = function(*args, **kwargs)
     assert_equal(made, wanted)
     for lead in leads:
@@ -48,5 +48,5 @@ def expect(run: testing.Executor, wanted: Any, function: Callable[..., Any], *ar
 
 
 def noted(run: testing.Executor, found: list[str]) -> None:
-    """The device's word says this, and no more; the reference notes nothing."""
+    """Check that the device's word says exactly this; the reference notes nothing."""
     assert list(fp8.device_errors(clear=True)) == (found if run.name != "reference" else [])

@@ -1,5 +1,5 @@
-"""What an expert layer's moves do, token by token: what tests of permute, unpermute and their gradients
-expect."""
+"""The moves of an expert layer, token by token: expected results of permute, unpermute and their
+gradients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def moved(x: Any, r: Routing, probs: np.ndarray | None = None, scale_layout: str
 
 
 def prob_index(probs: np.ndarray, r: Routing, token: int, slot: int) -> tuple[int, int]:
-    """Where a slot's prob is: by slot, or by the expert of a mask."""
+    """Return the index of a slot's prob: by slot, or by the expert of a mask."""
     by_slot = r.experts is None or probs.shape == r.row_map.shape
     return token, slot if by_slot or r.experts is None else int(r.experts[token, slot])
 
@@ -101,8 +101,7 @@ def gradients(grad: np.ndarray, y: np.ndarray, r: Routing,
 
 
 def tree(terms: list[np.float32]) -> np.float32:
-    """Rule 11 by recursion: the sum of the largest power of two of terms that is less than all, and of the
-    rest."""
+    """Rule 11 by recursion: the sum of the largest power of two of terms below all, and of the rest."""
     if len(terms) == 1:
         return terms[0]
     half = 1 << (len(terms) - 1).bit_length() - 1

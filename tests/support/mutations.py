@@ -1,5 +1,5 @@
-"""Faults that are planted in copies of the CUDA sources, or in Python modules as they are imported, one at a
-time, to see that cases or tests find them.
+"""Faults planted in copies of the CUDA sources, or in Python modules as they are imported, one at a time, to
+check that cases or tests find them.
 
 This file is also the child process that plants one: `python mutations.py KEY FOLDER` runs cases of an op on
 the CPU, or tests, with the fault, and has the folder to itself. The child prints what found the fault: the
@@ -30,13 +30,13 @@ from faults_in_norms import NORM_FAULTS
 if TYPE_CHECKING:
     from cupy_fp8.cases.covering import Recorded
 
-SURVIVED = "survived"        # how an outcome begins if nothing has found the fault
+SURVIVED = "survived"        # begins the outcome if nothing has found the fault
 FOUND_BY_SANITIZER = 66
 
 _ALL = (*KERNEL_FAULTS, *FUSED_FAULTS, *NORM_FAULTS, *LAYER_FAULTS, *MODULE_FAULTS, *FILE_FAULTS)
 FAULTS = {fault.key: fault for fault in _ALL}
 assert len(FAULTS) == len(_ALL), "two faults have the same file and name"
-#: The order of these operands changes no byte, and nothing else.
+#: The order of these operands changes no byte, nor anything else.
 EQUIVALENT = {
     "equivalent kernel": Fault("scales/amax.cu", "blockIdx.x * kBlock;", "kBlock * blockIdx.x;",
                                "compute_amax"),
@@ -51,7 +51,7 @@ def fault_of(key: str) -> Fault:
 
 # ---- planting ----
 class Planted(MetaPathFinder):
-    """Finds the module with the fault, which must not have been imported."""
+    """Imports the module with the fault, which must not have been imported before."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
@@ -72,14 +72,14 @@ class _Loader(SourceFileLoader):
     fault: Fault
 
     def get_code(self, fullname: str) -> Any:
-        """Compiles the text anew: the compiled file beside it is the original's."""
+        """Compile the text; the cached bytecode is the original's."""
         text = self.fault.planted_in(Path(self.path).read_text(encoding="utf-8"))
         return compile(text, self.path, "exec", dont_inherit=True)
 
 
 @contextmanager
 def planted_kernels(fault: Fault, folder: Path) -> Iterator[None]:
-    """Kernels are those of a copy of kernels_cu in the folder, with the fault."""
+    """Use the kernels of a copy of kernels_cu in the folder, with the fault."""
     import shutil
     from unittest import mock
 
@@ -95,9 +95,9 @@ def planted_kernels(fault: Fault, folder: Path) -> Iterator[None]:
 
 # ---- what finds the fault ----
 def chosen(fault: Fault) -> Iterator[Recorded]:
-    """The cases that cover what the op launches of the source, with few elements before many. Behind them all
-    other cases that need no other program, and before them those that a faulty module refuses. LookupError if
-    no case launches a program with the fault."""
+    """Return the cases that cover what the op launches of the source, small ones first; then all other cases
+    that need no other program. Cases that a faulty module refuses come before those. LookupError if no case
+    launches a program with the fault."""
     from cupy_fp8.cases import OPS
     from cupy_fp8.cases.covering import covering_of, record, served_by
 
@@ -116,8 +116,8 @@ def chosen(fault: Fault) -> Iterator[Recorded]:
 
 
 def found_by_cases(fault: Fault) -> str:
-    """Which case finds the planted fault, and how; or SURVIVED, and which programs with the fault were run by
-    how many cases."""
+    """Return which case finds the planted fault, and how; or SURVIVED, with the programs with the fault and
+    the number of cases."""
     from cupy_fp8 import testing
     from cupy_fp8.cases import OPS
     from cupy_fp8.cli.selftest import check
@@ -128,10 +128,10 @@ def found_by_cases(fault: Fault) -> str:
             tried += 1
             programs |= {_shown(variant) for variant in one.variants if fault.in_program(variant)}
             for variant in one.variants:
-                variant.compile(None)               # An error of the compiler finds nothing.
+                variant.compile(None)               # a compile error is no finding
             try:
                 check(OPS[fault.op], one.case, run)
-            except Exception as error:              # A fault in a module may raise anything.
+            except Exception as error:              # a fault in a module may raise anything
                 return f"{one.case}: {error}"
     return f"{SURVIVED} {tried} cases of {'; '.join(sorted(programs))}"
 
@@ -141,8 +141,8 @@ def _shown(variant: Any) -> str:
 
 
 class _Seen:
-    """A plugin that counts the tests that passed and keeps what the first other one says. case: tests without
-    it in their names do not run."""
+    """A plugin that counts the passed tests and keeps the message of the first failure. case: only tests with
+    it in their names run."""
 
     def __init__(self, case: str) -> None:
         self.passed, self.failed, self._case = 0, "", case
@@ -157,8 +157,8 @@ class _Seen:
 
 
 def found_by_tests(fault: Fault) -> str:
-    """Which test finds the planted fault, and how; or SURVIVED, and how many did not. RuntimeError if they
-    cannot be collected: that finds nothing."""
+    """Return which test finds the planted fault, and how; or SURVIVED, and how many did not. RuntimeError if
+    they cannot be collected, which is no finding."""
     import pytest
 
     seen = _Seen(fault.case)
@@ -175,7 +175,7 @@ def found_by_tests(fault: Fault) -> str:
 
 
 def finding(fault: Fault, folder: Path) -> str:
-    """What finds a fault, which is planted meanwhile; or SURVIVED, and what was tried."""
+    """Plant a fault and return what finds it; or SURVIVED, and what was tried."""
     if fault.module:
         sys.meta_path.insert(0, Planted(fault))
     with nullcontext() if fault.module else planted_kernels(fault, folder):

@@ -1,5 +1,5 @@
-"""NVRTC through ctypes: compile a kernel for any architecture without a GPU or CuPy, and read what the
-compiler did."""
+"""NVRTC through ctypes: compiles a kernel for any architecture without a GPU or CuPy, and reads the
+compiler's report."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from cupy_fp8.kernels import sources
 from cupy_fp8.kernels.kernel import COMPILE_OPTIONS
 
-# CuPy appends these to the user's options.
+# appended by CuPy to the user's options
 CUPY_OPTIONS = ("-ftz=true",)
-#: Where there is a driver, NVRTC may keep results. One that was kept comes without the assembler's report.
+#: With a driver installed, NVRTC may cache results, which come without the assembler's report.
 _REPORT = ("--ptxas-options=-v", "--no-cache")
 
 
@@ -32,8 +32,8 @@ TOOLKITS = (13, 12)
 
 @functools.cache
 def library(toolkit: int) -> ctypes.CDLL:
-    """libnvrtc. It looks for its builtins on the loader's path, where a wheel does not put them: so they are
-    loaded first."""
+    """Load libnvrtc. It looks for its builtins on the loader's path, where a wheel does not put them, so they
+    are loaded first."""
     paths = [wheel_files(f"*/lib/{name}") for name in (f"libnvrtc-builtins.so.{toolkit}.*",
                                                        f"libnvrtc.so.{toolkit}")]
     if not all(paths):
@@ -42,12 +42,12 @@ def library(toolkit: int) -> ctypes.CDLL:
 
 
 class CompileError(RuntimeError):
-    """What NVRTC printed."""
+    """Return NVRTC's log."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: static shared memory (bytes), resources per thread (bytes, registers), and its
+    """A compiled kernel: static shared memory (bytes), resources per thread (bytes, registers), and its
     PTX."""
 
     shared: int
@@ -60,13 +60,13 @@ class Compiled:
 
 def compile_variant(source: str, entry: str, defines: tuple[tuple[str, str], ...], arch: str,
                     toolkit: int) -> Compiled:
-    """Compiles as cupy_fp8.kernels does, through CuPy, for `arch` (sm_90, …)."""
+    """Compile like cupy_fp8.kernels through CuPy, for `arch` (sm_90, …)."""
     return compile_text(sources.program(source, entry, defines), arch, toolkit)
 
 
 def variant_ptx(source: str, entry: str, defines: tuple[tuple[str, str], ...], arch: str,
                 toolkit: int) -> str:
-    """The PTX alone, which takes half the time: the assembler is not run."""
+    """Return only the PTX, in half the time: the assembler is not run."""
     return _compile(sources.program(source, entry, defines), arch.replace("sm", "compute"), toolkit)[1]
 
 
@@ -76,7 +76,7 @@ def compile_text(text: str, arch: str, toolkit: int = TOOLKITS[0]) -> Compiled:
 
 
 def _compile(text: str, arch: str, toolkit: int, *more_options: str) -> tuple[str, str]:
-    """(what was printed, PTX)"""
+    """Return (the log, PTX)."""
     nvrtc, program = library(toolkit), ctypes.c_void_p()
     _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None))
     try:

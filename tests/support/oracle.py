@@ -1,7 +1,7 @@
-"""Rounding by definition: a table of every value that a format has, and the nearest entry. ml_dtypes only
-lends its dtypes.
+"""Rounding by definition: a table of every value of a format, and the nearest entry. ml_dtypes only provides
+dtypes.
 
-All values and midpoints of the formats are exact in f64, so comparing f64 numbers decides every rounding
+All values and midpoints of the formats are exact in f64, so comparisons of f64 numbers decide every rounding
 exactly. Also the inputs that the tests of numerics share.
 """
 
@@ -17,20 +17,20 @@ import numpy as np
 
 
 def _f64(values: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):                 # A signalling NaN raises it.
+    with np.errstate(invalid="ignore"):                 # raised for a signalling NaN
         return values.astype(np.float64)
 
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A sign bit, `exponent_bits`, `mantissa_bits`; `codes` is how many magnitudes are numbers (the rest: Inf
-    and NaN)."""
+    """A sign bit, `exponent_bits`, `mantissa_bits`; `codes`: number of finite magnitudes (the rest: Inf and
+    NaN)."""
 
     dtype: np.dtype[Any]
     exponent_bits: int
     mantissa_bits: int
     codes: int
-    nan: int                                # the pattern this library writes
+    nan: int                                # the pattern that this library writes
     inf: int | None
 
     @property
@@ -43,8 +43,7 @@ class FloatFormat:
 
     @cached_property
     def magnitudes(self) -> np.ndarray:
-        """f64 values of the codes 0, 1, 2, …, and of one more: where the next value would be if the format
-        went on."""
+        """f64 values of the codes 0, 1, 2, …, and the next value if the format continued."""
         code = np.arange(self.codes + 1)
         exponent, mantissa = code >> self.mantissa_bits, code & (1 << self.mantissa_bits) - 1
         bias = 2 ** (self.exponent_bits - 1) - 1
@@ -56,7 +55,7 @@ class FloatFormat:
         return np.asarray((self.magnitudes[:-1] + self.magnitudes[1:]) / 2)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """f64 values of codes, sign included; Inf and NaN too."""
+        """Return f64 values of codes, sign included; Inf and NaN too."""
         magnitude = codes.astype(np.int64) & self.sign - 1
         value = self.magnitudes[np.minimum(magnitude, self.codes - 1)]
         value = np.where(magnitude < self.codes, value, np.inf if self.inf is not None else np.nan)
@@ -64,10 +63,10 @@ class FloatFormat:
         return np.where(codes & self.sign, -value, value)
 
     def encode(self, values: np.ndarray, saturate: bool) -> np.ndarray:
-        """Codes of the nearest values, ties to the even code; past the last midpoint the maximum, or Inf (NaN
-        without one)."""
+        """Return codes of the nearest values, ties to the even code; past the last midpoint the maximum, or
+        Inf (NaN without one)."""
         magnitude = np.abs(_f64(values))
-        code = np.searchsorted(self.midpoints, magnitude, side="left")      # So many midpoints lie below.
+        code = np.searchsorted(self.midpoints, magnitude, side="left")      # number of midpoints below
         tie = magnitude == self.midpoints[np.minimum(code, self.codes - 1)]
         code += tie & (code % 2 == 1)
         past = code >= self.codes
@@ -88,8 +87,8 @@ _POWERS = np.ldexp(1.0, np.arange(-127, 128))
 
 
 def encode_e8m0(values: np.ndarray) -> np.ndarray:
-    """The smallest power of two not below: 255 above 2**127 and for negative values and NaN; zeros of both
-    signs give 2**-127."""
+    """Round up to a power of two: 255 above 2**127 and for negative values and NaN; zeros of both signs give
+    2**-127."""
     codes = np.searchsorted(_POWERS, _f64(values), side="left")
     return np.where(np.isnan(values) | (values < 0), 255, codes).astype(np.uint8)
 
@@ -99,12 +98,12 @@ def decode_e8m0(codes: np.ndarray) -> np.ndarray:
 
 
 def patterns(f: FloatFormat) -> np.ndarray:
-    """Every value of a one- or two-byte format: all NaN patterns, infinities, zeros, subnormals."""
+    """Return every value of a one- or two-byte format: all NaN patterns, infinities, zeros, subnormals."""
     return np.arange(2 * f.sign, dtype=np.uint32).astype(f.storage).view(f.dtype)
 
 
 def with_neighbours(magnitudes: np.ndarray) -> np.ndarray:
-    """f32 values, and the f32 values just above and below, of both signs."""
+    """Return f32 values, and the f32 values just above and below, of both signs."""
     bits = magnitudes.astype(np.float32).view(np.uint32)
     below = np.where(bits == 0, 0, bits - np.uint32(1)).astype(np.uint32)
     near = np.concatenate([bits, bits + np.uint32(1), below])
@@ -112,8 +111,8 @@ def with_neighbours(magnitudes: np.ndarray) -> np.ndarray:
 
 
 def boundaries(f: FloatFormat) -> np.ndarray:
-    """Values where rounding to `f` can go wrong: around every value, every midpoint, and the limits of f32
-    itself."""
+    """Return values where rounding to `f` can go wrong: around every value, every midpoint, and the limits of
+    f32."""
     limits = np.array([0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**127, np.finfo(np.float32).max, np.inf,
                        np.nan])
     points = np.concatenate([f.magnitudes, f.midpoints, limits])
@@ -121,19 +120,19 @@ def boundaries(f: FloatFormat) -> np.ndarray:
 
 
 def e8m0_boundaries() -> np.ndarray:
-    """Values around every power of two, every 1.5 * 2**e, and the limits of f32."""
+    """Return values around every power of two, every 1.5 * 2**e, and the limits of f32."""
     return with_neighbours(np.concatenate([[0, 2.0**-149, np.finfo(np.float32).max, np.inf], _POWERS,
                                            1.5 * _POWERS]))
 
 
 def random_f32(f: FloatFormat | None = None, chunks: int = 16, size: int = 1 << 20) -> Iterator[np.ndarray]:
-    """chunks * size f32 values in pieces: any bits, or where `f` is given any mantissa at exponents in and
-    around its range."""
+    """Yield chunks * size f32 values in pieces: any bits, or if `f` is given any mantissa with exponents in
+    and around its range."""
     rng = np.random.default_rng(20)
     for _ in range(chunks):
         bits = rng.integers(0, 1 << 32, size, np.uint32)
         if f is not None:
-            smallest, largest = np.frexp(f.magnitudes[[1, -2]])[1] + 126  # These are exponent fields in f32.
+            smallest, largest = np.frexp(f.magnitudes[[1, -2]])[1] + 126  # exponent fields in f32
             exponent = rng.integers(max(smallest - 2, 0), min(largest + 2, 254), size, np.uint32,
                                     endpoint=True)
             bits = bits & np.uint32(0x807FFFFF) | exponent << np.uint32(23)

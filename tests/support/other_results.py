@@ -1,4 +1,4 @@
-"""Results in the place of others: quantised in another way, or with a part or a fact that is another one."""
+"""Replacements for results: quantised in another way, or with another part or fact."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cupy_fp8.routing import Routing
 
 
 def results_of(shape: tuple[int, ...]) -> Iterator[tuple[str, Scaled | Quantized]]:
-    """Data of a shape, quantised in every way: each direction, what `.T` makes of it, and the one direction
-    alone that has no row-wise part."""
+    """Yield data of a shape, quantised in every way: each direction, its `.T`, and the column-wise direction
+    alone."""
     x = np.resize(np.linspace(-3, 3, 997, dtype=np.float32), shape)
     made = {"tensor": fp8.cast_transpose(x, 1.0), "swizzled": fp8.quantize_mx(x, scale_layout="swizzled")}
     recipes: dict[str, Any] = {
@@ -33,13 +33,13 @@ def results_of(shape: tuple[int, ...]) -> Iterator[tuple[str, Scaled | Quantized
 
 
 def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
-    """Results that have a part too few, parts in another order, or other facts."""
+    """Yield results with a missing part, parts in another order, or other facts."""
     if isinstance(out, (list, tuple)):
         made = type(out)
         yield from (("longer", made([*out, out[0]])), ("shorter", out[:-1]))
         if len(out) > 1:
             yield "turned", out[::-1]
-        if made is tuple:                               # A list may be given as a tuple too.
+        if made is tuple:                               # a list may also be given as a tuple
             yield "list", list(out)
         for i, part in enumerate(out):
             if part is not None:
@@ -56,7 +56,7 @@ def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
 
 
 def other_values(value: Any) -> Iterator[Any]:
-    """Values that stand in the place of a field of a result."""
+    """Yield replacements for a field of a result."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -70,7 +70,7 @@ def other_values(value: Any) -> Iterator[Any]:
 
 
 def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
-    """One that nobody has validated; but of a Routing or a Gate, which calls do not validate again, only
+    """Yield results that were not validated; for a Routing or a Gate, which calls do not validate again, only
     what can be built."""
     if isinstance(like, (Routing, Gate)):
         with suppress(TypeError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Wrong arrays: one argument of a call changed at a time, and what has to become of it."""
+"""Wrong arrays: one argument of a call changed at a time, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from cupy_fp8.formats import FORMATS, INPUT_DTYPES
 from cupy_fp8.gate import Gate
 from cupy_fp8.routing import Routing
 
-#: Calls do not know arrays of all these dtypes.
+#: Dtypes, including some that calls do not support.
 DTYPES = (*FORMATS, *(np.dtype(t) for t in ("f8", "i1", "u1", "i4", "i8", "?", "c8", "O", ">f4", ">f2")))
 
 
 class Tensor:
-    """What another library's tensor on a GPU looks like."""
+    """Looks like another library's tensor on a GPU."""
 
     dtype, shape, ndim, size, device = "float32", (2, 2), 2, 4, "cuda:0"
     __cuda_array_interface__: dict[str, Any] = {}       # noqa: RUF012
 
 
 def outcome(example: Example) -> str | None:
-    """The message of the error that a call raises, whose memory has to stay as it was; None where it raises
+    """Return the message of the error that a call raises, leaving its memory unchanged; None if it raises
     none."""
     before = snapshot(example.tree)
     message = error_of(example)
@@ -51,7 +51,7 @@ def error_of(example: Example) -> str | None:
 
 
 def refused(example: Example, pattern: str, how: str = "") -> None:
-    """Raises AssertionError unless the call raises TypeError or ValueError with this message, and writes
+    """Raise AssertionError unless the call raises TypeError or ValueError with this message, and writes
     nothing. how: what is wrong with the call."""
     message = outcome(example)
     assert message is not None, f"{example} {how}: was accepted, but expected {pattern}"
@@ -59,20 +59,20 @@ def refused(example: Example, pattern: str, how: str = "") -> None:
 
 
 def named(*names: str) -> str:
-    """The pattern of a message about one of these arguments, or about a part of it."""
+    """Return the pattern of a message about one of these arguments, or about a part of it."""
     return rf"^(TypeError|ValueError): ({'|'.join(map(re.escape, names))})[.\w\[\]]*: "
 
 
 def parameters(example: Example) -> list[str]:
-    """What messages may name: the public function's parameters, and what is declared."""
+    """Return the names that messages may use: the public function's parameters, and what is declared."""
     public = getattr(fp8, example.op.name, example.op.function)
-    also = "columnwise"                         # cast_transpose is quantize_tensor in both directions.
+    also = "columnwise"                         # cast_transpose is quantize_tensor in both directions
     return [*inspect.signature(public).parameters, *(found.name for found in example.declared), also]
 
 
 def right_or_refused(example: Example, pattern: str, how: str = "") -> bool:
-    """Whether the call was accepted. AssertionError if it was refused for another reason, or wrote other
-    bytes than the reference. how: what is wrong with the call."""
+    """Return whether the call was accepted. AssertionError if it was refused for another reason, or wrote
+    other bytes than the reference. how: what is wrong with the call."""
     args, kwargs = on_host(example)
     message = outcome(example)
     if message is not None:
@@ -83,17 +83,17 @@ def right_or_refused(example: Example, pattern: str, how: str = "") -> bool:
 
 
 def on_host(example: Example) -> tuple[Any, Any]:
-    """The arguments of a call, as copies in NumPy arrays."""
+    """Return the arguments of a call, copied to NumPy arrays."""
     return map_arrays((example.args, example.kwargs), lambda a: fp8.asnumpy(a).copy(order="K"))
 
 
 def compare(example: Example, args: Any, kwargs: Any) -> None:
-    """Raises AssertionError unless a call wrote what the reference makes of these arguments (or what the op
-    says agrees with it). Both may have updated some."""
+    """Raise AssertionError unless a call wrote what the reference computes from these arguments (or what the
+    op accepts instead). Both may have updated some."""
     op = example.op
     kwargs = {name: value for name, value in kwargs.items() if name != "noop"}
     want = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
-    if example.kwargs.get("amax") is None:              # Nobody looks at the one that the call had.
+    if example.kwargs.get("amax") is None:              # nobody reads the call's own one
         want.pop("amax", None)
     returned = example.args[:len(op.updates)] if op.updates else example.out
     found = {name: a.reshape(want[name].shape) if a.size == 1 else a
@@ -102,7 +102,7 @@ def compare(example: Example, args: Any, kwargs: Any) -> None:
 
 
 def bytes_of(a: Any) -> np.ndarray:
-    """The bytes of an array wherever it is: of NumPy arrays and a stand-in's a view."""
+    """Return the bytes of an array on any device; a view for NumPy arrays and the stand-in's."""
     on_host = getattr(a, "on_host", a)
     on_host = on_host if isinstance(on_host, np.ndarray) else fp8.asnumpy(a)
     return np.asarray(on_host).reshape(-1).view(np.uint8)
@@ -110,8 +110,8 @@ def bytes_of(a: Any) -> np.ndarray:
 
 # ---- the arguments of a call ----
 def given(example: Example) -> dict[str, Any]:
-    """The arrays that a call reads or updates, by name. Those of a Routing or a Gate were validated when it
-    was built."""
+    """Return the arrays that a call reads or updates, by name. Those of a Routing or a Gate were validated
+    when it was built."""
     built = {id(a) for part in _results(example.tree) if isinstance(part, (Routing, Gate))
              for a in leaves(part)}
     results = {id(a) for a in example.result}
@@ -119,7 +119,7 @@ def given(example: Example) -> dict[str, Any]:
 
 
 def results(example: Example) -> dict[str, Any]:
-    """The arrays that a call writes into, by name."""
+    """Return the arrays that a call writes into, by name."""
     found = {id(a) for a in example.result}
     return {name: a for name, a in example.named().items() if id(a) in found}
 
@@ -135,13 +135,13 @@ def _results(tree: Any) -> Iterator[Any]:
 
 
 def with_array(example: Example, old: Any, new: Any) -> Example:
-    """The call with something else in the place of an array."""
+    """Return the call with a replacement for an array."""
     return example.with_tree(swapped(example.tree, old, new))
 
 
-# ---- arrays that lie another way ----
+# ---- arrays in other memory orders ----
 def strided(a: np.ndarray) -> np.ndarray:
-    """Every second element of memory along the last axis."""
+    """Every second element along the last axis of a larger array."""
     wide = np.zeros((*a.shape[:-1], 2 * a.shape[-1]), a.dtype) if a.ndim else np.zeros(2, a.dtype)
     view = wide[..., ::2] if a.ndim else wide[0]
     view[...] = a
@@ -154,7 +154,7 @@ def turned(a: np.ndarray) -> np.ndarray:
 
 
 def backwards(a: np.ndarray) -> np.ndarray:
-    """The last element comes first in memory."""
+    """Reversed in memory."""
     return np.ascontiguousarray(a[::-1])[::-1]
 
 
@@ -170,7 +170,7 @@ def read_only(a: np.ndarray) -> np.ndarray:
 
 
 def at_address(buffer: np.ndarray, start: int, a: np.ndarray) -> np.ndarray:
-    """A copy of `a` in a buffer of bytes, from `start` past a multiple of 32 on."""
+    """Return a copy of `a` in a buffer of bytes, from `start` past a multiple of 32 on."""
     start += -buffer.ctypes.data % 32
     view = buffer[start:start + a.nbytes].view(a.dtype).reshape(a.shape)
     bits(view)[...] = bits(a)
@@ -187,7 +187,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """The same elements, lying another way in memory."""
+    """Yield the same elements in other memory orders."""
     for how, change in LAYOUTS.items():
         if (how == "misaligned" and not a.nbytes > a.size) or (how == "backwards" and not a.ndim):
             continue
@@ -197,7 +197,7 @@ def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Other shapes: an axis more or less, an extent more or less, and nothing along an axis."""
+    """Yield other shapes: an axis more or less, an extent more or less, an empty axis."""
     yield (1, *shape)
     yield (*shape, 2)
     for axis, extent in enumerate(shape):
@@ -207,11 +207,10 @@ def shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         yield (*rest[0], *rest[1])
 
 
-# ---- calls that come again ----
+# ---- repeated calls ----
 def change_contents(example: Example, place: Place) -> None:
-    """Put the elements of every array that is only read into another order, in place. Sizes of groups keep
-    their sum, and at times all rows are in one group; a Routing stays as it is, since its parts belong
-    together."""
+    """Reorder the elements of every array that is only read, in place. Sizes of groups keep their sum, and
+    sometimes all rows are in one group; a Routing is unchanged, since its parts belong together."""
     arrays = given(example)
     for name, a in arrays.items():
         if name not in example.written and name != "noop":
@@ -223,7 +222,7 @@ def change_contents(example: Example, place: Place) -> None:
 
 
 def _into_one_group(splits: Any, place: Place) -> None:
-    """Gives the first group all rows where it has more of them than the last one, but not all."""
+    """Give the first group all rows if it has more of them than the last one, but not all."""
     sizes = fp8.asnumpy(splits)
     if len(sizes) > 1 and sizes.sum() > sizes[0] > sizes[-1]:
         sizes = np.concatenate([sizes.sum(keepdims=True, dtype=sizes.dtype), np.zeros_like(sizes[1:])])
@@ -231,8 +230,8 @@ def _into_one_group(splits: Any, place: Place) -> None:
 
 
 def turn_round(name: str, a: Any, place: Place) -> None:
-    """Put the elements of an array into the opposite order, in place; offsets become those of such sizes. Of
-    numbers the largest become 0, so that an amax which is left of the call before shows."""
+    """Reverse the elements of an array in place; offsets become those of reversed sizes. The largest numbers
+    become 0, so that a stale amax of the call before shows."""
     other = fp8.asnumpy(a).reshape(-1)[::-1].copy()
     if name == "offsets":
         other = other[0] - other
@@ -243,6 +242,6 @@ def turn_round(name: str, a: Any, place: Place) -> None:
 
 
 def anew(example: Example) -> Any:
-    """The same call without a result to write into."""
+    """Repeat the call without a result to write into."""
     options = {name: value for name, value in example.kwargs.items() if name != "noop"}
     return example.op.function(*example.args, **options)

@@ -1,5 +1,5 @@
-"""Where the calls of contract tests have their arrays: NumPy and the reference, CuPy and a GPU, or a stand-in
-for both."""
+"""Places of the arrays of contract tests: NumPy with the reference, CuPy with a GPU, or a stand-in for
+both."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import stand_in
 from cupy_fp8 import backend, device_errors, testing
 from cupy_fp8.arrays import bits
 
-#: Arrays can be at every place, or on devices alone. The quick tier has the stand-in alone: NumPy takes the
-#: same way but for devices and captures.
+#: All places, or only devices. The quick tier has only the stand-in: NumPy takes the same path except for
+#: devices and captures.
 DEVICES = ["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)]
 EVERYWHERE = [pytest.param("numpy", marks=pytest.mark.full), *DEVICES]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A kind of array. devices: the numbers of those that there are, the current one first; none of NumPy."""
+    """A kind of array. devices: numbers of the existing ones, the current one first; empty for NumPy."""
 
     name: str
     run: testing.Executor
@@ -31,7 +31,7 @@ class Place:
     devices: tuple[int, ...]
 
     def array(self, a: np.ndarray, device: int | None = None) -> Any:
-        """A copy there, which lies in memory as `a` does."""
+        """Copy an array to the place, in the same memory order."""
         if not self.devices:
             return a
         cp = self.cupy
@@ -40,7 +40,7 @@ class Place:
         lead = a.ctypes.data % a.itemsize + before
         with cp.cuda.Device(self.devices[0] if device is None else device):
             made = cp.ndarray(a.shape, a.dtype, cp.cuda.alloc(lead + after + a.itemsize) + lead, a.strides)
-            if a.ctypes.data % a.itemsize:          # CuPy's own kernels want aligned elements.
+            if a.ctypes.data % a.itemsize:          # CuPy's own kernels require aligned elements
                 made.data.copy_from_host_async(a.ctypes.data, a.nbytes)
             elif a.size:
                 bits(made)[...] = cp.asarray(bits(np.ascontiguousarray(a)))

@@ -1,5 +1,5 @@
-"""Row-wise data with power-of-two scales, as `scaling_aware_transpose` takes it, what comes of it, and
-the same in exact arithmetic."""
+"""Row-wise data with power-of-two scales, as inputs of `scaling_aware_transpose`, its results, and the same
+in exact arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAN = 0x7F
 
 
 def scaled(codes: np.ndarray, exponents: np.ndarray, dtype: np.dtype[Any], block: int = 128) -> Scaled:
-    """Row-wise data with scales 2^exponents."""
+    """Return row-wise data with scales 2^exponents."""
     scale_inv: np.ndarray = np.ldexp(np.float32(1), exponents.astype(np.int32))
     if block == 32:
         scale_inv = (exponents + 127).astype(np.uint8).view(float8_e8m0fnu)
@@ -26,32 +26,32 @@ def scaled(codes: np.ndarray, exponents: np.ndarray, dtype: np.dtype[Any], block
 
 def random_rows(rows: int, columns: int, block: int = 128, *, seed: int = 0,
                 dtype: Any = fp8.float8_e4m3fn) -> Scaled:
-    """Positive numbers under scales that differ by little."""
+    """Return positive numbers under scales that differ by little."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 0x78, (rows, columns), np.uint8)
     return scaled(codes, rng.integers(-9, -3, (rows, -(-columns // block))), dtype, block)
 
 
 def parts(result: Quantized) -> tuple[Scaled, Scaled]:
-    """(row-wise, column-wise)."""
+    """Return (row-wise, column-wise)."""
     assert result.rowwise is not None
     assert result.columnwise is not None
     return result.rowwise, result.columnwise
 
 
 def part(s: Scaled, **changes: Any) -> Scaled:
-    """The same with other fields, unchecked."""
+    """Return the same with other fields, unchecked."""
     fields = {"data": s.data, "scale_inv": s.scale_inv, "shape": s.shape, "transposed": s.transposed,
               "block": s.block, "scale_layout": s.scale_layout, "splits": s.splits, **changes}
     return Scaled._of(**fields)
 
 
 def transposed(q: Scaled, run: testing.Executor, **options: Any) -> Scaled:
-    """The column-wise part."""
+    """Return the column-wise part."""
     return parts(run.numpy(fp8.scaling_aware_transpose(run.array(q), **options)))[1]
 
 
-# ---- another way: fractions, and the nearest code by a search ----
+# ---- independent implementation: fractions, and the nearest code by a search ----
 def value_of(code: int, dtype: np.dtype[Any]) -> Fraction:
     return Fraction(float(np.array([code], np.uint8).view(dtype).astype(np.float32)[0]))
 
@@ -62,7 +62,7 @@ def nearest_code(v: Fraction, dtype: np.dtype[Any]) -> int:
 
 
 def exponent_of(products: list[Fraction], dtype: np.dtype[Any]) -> int:
-    """The exponent of the scale of a block whose values have these magnitudes."""
+    """Return the exponent of the scale of a block whose values have these magnitudes."""
     if not any(products):
         return 0
     e = -127

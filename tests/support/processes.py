@@ -1,10 +1,9 @@
-"""The tests of a session run in several processes, one for each processor.
+"""Runs the tests of a session in several processes, one per processor.
 
-The session's own process forks the others when it has collected the tests, so that they are collected once.
-All take chunks of tests, which are neighbours in one file, from the same pipe until it is empty. Reports come
-back to the session's process, which hands them to its plugins, chunk by chunk. Where tests have to stay with
-it, it runs only these: threads work for them meanwhile, and must not see what other tests change (environment
-variables, functions).
+The session's process forks the others after collection, so that tests are collected once. All take chunks of
+tests, consecutive in one file, from the same pipe until it is empty. Reports return to the session's process,
+which passes them to its plugins, chunk by chunk. If tests have to stay with it, it runs only these: threads
+work for them meanwhile, and must not see what other tests change (environment variables, functions).
 
 tests/conftest.py takes the hooks from here.
 """
@@ -27,8 +26,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import pytest
 
-_MOST = 4                       # processes, unless the command line says otherwise
-_FEWEST_TESTS = 200             # Fewer run in one process, whose output comes test by test.
+_MOST = 4                       # most processes, unless given on the command line
+_FEWEST_TESTS = 200             # fewer run in one process, with output test by test
 _CHUNK = 100                    # tests
 _TOKEN = 4                      # bytes of a chunk's number in the pipe
 
@@ -43,8 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def begin(session: pytest.Session, stays: Callable[[pytest.Item], bool]) -> None:
-    """Starts the other processes, which begin at once. Tests that `stays` accepts are not for them. Threads
-    of this process must begin later."""
+    """Start the other processes, which begin at once. Tests that `stays` accepts are not for them. Threads of
+    this process must start later."""
     option = session.config.option
     alone = option.collectonly or option.usepdb or option.capture == "no" or session.testsfailed
     if not alone and option.processes > 1 and len(session.items) >= _FEWEST_TESTS:
@@ -53,7 +52,7 @@ def begin(session: pytest.Session, stays: Callable[[pytest.Item], bool]) -> None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """None leaves the tests to pytest's own loop."""
+    """Return None to leave the tests to pytest's own loop."""
     processes = session.config.stash.get(_PROCESSES, None)
     if processes is None:
         return None
@@ -62,13 +61,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def stop(config: pytest.Config) -> None:
-    """Ends the other processes, if they have not ended."""
+    """End the other processes that still run."""
     if processes := config.stash.get(_PROCESSES, None):
         processes.stop()
 
 
 class Message(NamedTuple):
-    """What another process did: it began a test, ended it (reports), or ended itself. problem: why."""
+    """Event of another process: it began a test, ended it (reports), or ended itself. problem: why."""
 
     child: int
     test: int | None
@@ -84,12 +83,12 @@ class Processes:
         own = set(self._own)
         self._chunks = chunks([i for i in range(len(self._items)) if i not in own],
                               lambda i: self._items[i].path)
-        #: No plugin has got these reports of other processes' tests yet.
+        #: Reports of other processes' tests that no plugin has received yet.
         self._reports: dict[int, list[Any]] = {}
         self._waiting = {n: set(chunk) for n, chunk in enumerate(self._chunks)}
         self._chunk_of = {i: n for n, chunk in enumerate(self._chunks) for i in chunk}
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        self._children: dict[int, int | None] = {}  # Keys are process ids, values the tests that they run.
+        self._children: dict[int, int | None] = {}  # process id → test it runs
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all processes
         self._tokens, end = os.pipe()
         os.write(end, b"".join(n.to_bytes(_TOKEN, "little") for n in range(len(self._chunks))))
@@ -104,15 +103,15 @@ class Processes:
         ours, theirs = Pipe(duplex=False)
         sys.stdout.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)     # NumPy's threads end before a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)     # NumPy's threads end before a fork
             child = os.fork()
-        # Each has a group of its own, which ends with whatever its tests have started.
+        # Each has its own process group, which ends with whatever its tests have started.
         with suppress(OSError):
             os.setpgid(child, child)
         if child == 0:
-            ours.close()                # Otherwise it would not see the end of the session's process.
+            ours.close()                # otherwise the end of the session's process would not be seen here
             self._serve(theirs)
-        theirs.close()                  # Otherwise the end of the child would not be seen here.
+        theirs.close()                  # otherwise the end of the child would not be seen here
         self._children[child] = None
         return ours
 
@@ -124,16 +123,16 @@ class Processes:
                 connection.send(Message(0, i))
                 self._run_test(i, following)
                 connection.send(Message(0, i, sender.take()))
-            self._session.config._ensure_unconfigure()      # This raises what pytest finds at the end.
+            self._session.config._ensure_unconfigure()      # raises what pytest finds at the end
         except BaseException:
             problem = traceback.format_exc()
         finally:
-            with suppress(OSError):                         # The session's process is gone.
+            with suppress(OSError):                         # the session's process is gone
                 connection.send(Message(0, None, problem=problem))
             os._exit(bool(problem))
 
     def _taken(self) -> Iterator[int]:
-        """Tests of chunks that no other process has taken."""
+        """Yield tests of chunks that no other process has taken."""
         while token := os.read(self._tokens, _TOKEN):
             yield from self._chunks[int.from_bytes(token, "little")]
 
@@ -143,7 +142,7 @@ class Processes:
 
     # ---- the session's process ----
     def _receive(self, child: int, connection: Connection) -> None:
-        """Runs in a thread. A child that dies sends no last message."""
+        """Run in a thread. A child that dies sends no last message."""
         try:
             while (message := connection.recv()).test is not None:
                 self._messages.put(message._replace(child=child))
@@ -152,7 +151,7 @@ class Processes:
             self._messages.put(Message(child, None, problem="it died"))
 
     def run(self) -> None:
-        """Runs the tests of this process, or some of all if it has none, and waits for all others."""
+        """Run the tests of this process, or some of all if it has none, and wait for all others."""
         try:
             for i, following in with_next(self._own or self._taken()):
                 self._run_test(i, following)
@@ -163,12 +162,12 @@ class Processes:
                 self._report_what_came(wait=True)
                 self._heed()
             lost = sorted(itertools.chain.from_iterable(self._waiting.values()))
-            for i, following in with_next(lost):        # Their processes died.
+            for i, following in with_next(lost):        # their processes died
                 self._run_test(i, following)
                 self._count(i)
                 self._heed()
         finally:
-            for i in sorted(self._reports):             # An interrupted session left them.
+            for i in sorted(self._reports):             # left by an interrupted session
                 self._report(i)
 
     def _heed(self) -> None:
@@ -194,7 +193,7 @@ class Processes:
                 self._count(message.test)
 
     def _count(self, i: int) -> None:
-        """A test has run. The reports of a chunk are handed on together."""
+        """Note that a test has run. The reports of a chunk are passed on together."""
         n = self._chunk_of.get(i)
         if n is None:
             return
@@ -219,7 +218,7 @@ class Processes:
         if not message.problem:
             return
         problem = f"a process of tests ended with {os.waitstatus_to_exitcode(status)}: {message.problem}"
-        if running is None:                             # It fails beside the tests.
+        if running is None:                             # fails outside of a test
             name = "a process of tests"
             self._hook.pytest_runtest_logreport(
                 report=pytest.TestReport(name, (name, None, ""), {}, "failed", problem, "call"))
@@ -239,14 +238,13 @@ class Processes:
 
 
 class _Sender:
-    """Of a process that is not the session's: keeps the reports of a test, instead of showing them."""
+    """In a process other than the session's: keep the reports of a test instead of showing them."""
 
     def __init__(self, config: pytest.Config) -> None:
         manager = config.pluginmanager
         manager.unregister(name="terminalreporter")
         manager.register(self)
-        # The files into which output goes are made anew, since a position in a file survives a fork and is
-        # shared.
+        # Output files are created anew, since a position in a file survives a fork and is shared.
         capture: Any = manager.getplugin("capturemanager")
         self._old_files, capture._global_capturing = capture._global_capturing, None
         capture.start_global_capturing()
@@ -264,14 +262,14 @@ class _Sender:
 
 
 def chunks(values: Sequence[Value], kind: Callable[[Value], Any]) -> list[list[Value]]:
-    """Neighbours of one kind, so many at most."""
+    """Divide tests into chunks of consecutive ones of one kind, at most _CHUNK each."""
     return [group[start:start + _CHUNK]
             for group in (list(found) for _, found in itertools.groupby(values, key=kind))
             for start in range(0, len(group), _CHUNK)]
 
 
 def with_next(values: Iterable[Value]) -> Iterator[tuple[Value, Value | None]]:
-    """Each value and the one behind it, None for the last."""
+    """Yield each value with the next one, None after the last."""
     ahead = iter(values)
     for value in itertools.islice(ahead, 1):
         for following in ahead:

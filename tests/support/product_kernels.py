@@ -9,13 +9,12 @@ from cupy_fp8.kernels import compute_capability
 from cupy_fp8.kernels.cubin import nvrtc_version
 from cupy_fp8.ops.matmul import wgmma
 
-#: The first entry point is Hopper's kernel. The second one is for other GPUs, and for what Hopper's does not
-#: take.
+#: The first entry point is Hopper's kernel, the second for other GPUs and for what Hopper's does not take.
 HOPPER, PORTABLE = KERNELS = "wgmma_products", "product_tiles"
 
 
 def use(kernel: str, run: testing.Executor, patch: pytest.MonkeyPatch) -> None:
-    """Makes products take one of KERNELS where they have the choice. Skips the test on a GPU without it."""
+    """Make products use one of KERNELS where they have the choice. Skips the test on a GPU without it."""
     if kernel == PORTABLE:
         patch.setattr(wgmma, "takes", lambda *_: False)
     elif run.name == "cuda" and compute_capability(backend.cupy().cuda.runtime.getDevice()) != 90:

@@ -14,9 +14,9 @@ from fake_cublaslt import FakeCublasLt
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, reference
 from cupy_fp8.cases.matmul.dense import operand
-from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import float8_e4m3fn, float32
 from cupy_fp8.reference.matmul.dense import magnitudes
+from cupy_fp8.reference.matmul.tolerance import assert_within
 
 M, N, K = 68, 72, 272
 
@@ -41,7 +41,7 @@ class Machine:
                 self.on_gpu(operand((*batch, n, k), types[1], pair[1], layout, scale, "normal", 2)))
 
     def checked(self, a: Scaled, b: Scaled, **options: Any) -> Any:
-        """The result, once it has been compared with the reference."""
+        """Return the result after comparison with the reference."""
         def host(value: Any) -> Any:
             return self.place.run.numpy(value) if hasattr(value, "shape") else value
 

@@ -25,19 +25,19 @@ def scaled(shape: tuple[int, ...], scaling: str, seed: int) -> Scaled:
 
 
 def integers(shape: tuple[int, ...], dtype: Any, seed: int) -> Scaled:
-    """Small integers, whose products are added exactly, under scales that are powers of two."""
+    """Return small integers, whose products are added exactly, under power-of-two scales."""
     rng = np.random.default_rng(seed)
     data = rng.integers(-3, 4, shape).astype(np.float32).astype(dtype)
     return Scaled(data, np.array([0.25], np.float32), shape)
 
 
 def draw(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Values of one of DRAWS."""
+    """Return values of one of DRAWS."""
     return DRAWS[kind](np.random.default_rng(seed), shape).astype(np.float32)
 
 
 def quantized(kind: str, shape: tuple[int, ...], scaling: str, seed: int) -> Scaled:
-    """Values of one of DRAWS under the scales that fit them."""
+    """Return values of one of DRAWS under fitting scales."""
     found = RECIPES[scaling].quantize(draw(kind, shape, seed)).rowwise
     assert found is not None
     return found

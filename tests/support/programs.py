@@ -1,4 +1,4 @@
-"""Every program that registered ops may launch: what the tests compile for every architecture."""
+"""Every program that registered ops may launch: compiled by tests for every architecture."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cupy_fp8.diagnostics import on_gpu
 from cupy_fp8.distributed import exchange, slots
 from cupy_fp8.kernels import Variant
 
-#: No op launches the kernels of these sources: the benchmark's delay, the sums of diagnostics.error, and the
+#: Sources whose kernels no op launches: the benchmark's delay, the sums of diagnostics.error, and the
 #: exchanges of ranks.
 WITHOUT_OP = frozenset({"bench/delay", "diagnostics/error_sums", "distributed/exchange", "distributed/slots",
                         "distributed/sums"})
 
 
 class Program(NamedTuple):
-    """What `kernels.sources.program` takes: a source, an entry point in it, and the #defines for it."""
+    """Arguments of `kernels.sources.program`: a source, an entry point in it, and its #defines."""
 
     source: str
     entry: str
@@ -31,16 +31,16 @@ class Program(NamedTuple):
 
 
 def programs(op: Registration) -> dict[Program, Variant]:
-    """The variants that an op may launch, by their programs."""
+    """Return the variants that an op may launch, by their programs."""
     return {Program.of(variant): variant for variant in op.variants()}
 
 
 def launched_variants() -> dict[Program, Variant]:
-    """The variants that all ops may launch, by their programs."""
+    """Return the variants that all ops may launch, by their programs."""
     return {program: variant for op in OPS.values() for program, variant in programs(op).items()}
 
 
 def all_programs() -> tuple[Program, ...]:
-    """The programs of all ops, and those in WITHOUT_OP."""
+    """Return the programs of all ops, and those in WITHOUT_OP."""
     others = (*on_gpu.variants(), *exchange.variants(), *slots.variants())
     return (*launched_variants(), *map(Program.of, others), Program("bench/delay", "delay", ()))

@@ -1,4 +1,4 @@
-"""Finds what the PTX of a kernel may not hold: inexact arithmetic, and 16-byte stores in pieces."""
+"""Finds what the PTX of a kernel must not contain: inexact arithmetic, and split 16-byte stores."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ _RECIPROCAL = re.compile(r"rcp\.approx\.ftz\.f32 (%\w+), (%\w+);\s+neg\.f32 e, \
 
 
 def check_instructions(ptx: str, *, f64: bool = False) -> None:
-    """f64: the kernel makes no bytes, and the compiler may round f64 as it likes; -ftz does not change it."""
+    """Whether it is f64: no bytes depend on it, the compiler may round f64 freely, and -ftz does not change
+    it."""
     inexact = [name for name in inexact_instructions(ptx) if not (f64 and ".f64" in name)]
     assert not inexact, f"{', '.join(inexact)}: floats need the functions of numerics/arith.cuh"
     assert split_stores(ptx) == 0, "16 bytes are written in four instructions: see Chunk::store_whole"
 
 
 def inexact_instructions(ptx: str) -> list[str]:
-    """Instructions that may flush subnormals, approximate or be contracted (docs/numerics.md, rule 1).
+    """Return instructions that may flush subnormals, approximate or be contracted (docs/numerics.md, rule 1).
 
-    Outside inline assembly that is any floating-point instruction but a move: the compiler made it from a C++
-    operator, which CuPy's -ftz=true changes. Inside it that is .ftz, .approx, and arithmetic without .rn,
-    which the assembler may contract.
+    Outside inline assembly: any floating-point instruction except moves, since the compiler made it from a
+    C++ operator, which CuPy's -ftz=true changes. Inside: .ftz, .approx, and arithmetic without .rn, which the
+    assembler may contract.
     """
     found, inline = [], False
     for line in _RECIPROCAL.sub("", ptx).splitlines():
@@ -42,9 +43,9 @@ def inexact_instructions(ptx: str) -> list[str]:
 
 
 def split_stores(ptx: str) -> int:
-    """How many times four stores to global memory write four neighbouring words.
+    """Count places where four stores to global memory write four adjacent words.
 
-    That is what a 16-byte store became where the compiler lost it. Lanes then write quarters of their 16
-    bytes, which is the slowest pattern there is (docs/lab-notes)."""
+    That is a 16-byte store that the compiler has split. Lanes then write quarters of their 16 bytes, the
+    slowest pattern there is (docs/lab-notes)."""
     first, more = r"st\.global\.[fub]32\s+\[(%rd\d+)\], \S+\s+", r"st\.global\.[fub]32\s+\[\1\+{}\], \S+"
     return len(re.findall(first + r"\s+".join(more.format(4 * i) for i in (1, 2, 3)), ptx))

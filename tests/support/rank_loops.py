@@ -19,7 +19,7 @@ def of_ranks(size: int, function: Callable[[distributed.World], Any],
 
 
 def check_on_cpu(case: Case, size: int, others: testing.ExecutorName | None = None, repeats: int = 2) -> None:
-    """Every step of the case between ranks on the CPU executor, against those of NumPy arrays."""
+    """Compare every step of the case between ranks on the CPU executor with those of NumPy arrays."""
     with testing.executor("host"):
-        # ThreadSanitizer of g++ 12 does not know the calls by which locks wait for a limited time.
+        # ThreadSanitizer of g++ 12 does not know the calls of locks with a timeout.
         of_ranks(size, lambda world: check(world, case, np, repeats=repeats, others=others), timeout=None)

@@ -1,4 +1,4 @@
-"""Arrays of scales for tests: E8M0 bytes, their layouts by their formulas, and memory with guards."""
+"""Arrays of scales for tests: E8M0 bytes, layouts by their formulas, and memory with guards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.formats import float8_e8m0fnu, float32, int32
 from cupy_fp8.layouts import cdiv, round_up, scale_shape
 
-#: These are views of a matrix [60, 200].
+#: views of a matrix [60, 200]
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "rows": lambda a: a[:50:2, :],
     "columns": lambda a: a[:, 3:160],
@@ -31,12 +31,12 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 def scales(*shape: int, seed: int = 0) -> np.ndarray:
-    """No byte is 0, so that padding shows."""
+    """Return an array without zero bytes, so that padding shows."""
     return np.random.default_rng(seed).integers(1, 256, shape, np.uint8).view(float8_e8m0fnu)
 
 
 def by_formula(s: np.ndarray) -> np.ndarray:
-    """docs/layouts.md, byte by byte: a matrix of scales -> swizzled bytes."""
+    """Swizzle a matrix of scales by docs/layouts.md, byte by byte."""
     lines, blocks = s.shape
     out = np.zeros(round_up(lines, 128) * round_up(blocks, 4), np.uint8)
     found = addresses("swizzled", (lines, 32 * blocks), (1, 32))
@@ -51,14 +51,14 @@ def raw(a: Any) -> np.ndarray:
 
 
 def stored_by_blocks(s: np.ndarray, run: testing.Executor) -> Any:
-    """The same scales with their lines adjacent, on the executor's device: a view of [blocks, lines]."""
+    """Return the same scales with adjacent lines, on the executor's device: a view of [blocks, lines]."""
     return run.array(np.ascontiguousarray(s.swapaxes(-1, -2))).swapaxes(-1, -2)
 
 
 def guarded(run: testing.Executor, shape: tuple[int, ...], dtype: np.dtype[Any] = float8_e8m0fnu,
             lead: int = 0) -> tuple[Any, Callable[[], bool]]:
-    """(a poisoned array that starts `lead` bytes past a multiple of 16, whether the 512 bytes on either side
-    of it are as they were)."""
+    """Return (a poisoned array that starts `lead` bytes past a multiple of 16, a check that the 512 bytes on
+    either side of it are unchanged)."""
     n = int(np.prod(shape)) * dtype.itemsize
     buffer = run.array(np.full(n + 1024 + 32, 0xAA, np.uint8))
     at = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data.ptr
@@ -74,8 +74,8 @@ def guarded(run: testing.Executor, shape: tuple[int, ...], dtype: np.dtype[Any] 
 
 def guarded_like(run: testing.Executor, tree: Any, lead: int = 0,
                  kept: tuple[Any, ...] = ()) -> tuple[Any, Callable[[], bool]]:
-    """(the same tree of poisoned arrays, but for those that are kept, whether the memory around them is as it
-    was). They start `lead` bytes past a multiple of 16, or as many of them as their element size allows."""
+    """Return (the same tree of poisoned arrays, except those that are kept, a check that the memory around
+    them is unchanged). They start `lead` bytes past a multiple of 16, rounded down to their element size."""
     checks = []
 
     def make(a: Any) -> Any:
@@ -90,8 +90,8 @@ def guarded_like(run: testing.Executor, tree: Any, lead: int = 0,
 
 def addresses(layout: str, shape: tuple[int, int], block: tuple[int | None, int | None]) -> dict[tuple[int,
     int], list[int]]:
-    """Where a matrix's scales lie, by line and block (2-D: by row and column of blocks): docs/layouts.md,
-    scale by scale. In elements; in bytes where a scale is a byte."""
+    """Return the places of a matrix's scales, by line and block (2-D: by row and column of blocks):
+    docs/layouts.md, scale by scale. In elements; in bytes if a scale is a byte."""
     down, across = (cdiv(n, b or max(n, 1)) for n, b in zip(shape, block, strict=True))
     lines, blocks = (across, down) if block[1] == 1 else (down, across)
     found: dict[tuple[int, int], list[int]] = {}
@@ -114,14 +114,14 @@ def addresses(layout: str, shape: tuple[int, int], block: tuple[int | None, int 
 
 
 def flat(a: Any) -> np.ndarray:
-    """Scales one by one: f32 bits, or bytes (of words: little-endian)."""
+    """Return scales one by one: f32 bits, or bytes (of words: little-endian)."""
     a = fp8.asnumpy(a)
     return (a.astype("<i4").view(np.uint8) if a.dtype == int32 else bits(a)).reshape(-1)
 
 
 def filled(layout: str, shape: tuple[int, int], block: Any, dtype: np.dtype[Any],
            values: dict[tuple[int, int], int]) -> np.ndarray:
-    """Scales of these bits or bytes in a layout, whose padding is no scale that anybody may see."""
+    """Return scales of these bits or bytes in a layout; the padding holds values that must not be read."""
     out = np.full(scale_shape(shape, block, layout), 0xAAAAAAAA if dtype != float8_e8m0fnu else 0xAA,
                   f"u{dtype.itemsize}")
     cells = out.reshape(-1) if dtype == float32 else out.view(np.uint8).reshape(-1)
@@ -131,7 +131,7 @@ def filled(layout: str, shape: tuple[int, int], block: Any, dtype: np.dtype[Any]
 
 
 def powers(shape: tuple[int, int], block: Any, seed: int = 0) -> dict[tuple[int, int], int]:
-    """E8M0 bytes by line and block; none is 0, so that padding shows."""
+    """Return E8M0 bytes by line and block, none 0, so that padding shows."""
     rng = np.random.default_rng(seed)
     return {place: int(rng.integers(1, 256)) for place in addresses("compact", shape, block)}
 

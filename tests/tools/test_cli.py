@@ -121,22 +121,22 @@ def test_list(capsys):
 
 
 def test_list_writes_what_is_out_of_date(monkeypatch, tmp_path, capsys):
-    readme, package = tmp_path / "README.md", tmp_path / "__init__.py"
-    readme.write_text("before\n<!-- ops: here -->\n| old |\n<!-- end of ops -->\nafter\n")
+    page, package = tmp_path / "ops.md", tmp_path / "__init__.py"
+    page.write_text("before\n<!-- ops: here -->\n| old |\n<!-- end of ops -->\nafter\n")
     package.write_text("from .ops.scales.old import old\n# `list --write` writes this:\n__all__ = [\n\n]\n")
     (tmp_path / "reference").mkdir()
     (tmp_path / "reference" / "__init__.py").write_text("")
     monkeypatch.setattr(written, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(written, "README", readme)
+    monkeypatch.setattr(written, "PAGE", page)
     assert main(["list", "--write"]) == 0
-    assert capsys.readouterr().out == f"written: {readme}\nwritten: {package}\n"
+    assert capsys.readouterr().out == f"written: {page}\nwritten: {package}\n"
     assert main(["list", "--markdown"]) == 0
     table = capsys.readouterr().out
-    assert readme.read_text() == f"before\n<!-- ops: here -->\n{table}<!-- end of ops -->\nafter\n"
+    assert page.read_text() == f"before\n<!-- ops: here -->\n{table}<!-- end of ops -->\nafter\n"
     assert package.read_text().startswith("from .ops.convert.astype import astype, transpose\n")
     assert '__all__ = [\n    "activation_backward_quantize", "activation_quantize", ' in package.read_text()
     assert "old" not in package.read_text()
-    readme.unlink()
+    page.unlink()
     assert exit_code(["list", "--write"]) == 2
     assert "needs a checkout" in capsys.readouterr().err
 

@@ -75,17 +75,61 @@ def test_histogram_of_nothing_but_zeros():
 
 
 def test_error_by_magnitude_against_a_count():
+    """Points are a quarter of a binade apart; each has the binade around it, if that has 32 elements and some
+    beside the point. Elements that no point has are dots."""
     x = sample()
     q = fp8.quantize_tensor(x, 16.0)
     ax = plot.error_by_magnitude(x, q)
     top, middle = ax.lines[0], ax.lines[1]
     relative = np.abs(q.dequantize().astype(np.float64) - x) / np.abs(x.astype(np.float64))
-    bins = np.floor(4 * np.log2(np.abs(x.astype(np.float64))))
-    wanted = {2.0 ** ((b + 0.5) / 4): relative[bins == b] for b in np.unique(bins)}
-    assert top.get_xdata().tolist() == list(wanted)
-    assert top.get_ydata().tolist() == [r.max() for r in wanted.values()]
-    assert middle.get_ydata().tolist() == [np.sort(r)[(r.size - 1) // 2] for r in wanted.values()]
+    at = 4 * np.log2(np.abs(x.astype(np.float64)))
+    points, largest, rms, left = top.get_xdata(), top.get_ydata(), middle.get_ydata(), np.ones(x.shape, bool)
+    np.testing.assert_allclose(np.diff(np.log2(points)), 0.25)
+    for point, most, mean in zip(points, largest, rms, strict=True):
+        e = round(4 * np.log2(point))
+        inside, beside = (at >= e - 2) & (at < e + 2), (at >= e - 1) & (at < e + 1)
+        if inside.sum() < 32 or not beside.any():
+            assert np.isnan([most, mean]).all()
+            continue
+        assert most == relative[inside].max()
+        np.testing.assert_allclose(mean, np.sqrt((relative[inside] ** 2).mean()))
+        left &= ~inside
     assert ax.lines[2].get_ydata()[0] == 1 / 16
+    dots = ax.collections[0].get_offsets()
+    assert 0 < left.sum() < 100
+    np.testing.assert_array_equal(dots, np.stack([np.abs(x[left]), relative[left]], axis=1))
+
+
+def activations():
+    """Heavy-tailed values with loud channels and tokens of any size."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_t(4, (512, 1024)) * np.exp(0.5 * rng.standard_normal(1024))
+         * np.exp(0.6 * rng.standard_normal((512, 1))))
+    x[:, [100, 301, 700]] *= 200
+    x[:, 513] *= 5000
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), fp8.BlockScaling((128, 128)),
+                                    fp8.MXScaling()], ids=["tensor", "1x128", "128x128", "mx"])
+def test_error_by_magnitude_is_smooth(recipe):
+    """Up and down together are hardly more than from the largest error to the smallest, on log2 axes. Bins
+    narrower than the steps of the format, few elements, and a median of lost and kept ones would zigzag."""
+    x = activations()
+    ax = plot.error_by_magnitude(x, recipe.quantize(x))
+    for line in ax.lines[:2]:
+        y = np.log2(line.get_ydata()[np.isfinite(line.get_ydata())])
+        assert y.size > 80
+        assert np.abs(np.diff(y)).sum() < np.ptp(y) + 5
+        assert np.abs(np.diff(y, 2)).mean() < 0.1
+
+
+def test_few_elements_are_drawn_one_by_one():
+    x = np.array([0.001, 1.1, 300, 1e6, -1e6, 0, np.nan], np.float32)
+    ax = plot.error_by_magnitude(x, fp8.quantize_tensor(x, 1.0))
+    assert np.isnan(ax.lines[0].get_ydata()).all()
+    assert ax.collections[0].get_offsets()[:, 0].tolist() == np.abs(x[:5]).astype(float).tolist()
+    assert [t.get_text() for t in ax.get_legend().get_texts()][2] == "single elements"
 
 
 def test_scale_heat_map():

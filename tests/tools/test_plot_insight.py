@@ -144,12 +144,11 @@ def test_loss_map_shows_shares():
     report = diagnostics.blocks(x, fp8.quantize_mx(x))
     ax = plot.loss_map(report)
     found = ax.images[0].get_array()
-    np.testing.assert_array_equal(found.filled(0), (100 * report.underflowed / 32).astype(np.float32))
-    assert (found.mask == (report.underflowed == 0)).all()
+    np.testing.assert_array_equal(found, (100 * report.underflowed / 32).astype(np.float32))
     affected = int((report.underflowed > 0).sum())
     assert 64 >= affected > 30
     assert ax.get_title() == f"Underflowed elements in {affected} of 640 blocks"
-    assert "grey: no loss" in ax.get_xlabel()
+    assert "pale: no loss" in ax.get_xlabel()
     assert plot.loss_map(report, "saturated").get_title() == "Saturated elements in 0 of 640 blocks"
 
 
@@ -160,8 +159,49 @@ def test_a_large_loss_map_shows_the_worst_of_several_blocks(monkeypatch):
     ax = plot.loss_map(report)
     share = np.pad((100 * report.underflowed / 32).astype(np.float32).reshape(128, 10), ((0, 0), (0, 2)))
     want = share.reshape(4, 32, 4, 3).max(axis=(1, 3))
-    np.testing.assert_array_equal(ax.images[0].get_array().filled(0), want)
-    assert ax.get_title().endswith("blocks, a cell for 32×3 blocks")
+    np.testing.assert_array_equal(ax.images[0].get_array(), want)
+    assert ax.get_ylim() == (127.5, -0.5)
+    assert ax.images[0].colorbar.ax.get_ylabel() == "% of a block, worst of 32×3 blocks"
+
+
+def pixels(ax):
+    """The RGB that a map has on paper."""
+    ax.figure.set_dpi(64)
+    ax.figure.canvas.draw()
+    left, bottom, right, top = (round(side) for side in ax.get_window_extent().extents)
+    drawn = np.asarray(ax.figure.canvas.buffer_rgba())[::-1, :, :3]
+    return drawn[bottom + 2:top - 2, left + 2:right - 2].reshape(-1, 3).astype(int)
+
+
+@pytest.mark.parametrize("block", [(1, 32), (1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_every_lost_element_is_seen_on_a_loss_map(block, style):
+    """One element of one block of thousands has a colour that no loss and half a block do not have."""
+    x = np.ones((5000, 1024) if block[0] == 1 else (512, 1024), np.float32)
+    x[300, 200], x[:128, 1020] = 1e-9, 1e6          # The last block of a row loses all elements but one.
+    q = fp8.quantize_mx(x) if block[1] == 32 else fp8.quantize_block(x, block=block)
+    with plt.style.context(style):
+        ax = plot.loss_map(diagnostics.blocks(x, q))
+        shown = pixels(ax)
+    colours, counts = np.unique(shown, axis=0, return_counts=True)
+    assert len(colours) == 3                        # no loss, one element, nearly all of a block
+    grey = np.ptp(colours, axis=1) < 6
+    assert counts[grey].sum() < 0.1 * counts.sum()
+    apart = np.abs(colours[:, None] - colours).sum(axis=2)
+    assert (apart[~np.eye(3, dtype=bool)] > 100).all()
+
+
+@quiet
+def test_most_of_a_loss_map_is_not_empty_where_losses_are_few():
+    """Shares of one element in 128 and of a fifth of a block are different colours."""
+    x = np.random.default_rng(0).standard_t(4, (256, 1024)).astype(np.float32)
+    x[:, 513] *= 5000
+    report = diagnostics.blocks(x, fp8.quantize_block(x))
+    ax = plot.loss_map(report)
+    picture = ax.images[0]
+    one, fifth = (picture.cmap(picture.norm(100 * share)) for share in (1 / 128, 0.2))
+    assert np.abs(np.subtract(one, fifth)).sum() > 0.5
+    assert not np.ma.is_masked(picture.get_array())
 
 
 def test_loss_histogram_counts_blocks():

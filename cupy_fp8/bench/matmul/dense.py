@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from ...arrays import asnumpy, empty
-from ...cases.matmul.tolerance import assert_within
 from ...formats import bfloat16
 from ...ops.matmul.dense import matmul_nt
 from ...reference.matmul import dense as reference
+from ...reference.matmul.tolerance import assert_within
 from ...results import Scaled
 from ..data import part
 from ..measure import Call, Check, Spec

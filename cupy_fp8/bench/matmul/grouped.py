@@ -11,13 +11,13 @@ import numpy as np
 
 from ... import backend
 from ...arrays import Array, asnumpy, bits, empty
-from ...cases.matmul.tolerance import assert_within
 from ...formats import bfloat16, float8_e4m3fn, float32
 from ...grouped import Grouped
 from ...layouts import grouped_scale_shape, scale_shape
 from ...ops.matmul.grouped import GroupedAxis, grouped_matmul_nt
 from ...options import BlockScaleLayout
 from ...reference.matmul import grouped as reference
+from ...reference.matmul.tolerance import assert_within
 from ...results import Scaled
 from ..measure import Call, Check, Spec
 

@@ -13,10 +13,10 @@ from ...layouts import ScaleLayout, scale_shape
 from ...ops.matmul import dense, tiles
 from ...ops.scales import convert
 from ...reference.matmul import dense as reference
+from ...reference.matmul.tolerance import assert_within
 from ...results import Quantized, Scaled
 from ..base import Case, powers_of_two, values
 from ..registry import Arguments, Registration, register
-from .tolerance import assert_within
 
 BLOCKS: dict[str, Any] = {"tensor": None, "row": (1, None), "vector": (1, 128), "block": (128, 128)}
 _PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"),

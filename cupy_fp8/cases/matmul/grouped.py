@@ -15,12 +15,12 @@ from ...layouts import ScaleLayout, cdiv, grouped_scale_shape, round_up, row_sca
 from ...ops.matmul import grouped, tiles
 from ...ops.scales import convert
 from ...reference.matmul import grouped as reference
+from ...reference.matmul.tolerance import assert_within
 from ...results import Quantized, Scaled
 from ..base import Case, laid_out, values
 from ..groups import sizes
 from ..registry import Arguments, Registration, register
 from .dense import BLOCKS, operand
-from .tolerance import assert_within
 
 #: a and b of "m" can have these scalings.
 _ROWS = (("vector", "block"), ("tensor", "tensor"), ("row", "row"), ("vector", "vector"), ("row", "block"),

@@ -122,21 +122,21 @@ def _cases() -> Iterator[Case]:
     case = maker("topk_gate", "normal")
     # The first cases launch every kind of score on a few blocks, for callers that take only a few cases.
     for i, score in enumerate(SCORES):
-        yield case(INPUT_DTYPES[i], (70, 64), k=4, score=score, sequences=2, scores=True)
+        yield case(INPUT_DTYPES[i], (70, 64), k=4, score=score, sequences=2, return_scores=True)
         yield case(float32, (40, 24), "masked", k=6, score=score, bias="normal", groups=4, group_topk=2)
     for i, (experts, score) in enumerate(product(_EXPERTS, SCORES)):
         k = min(experts, turn((1, 2, 8, 6), i))
         dtype = turn(INPUT_DTYPES, i + i // 3)
-        yield case(dtype, (37, experts), k=k, score=score, sequences=1, scores=i % 2 == 0)
+        yield case(dtype, (37, experts), k=k, score=score, sequences=1, return_scores=i % 2 == 0)
         yield case(dtype, (21, experts), "bits", k=k, score=score, bias=turn(("normal", "bits"), i),
                    normalize=i % 4 < 2, factor=2.5)
-        yield case(dtype, (24, experts), "masked", k=k, score=score, sequences=3, scores=True)
+        yield case(dtype, (24, experts), "masked", k=k, score=score, sequences=3, return_scores=True)
         yield case(dtype, (24, experts), "equal", k=min(experts, 9), score=score)
     for dtype, score, of_lane in product(INPUT_DTYPES, SCORES, gate.experts_of_lane()):
         yield case(dtype, (5, 30 * of_lane), k=8, score=score)
     for dtype, score in product(INPUT_DTYPES, SCORES):
         for kind in ("wide", "edges", "bits"):
-            yield case(dtype, (19, 96), kind, k=5, score=score, sequences=1, scores=True)
+            yield case(dtype, (19, 96), kind, k=5, score=score, sequences=1, return_scores=True)
             yield case(dtype, (19, 96), kind, k=5, score=score, indices=turn((_INT32, _INT64), len(kind)))
     yield from _selection_cases(case)
     yield from _sum_cases(case)
@@ -168,9 +168,9 @@ def _sum_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(float32, (tokens, 520), k=2, sequences=1, score="sigmoid")
         yield case(float32, (tokens, 264), k=2, sequences=1)
     for layout in ("offset", "strided"):
-        yield case(bfloat16, (20, 64), "normal", layout, k=4, scores=True)
+        yield case(bfloat16, (20, 64), "normal", layout, k=4, return_scores=True)
         yield case(float32, (20, 64), "normal", layout, k=4, score="sigmoid")
-    yield case(float32, (0, 64), k=4, sequences=3, scores=True)
+    yield case(float32, (0, 64), k=4, sequences=3, return_scores=True)
     yield case(float32, (0, 64), k=4)
     yield case(float32, (20, 16), k=3, normalize=False, factor=-0.37)
     yield case(float32, (20, 16), k=3, factor=0.0)
@@ -242,7 +242,7 @@ def _timed() -> Iterator[Timed]:
         yield Timed("f32 softmax, k 8, sums", case(float32, shape, k=8, sequences=1))
     yield Timed("f32 sigmoid, k 8, bias, 8 groups", case(
         float32, _TIMED[0], k=8, score="sigmoid", bias="normal", groups=8, group_topk=4))
-    yield Timed("f32 softmax, k 8, scores", case(float32, _TIMED[0], k=8, scores=True))
+    yield Timed("f32 softmax, k 8, scores", case(float32, _TIMED[0], k=8, return_scores=True))
 
 
 def _backward_timed() -> Iterator[Timed]:

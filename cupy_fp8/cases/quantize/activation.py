@@ -113,7 +113,7 @@ def _cases_of_silu(case: Callable[..., Case]) -> Iterator[Case]:
         scale = {"scale": 3.5}
         for x, shape in (("bits", (144, 264)), ("edges", (67, 101))):
             yield case(dtype, shape, x, recipe=DelayedScaling(to), **scale, **_BOTH)
-            yield case(dtype, shape, x, recipe=CurrentScaling(to, 1e-3, pow2_scale=True), **_BOTH)
+            yield case(dtype, shape, x, recipe=CurrentScaling(to, eps=1e-3, pow2_scale=True), **_BOTH)
             yield case(dtype, shape, x, recipe=BlockScaling(dtype=to), **_BOTH)
             yield case(dtype, shape, x, recipe=BlockScaling(dtype=to, profile="vllm"), **_BOTH)
             yield case(dtype, shape, x, recipe=MXScaling(to), **_BOTH)

@@ -80,7 +80,7 @@ def _cases_of(case: Callable[..., Case], more: tuple[dict[str, Any], ...]) -> It
             for directions in (_ROW, _BOTH):
                 for kind in ({}, layer):
                     options = {**directions, **kind}
-                    current = CurrentScaling(to, 1e-3, pow2_scale=True)
+                    current = CurrentScaling(to, eps=1e-3, pow2_scale=True)
                     yield case(dtype, shape, values_of, recipe=DelayedScaling(to), scale=3.5, **options)
                     yield case(dtype, shape, values_of, recipe=current, **options)
                     yield case(dtype, shape, values_of, recipe=BlockScaling(dtype=to), **options)

@@ -138,7 +138,7 @@ def _backward_cases() -> Iterator[Case]:
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for kind, shape, weights in (("bits", _ALIGNED, {}), ("edges", (67, 202), {}),
                                      ("bits", _HALVES[0], _WEIGHTED), ("edges", _HALVES[1], {})):
-            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, pow2_scale=True), *_in_blocks(to)):
+            for how in (DelayedScaling(to), CurrentScaling(to, eps=1e-3, pow2_scale=True), *_in_blocks(to)):
                 yield case(dtype, shape, kind, recipe=how, **_scale(how), **weights, **_BOTH)
         # Row-wise results alone have programs of their own.
         for how in _in_blocks(to):
@@ -212,7 +212,7 @@ def _cases() -> Iterator[Case]:
     yield case(bfloat16, (50, 272), "normal", **_DELAYED, **_GPT_OSS, **_BOTH, experts=3)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
-            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, pow2_scale=True), *_in_blocks(to)):
+            for how in (DelayedScaling(to), CurrentScaling(to, eps=1e-3, pow2_scale=True), *_in_blocks(to)):
                 yield case(dtype, shape, kind, recipe=how, **_scale(how), **_BOTH)
         # Row-wise results alone have programs of their own.
         for how in (DelayedScaling(to), *_in_blocks(to)):
@@ -266,7 +266,8 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (133, 290),
                    recipe=MXScaling(mode=mode, profile=profile, scale_layout=scale_layout), **_BOTH)
         yield case(float32, (64, 144), "edges",
-                   recipe=MXScaling(float8_e5m2, mode, profile, scale_layout=scale_layout), **_BOTH)
+                   recipe=MXScaling(float8_e5m2, mode=mode, profile=profile, scale_layout=scale_layout),
+                   **_BOTH)
     for shape in _SHAPES[5:]:
         yield case(float16, shape, "normal", recipe=MXScaling(scale_layout="swizzled"), **_BOTH)
 

@@ -124,7 +124,7 @@ def _quantize_cases() -> Iterator[Case]:
     for rowwise, columnwise in _DIRECTIONS:
         directions = {"rowwise": rowwise, "columnwise": columnwise}
         own_scales: dict[str, Any] = {"scaled": False, **directions}
-        current, powers = CurrentScaling(), CurrentScaling(float8_e5m2, 1e3, pow2_scale=True)
+        current, powers = CurrentScaling(), CurrentScaling(float8_e5m2, eps=1e3, pow2_scale=True)
         for dtype in INPUT_DTYPES:
             for group in ("mixed", "whole"):
                 yield _case("multi_quantize", dtype, group, recipe=current, amax=0.0, **own_scales)

@@ -1,4 +1,4 @@
-// This file implements cp.async, mbarriers and bulk copies. shim/async_copy.h says when each copy lands.
+// cp.async, mbarriers and bulk copies. When each copy lands: shim/async_copy.h.
 #include <string.h>
 
 #include "runtime.h"
@@ -55,8 +55,8 @@ extern "C" void host_cp_async_wait(unsigned pending_groups) {
 
 // ---- mbarrier ----
 struct MBarrier {
-    uint16_t expected, pending;   // arrivals of a phase, and those still to come
-    // It is twice the bytes that are announced and not yet copied, plus the parity of the current phase.
+    uint16_t expected, pending;   // arrivals per phase, and those still to come
+    // twice the bytes announced and not yet copied, plus the parity of the current phase
     int32_t bytes_and_phase;
     int32_t bytes() const { return bytes_and_phase >> 1; }
     unsigned phase() const { return bytes_and_phase & 1; }
@@ -113,8 +113,7 @@ static void check_bulk(const char* what, const void* shared, const void* global,
     check_range(what, shared, bytes);
     check_range(what, global, bytes);
 }
-// The thread that waits does the copying: whatever the thread that started the copy has seen has happened
-// before.
+// The waiting thread does the copying; by then everything that the copy's starter has seen has happened.
 static void land_load(const BulkLoad& load) {
     tsan_acquire(load.barrier);
     if (load.swizzle == kNoSwizzle) memcpy(load.shared, load.global, load.bytes);
@@ -131,7 +130,7 @@ static void land_load(const BulkLoad& load) {
     barrier->bytes_and_phase -= (int32_t)load.bytes * 2;
     end_phase_if_complete(barrier);
 }
-// This block's shared memory has the barrier. With clusters it is not always the block that starts the copy.
+// The block whose shared memory has the barrier: with clusters not always the one that starts the copy.
 static Worker* owner_of(const void* barrier) {
     Worker* worker = own_worker();
     for (Worker* other : worker->launch->worker_of_block)
@@ -209,7 +208,7 @@ extern "C" void host_bulk_wait(unsigned pending_groups) {
     land_groups(self()->stores, self()->store_group, pending_groups, land_store);
 }
 
-// ---- the ends ----
+// ---- ends of threads and blocks ----
 void reset_copies(Thread* thread) {
     thread->copies.clear();
     thread->stores.clear();

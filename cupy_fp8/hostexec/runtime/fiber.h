@@ -1,5 +1,5 @@
-// A fiber is a stack and the place where it was left. Switching costs about as much as a function call on
-// x86-64; other processors (or -DHOST_UCONTEXT) use the slower portable ucontext.
+// A fiber: a stack, and where its execution was suspended. On x86-64 switching costs about as much as a
+// function call; other processors (or -DHOST_UCONTEXT) use the slower portable ucontext.
 #pragma once
 #include <stdint.h>
 #include <stdio.h>
@@ -36,9 +36,8 @@ inline size_t page_bytes() {
     return bytes;
 }
 
-// Puts the fiber at the start of `entry`, whatever it was doing. `slot` staggers the stacks: all of them
-// start on a page boundary, and without it the busiest cache lines of every fiber would fall into the same
-// few sets of the cache.
+// Resets the fiber to the start of `entry`. `slot` staggers the stacks: all of them start on a page boundary,
+// and otherwise the busiest cache lines of every fiber would fall into the same few sets of the cache.
 inline void fiber_restart(Fiber& fiber, void (*entry)(), unsigned slot) {
 #ifdef HOST_ASAN
     __asan_unpoison_memory_region(fiber.stack, fiber.stack_bytes);
@@ -102,7 +101,7 @@ inline void fiber_switch(Fiber& from, Fiber& to) {
 #endif
 }
 
-// A fiber's entry function calls this first.
+// To be called first by a fiber's entry function.
 inline void fiber_entered() {
 #ifdef HOST_ASAN
     __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);

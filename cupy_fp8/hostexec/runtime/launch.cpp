@@ -1,4 +1,4 @@
-// This file runs launches: it has the workers, the order of blocks, and the turns that blocks take.
+// Launches: workers, the order of blocks, and the turns that blocks take.
 #include <linux/futex.h>
 #include <link.h>
 #include <pthread.h>
@@ -23,8 +23,8 @@ struct Pool {
 static Pool* pool;
 static std::mutex one_launch_at_a_time;
 static std::string error_text;
-// A fork waits for the launch of another thread: the child would find the mutex locked for ever, and the
-// launch's workspace half used. A launch needs nothing that the forking thread holds.
+// A fork waits for other threads' launches; otherwise the child would find the mutex locked for ever, and the
+// workspace half used. A launch needs nothing that the forking thread holds.
 __attribute__((constructor)) static void let_no_launch_run_during_a_fork() {
     pthread_atfork([] { one_launch_at_a_time.lock(); }, [] { one_launch_at_a_time.unlock(); },
                    [] { one_launch_at_a_time.unlock(); });
@@ -32,8 +32,8 @@ __attribute__((constructor)) static void let_no_launch_run_during_a_fork() {
 extern "C" const char* host_error() { return error_text.c_str(); }
 
 // ---- waiting ----
-// This is a system call because std::atomic::wait yields the processor four times before it sleeps: beside
-// other processes a resident launch, whose blocks take turns, then takes several times as long.
+// A system call, because std::atomic::wait yields the processor four times before it sleeps: with other
+// processes on the machine a resident launch, whose blocks take turns, then takes several times as long.
 static void sleep_while(std::atomic<int>& value, int unwanted) {
     while (value == unwanted) syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, unwanted, nullptr, nullptr, 0);
 }
@@ -50,9 +50,9 @@ static void raise(std::atomic<int>& flag) {
 }
 
 // ---- turns ----
-// Under AddressSanitizer static shared memory is one plain array in the library (only so does it get red
-// zones), so blocks that take turns must take their contents with them. The loop copies by hand because
-// memcpy would report the red zones between the variables.
+// Under AddressSanitizer static shared memory is one plain array in the library (required for red zones), so
+// blocks that take turns must take its contents with them. The loop copies by hand because memcpy would
+// report the red zones between the variables.
 static void copy_raw(char* to, const char* from, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) ((volatile char*)to)[i] = from[i];
 }
@@ -92,7 +92,7 @@ static void prepare_static_shared(Worker* worker) {
     free(worker->static_saved);
     worker->static_saved = nullptr;
     if (kernel->shared_anchor) {
-        kernel->shared_anchor();  // This makes the thread's copy exist.
+        kernel->shared_anchor();  // makes the thread's copy exist
         ThreadLocals found = {(uintptr_t)kernel->call, nullptr, 0};
         dl_iterate_phdr(find_thread_locals, &found);
         worker->static_shared = found.begin;
@@ -117,7 +117,7 @@ static void prepare_dynamic_shared(Worker* worker) {
 }
 
 // ---- a worker's thread ----
-// Returns the index in the grid of a block, from its number among those that run.
+// Index in the grid of a block, from its number among those that run.
 static uint64_t block_of(const Launch* launch, uint64_t number) {
     const HostBlocks* range = launch->ranges;
     while (number >= range->count) number -= range++->count;
@@ -187,7 +187,7 @@ static bool add_worker() {
 }
 
 // ---- launches ----
-// Every fiber is a thread to ThreadSanitizer, which knows 8128, needs 0.9 MB and most of a millisecond for
+// Every fiber is a thread to ThreadSanitizer, which supports 8128, needs 0.9 MB and most of a millisecond for
 // each, and holds on to about twelve of the 65530 memory mappings that Linux allows a process. So they are
 // kept between launches, up to a number that a small machine can hold.
 constexpr uint64_t kTsanThreads = 4000, kTsanKeptThreads = 3000;
@@ -203,7 +203,7 @@ static void trim_fibers(uint64_t workers, unsigned threads) {
     for (size_t i = 0; i < pool->workers.size(); i++)
         drop_threads(pool->workers[i], i < workers ? threads : 0);
 }
-// Multiplies by something coprime to the number of blocks, which is a cheap permutation.
+// Multiplies by a number coprime to the number of blocks: a cheap permutation.
 static void permute_blocks(Launch& launch) {
     if (launch.options->order != HOST_RANDOM || launch.blocks < 3) return;
     uint64_t multiplier = (launch.options->seed * 2654435761ull + 12345) % launch.blocks | 1;
@@ -216,7 +216,7 @@ static int refuse(const std::string& reason) {
     return 1;
 }
 
-// Lets so many workers run the blocks of a launch, and waits for them. Returns 1 if one of them failed.
+// Runs the blocks of a launch on this many workers, and waits for them. Returns 1 if one of them failed.
 static int run_workers(Launch& launch, uint64_t workers) {
     tsan_release(&launch_clock);
     pool->busy = (int)workers;
@@ -233,7 +233,7 @@ static int run_workers(Launch& launch, uint64_t workers) {
     return 0;
 }
 
-// Runs the blocks of the ranges, which are those chosen of the grid, or a cluster's.
+// Runs the blocks of the ranges: the chosen ones of the grid, or a cluster's.
 static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, const HostBlocks* blocks,
                          unsigned ranges) {
     Launch launch = {};

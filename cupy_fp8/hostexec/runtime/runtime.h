@@ -1,6 +1,6 @@
-// These are the runtime's own records. One Worker is one operating-system thread that runs whole blocks, the
-// CUDA threads of a block as fibers. A worker's state is touched by its own thread only, so nothing in it is
-// atomic except how it is woken.
+// Internal records of the runtime. A Worker is an operating-system thread that runs whole blocks, their CUDA
+// threads as fibers. A worker's state is accessed by its own thread only, so nothing in it is atomic except
+// how it is woken.
 #pragma once
 #include <atomic>
 #include <string>
@@ -10,7 +10,7 @@
 #include "fiber.h"
 
 constexpr unsigned kMaxThreads = 1024, kMaxBarriers = 16;
-// Shared memory holds this before a block, which is NaN in every float format.
+// contents of shared memory before a block: NaN in every float format
 constexpr uint64_t kUninitialised = ~0ull;
 
 struct CopyToShared {  // cp.async
@@ -24,7 +24,7 @@ struct BulkLoad {
     const void* global;
     unsigned bytes;
     void* barrier;
-    unsigned source_bytes, swizzle;  // zeros after them; where 16-byte chunks land
+    unsigned source_bytes, swizzle;  // zeros after source_bytes; where 16-byte chunks land
 };
 struct BulkStore {
     void* global;
@@ -42,9 +42,9 @@ struct Thread : HostThread {
 
 struct HostWarp {
     unsigned live = 0;            // lanes that have not returned
-    unsigned in_use = 0;          // which of `operations`
+    unsigned in_use = 0;          // bit mask of `operations` in use
     HostCollective operations[32];  // enough: each has at least one lane inside
-    char clock[32];               // per operation, the address that stands for it at ThreadSanitizer
+    char clock[32];               // per operation, its address for ThreadSanitizer
     Thread* lanes[32];
 };
 
@@ -55,7 +55,7 @@ struct Barrier {
     std::vector<Thread*> waiting;
 };
 
-// The queue holds the threads that can run. Each is in it at most once.
+// Queue of the threads that can run; each is in it at most once.
 struct ReadyQueue {
     Thread* entries[kMaxThreads];
     unsigned first = 0, count = 0;
@@ -77,14 +77,13 @@ struct ClusterBarrier {
     char clock[2];  // by parity of the generation
 };
 
-// In exclusive mode (ThreadSanitizer, resident grids) every block of a launch has a worker of its own, and
-// one worker runs at a time: the one whose turn it is. Only that one touches `unfinished` and what follows
-// it.
+// In exclusive mode (ThreadSanitizer, resident grids) every block of a launch has its own worker, and one
+// worker runs at a time: the one whose turn it is. Only it accesses `unfinished` and what follows it.
 struct Launch {
     const HostKernel* kernel;
     const HostLaunch* options;
     unsigned threads_per_block;
-    const HostBlocks* ranges;                         // of the blocks that run
+    const HostBlocks* ranges;                         // blocks that run
     uint64_t blocks;                                  // in all ranges
     bool exclusive;
     // Block number b runs as (b * multiplier + offset) mod blocks.
@@ -100,7 +99,7 @@ struct Launch {
 struct HostWorker {};
 struct Worker : HostWorker {
     Thread main;                    // the operating-system thread's own context
-    // They are kept between launches; the first threads_per_block belong to the current block.
+    // kept between launches; the first threads_per_block belong to the current block
     std::vector<Thread*> threads;
     std::vector<HostWarp*> warps;
     ReadyQueue ready;
@@ -110,7 +109,7 @@ struct Worker : HostWorker {
     const void* params = nullptr;   // of the block's grid
     unsigned live = 0;
     uint64_t random_state = 1;
-    uint64_t own_idle = 0, *idle = &own_idle;  // polls since something last happened
+    uint64_t own_idle = 0, *idle = &own_idle;  // polls since the last progress
     unsigned polls_until_pass = 0;
     unsigned char *dynamic_memory = nullptr, *dynamic_shared = nullptr;
     unsigned dynamic_bytes = 0;
@@ -125,10 +124,10 @@ struct Worker : HostWorker {
 inline Thread* self() { return static_cast<Thread*>(host_thread); }
 inline Worker* own_worker() { return static_cast<Worker*>(host_thread->worker); }
 
-// These are defined in scheduler.cpp.
+// scheduler.cpp
 void make_ready(Worker* worker, Thread* thread);
-void wait_here(Worker* worker, const char* what);     // The current thread stops until make_ready.
-void poll_here(Worker* worker);                       // The current thread lets others run.
+void wait_here(Worker* worker, const char* what);     // suspends the current thread until make_ready
+void poll_here(Worker* worker);                       // lets other threads run
 void maybe_pass_turn(Worker* worker);
 uint32_t random_below(Worker* worker, uint32_t bound);
 [[noreturn]] void fail_here(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -136,19 +135,19 @@ void run_block(Worker* worker, uint64_t block);
 void create_threads(Worker* worker, unsigned count);
 void drop_threads(Worker* worker, unsigned keep);
 
-// These are defined in synchronisation.cpp.
+// synchronisation.cpp
 void reset_synchronisation(Worker* worker);
 void thread_left_warp(Worker* worker, Thread* thread);
 
-// These are defined in async_copy.cpp.
+// async_copy.cpp
 void reset_copies(Thread* thread);
-void finish_copies(Worker* worker, Thread* thread);   // This runs when the thread returns.
-const char* unfinished_copies(Worker* worker);        // Returns nullptr if there are none.
+void finish_copies(Worker* worker, Thread* thread);   // called when the thread returns
+const char* unfinished_copies(Worker* worker);        // nullptr if there are none
 long mbarrier_missing_bytes(const void* barrier);
 
-// These are defined in launch.cpp.
+// launch.cpp
 void pass_turn(Worker* worker, Worker* next);
-// ThreadSanitizer takes their addresses for "the launch has begun" and "a thread is done".
+// addresses for ThreadSanitizer: "the launch has begun" and "a thread is done"
 extern char launch_clock, done_clock;
 
 #define CALLED_FROM_KERNEL() (host_thread->call_site = __builtin_return_address(0))

@@ -1,5 +1,5 @@
-// The runtime tells the sanitizers about its stacks with this. It is never instrumented itself;
-// HOST_ASAN / HOST_TSAN say how the kernels are.
+// Tells the sanitizers about the runtime's stacks. The runtime itself is never instrumented; HOST_ASAN /
+// HOST_TSAN say how the kernels are.
 #pragma once
 #include <stddef.h>
 
@@ -26,7 +26,7 @@ void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
 }
 constexpr bool kTsan = true;
-// Only barriers order threads, never the order in which we happen to run them.
+// Only barriers order threads, never the order in which the runtime happens to run them.
 constexpr unsigned kTsanSwitchWithoutOrder = 1;
 inline void tsan_acquire(const void* clock) { __tsan_acquire(const_cast<void*>(clock)); }
 inline void tsan_release(const void* clock) { __tsan_release(const_cast<void*>(clock)); }

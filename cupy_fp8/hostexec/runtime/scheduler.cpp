@@ -1,5 +1,4 @@
-// This file chooses the thread of a block that runs next, begins and ends blocks, and reports why a block
-// cannot go on.
+// Schedules the threads of a block, begins and ends blocks, and reports why a block cannot continue.
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <string.h>
@@ -12,7 +11,7 @@ __thread HostBlock host_block __attribute__((tls_model("initial-exec")));
 }
 
 #ifndef HOST_UCONTEXT
-// Saves what a function must preserve, swaps the stacks, and restores.
+// Saves callee-saved registers, swaps the stacks, and restores.
 asm(R"(
 .text
 .p2align 4
@@ -40,7 +39,7 @@ host_switch_context:
 #endif
 
 uint32_t random_below(Worker* worker, uint32_t bound) {
-    uint64_t& state = worker->random_state;  // This is xorshift64.
+    uint64_t& state = worker->random_state;  // xorshift64
     state ^= state << 13;
     state ^= state >> 7;
     state ^= state << 17;
@@ -66,8 +65,8 @@ static std::string format_text(const char* format, va_list arguments) {
     vsnprintf(text, sizeof text, format, arguments);
     return text;
 }
-// Addresses in the kernel's library are named by Python, which knows the library (and starts addr2line only
-// on errors).
+// Addresses in the kernel's library are symbolised by Python, which knows the library (and starts addr2line
+// only on errors).
 static std::string place(Worker* worker, const void* address) {
     Dl_info library;
     char text[40] = "?";
@@ -111,7 +110,7 @@ extern "C" void host_fail(const char* format, ...) {
     fail_thread(format_text(format, arguments));
 }
 
-// Says who waits where, and names equal places once.
+// Lists which threads wait where, naming equal places once.
 static void record_deadlock(Worker* worker) {
     TsanIgnore ignore;
     const unsigned count = worker->launch->threads_per_block;
@@ -191,14 +190,14 @@ void maybe_pass_turn(Worker* worker) {
 void poll_here(Worker* worker) {
     const Launch* launch = worker->launch;
     const uint64_t threads = launch->exclusive ? launch->threads_per_block * launch->blocks : worker->live;
-    // After so many rounds everybody who can do something has done it.
+    // after this many rounds everybody who can make progress has done so
     if (++*worker->idle > 2000 + 100 * threads) {
         record_deadlock(worker);
         abandon_block(worker);
     }
     worker->ready.push(self());
     if (launch->options->resident && worker->polls_until_pass-- == 0) {
-        // This happens about once per round of polls, at a moment that differs from round to round.
+        // about once per round of polls, at a moment that differs from round to round
         worker->polls_until_pass = launch->options->order == HOST_RANDOM
                                        ? random_below(worker, 2 * worker->ready.count)
                                        : worker->ready.count;
@@ -222,7 +221,7 @@ static void thread_returned(Worker* worker, Thread* thread) {
 }
 static void fiber_main() {
     fiber_entered();
-    for (;;) {  // Each round is a block.
+    for (;;) {  // one block per round
         Worker* worker = own_worker();
         tsan_acquire(&launch_clock);
         worker->launch->kernel->call(worker->params);
@@ -254,8 +253,8 @@ void drop_threads(Worker* worker, unsigned keep) {
 constexpr unsigned kCanaryBytes = 64;
 constexpr unsigned char kCanary = 0xA7;
 
-// The loop writes by hand because the sanitizers watch memset and memcpy, and would report these bytes (red
-// zones among them).
+// A loop, because the sanitizers watch memset and memcpy, and would report these bytes (red zones among
+// them).
 static void fill(char* memory, size_t bytes, char value) {
     volatile char* p = memory;
     for (; bytes && (uintptr_t)p % 8; bytes--) *p++ = value;
@@ -296,8 +295,8 @@ static void reset_worker(Worker* worker, uint64_t block) {
     const HostLaunch* options = launch->options;
     const uint64_t grid = (uint64_t)options->grid[0] * options->grid[1] * options->grid[2];
     worker->params = (const char*)options->params + block / grid * options->params_stride;
-    // The state depends on the block, not on the worker, so the same seed gives the same schedule however
-    // many workers there are.
+    // The state depends on the block, not on the worker, so that the same seed gives the same schedule with
+    // any number of workers.
     worker->random_state =
         ((launch->options->seed * 0x9E3779B97F4A7C15ull) ^ ((block + 1) * 0xD1B54A32D192ED03ull)) | 1;
     worker->live = launch->threads_per_block;
@@ -333,7 +332,7 @@ static void run_threads(Worker* worker) {
     host_thread = &worker->main;
     switch_to(pick(worker));
 }
-// Records what shows only after a block has ended: writes outside shared memory, and copies in flight.
+// Checks after the end of a block: writes outside shared memory, and copies in flight.
 static void check_ended_block(Worker* worker) {
     if (!canaries_intact(worker))
         record_failure(worker, "write outside dynamic shared memory (" +
@@ -351,6 +350,6 @@ void run_block(Worker* worker, uint64_t block) {
     reset_threads(worker);
     run_threads(worker);
     if (!worker->failed && !launch->failed) check_ended_block(worker);
-    if (worker->live)  // The block was abandoned in the middle.
+    if (worker->live)  // the block was abandoned in the middle
         for (Thread* thread : worker->threads) fiber_restart(thread->fiber, fiber_main, thread->linear);
 }

@@ -1,4 +1,4 @@
-// This file implements barriers of a block and of a cluster, and collectives of a warp.
+// Barriers of a block and of a cluster, and collectives of a warp.
 #include "runtime.h"
 
 void reset_synchronisation(Worker* worker) {
@@ -23,10 +23,10 @@ static void release_barrier(Worker* worker, Barrier& barrier) {
     for (Thread* thread : barrier.waiting) make_ready(worker, thread);
     barrier.waiting.clear();
 }
-// Counts the current thread in. Returns true when it was the last one.
+// Counts the current thread in. Returns true for the last one.
 //
-// Every thread of the block counts, also one that has returned: the GPU may forgive a barrier after an early
-// return, but it is undefined behaviour, and this project's kernels shall not do it.
+// Every thread of the block counts, including those that have returned: the GPU may forgive a barrier after
+// an early return, but it is undefined behaviour, which this project's kernels must avoid.
 static bool arrive(Worker* worker, int id, int count, int predicate, int kind) {
     if (id < 0 || id >= (int)kMaxBarriers) fail_here("barrier id %d is not in 0..%u", id, kMaxBarriers - 1);
     Barrier& barrier = worker->barriers[id];
@@ -150,14 +150,14 @@ extern "C" const HostCollective* host_collective(unsigned mask, int kind, uint64
         fail_here("%s: the calling lane %u is not in the mask %08x", collective_name(kind), lane, mask);
     const unsigned slot = join(warp, mask, caller, kind);
     HostCollective& op = warp->operations[slot];
-    if (kind == HOST_SYNCWARP) tsan_release(&warp->clock[slot]);  // The others order no memory.
+    if (kind == HOST_SYNCWARP) tsan_release(&warp->clock[slot]);  // the others order no memory
     op.value[lane] = value;
     op.arrived |= caller;
     complete_if_all_here(worker, warp, op, caller);
     if (!op.complete) wait_here(worker, collective_name(kind));
     if (kind == HOST_SYNCWARP) tsan_acquire(&warp->clock[slot]);
     op.departed |= caller;
-    // Nobody else runs before the caller has read the operation.
+    // nobody else runs before the caller has read the operation
     if (op.departed == op.arrived) warp->in_use &= ~(1u << slot);
     return &op;
 }

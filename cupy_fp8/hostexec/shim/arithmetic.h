@@ -1,7 +1,6 @@
-// These are the functions of CUDA's device library that kernels and tests call: bit operations and
-// conversions that the GPU defines to the last bit. Other arithmetic of floats goes through
-// numerics/arith.cuh. Approximations (__expf, rsqrtf, ...) must not be added, so that a kernel using one does
-// not compile on the host.
+// Functions of CUDA's device library that kernels and tests call: bit operations and conversions that the GPU
+// defines to the last bit. Other float arithmetic goes through numerics/arith.cuh. Approximations (__expf,
+// rsqrtf, ...) must not be added, so that a kernel using one does not compile on the host.
 #pragma once
 
 HOST_INLINE unsigned __float_as_uint(float v) { return (unsigned)host_to_bits(v); }
@@ -12,8 +11,8 @@ HOST_INLINE double __longlong_as_double(long long v) { return host_from_bits<dou
 HOST_INLINE int __clz(int v) { return v ? __builtin_clz((unsigned)v) : 32; }
 HOST_INLINE int __ffs(int v) { return __builtin_ffs(v); }
 HOST_INLINE int __popc(unsigned v) { return __builtin_popcount(v); }
-// This is prmt: nibble i of the selector picks a byte of {high, low}, and bit 3 of the nibble replicates that
-// byte's sign instead.
+// prmt: nibble i of the selector picks a byte of {high, low}; bit 3 of the nibble replicates that byte's sign
+// instead.
 HOST_INLINE unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = (uint64_t)high << 32 | low;
     unsigned result = 0;

@@ -1,4 +1,4 @@
-// These are asynchronous copies. A kernel's PTX header calls them in its host branch.
+// Asynchronous copies, called in the host branches of PTX wrappers.
 //
 // A copy lands as late as the program allows: cp.async at the wait that covers its group, a bulk load when a
 // thread waits for its mbarrier and every arrival is in, a bulk store (which reads shared memory) at the wait

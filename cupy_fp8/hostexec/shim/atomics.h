@@ -1,4 +1,4 @@
-// This file has atomics, fences, and loads and stores with an order or a cache hint.
+// Atomics, fences, and loads and stores with an order or a cache hint.
 //
 // Plain CUDA atomics are relaxed. For ThreadSanitizer the fence counts: an atomic by a thread that has
 // executed __threadfence() publishes what the thread has done and seen; an atomic always sees what was
@@ -69,7 +69,7 @@ HOST_ATOMIC(atomicAdd, unsigned long long, old + v)
 HOST_ATOMIC(atomicExch, unsigned, v)
 #undef HOST_ATOMIC
 
-// A cache hint means nothing here.
+// cache hints have no meaning here
 template <class T> HOST_INLINE T __ldg(const T* p) {
     host_check_aligned(p);
     return *p;

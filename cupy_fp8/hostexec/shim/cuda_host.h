@@ -1,5 +1,4 @@
-// This file is included before every kernel. It defines CUDA C++ as the host executor understands it,
-// without any of NVIDIA's headers.
+// Included before every kernel: CUDA C++ for the host executor, without any of NVIDIA's headers.
 //
 // `__shared__` is not a macro: build.py replaces it in the preprocessed text, because `extern __shared__ T
 // name[];` (dynamic shared memory) and `__shared__ T name[N];` need different declarations.
@@ -37,8 +36,8 @@ template <> struct HostBits<4> { using type = uint32_t; };
 template <> struct HostBits<8> { using type = uint64_t; };
 template <class T> using host_bits_t = typename HostBits<sizeof(T)>::type;
 
-// These convert the bytes of a value to an integer and back. memcpy would need variables in memory, which
-// AddressSanitizer poisons and checks at every call: kernels are then slower to compile and to run.
+// Bit casts between a value and an integer. memcpy would need variables in memory, which AddressSanitizer
+// poisons and checks at every call: kernels are then slower to compile and to run.
 template <class T> HOST_INLINE uint64_t host_to_bits(T value) {
     return __builtin_bit_cast(host_bits_t<T>, value);
 }
@@ -51,7 +50,7 @@ template <class T> HOST_INLINE T host_from_bits(uint64_t bits) {
 #include "atomics.h"
 #include "async_copy.h"
 
-// This describes the single by-value parameter of a kernel.
+// The single by-value parameter of a kernel.
 template <class Function> struct HostParams {
     static_assert(sizeof(Function) == 0, "a kernel must take exactly one parameter, a struct by value");
 };

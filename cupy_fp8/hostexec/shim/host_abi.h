@@ -1,4 +1,4 @@
-// A compiled kernel and the runtime know each other by these types. Both sides include this file.
+// Interface between a compiled kernel and the runtime; included by both.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -8,7 +8,7 @@
 struct HostWarp;
 struct HostWorker;
 
-// This is one CUDA thread. It runs as a fiber; the runtime derives its own, larger record from this one.
+// A CUDA thread, run as a fiber. The runtime derives its own, larger record from this one.
 struct HostThread {
     uint3 thread_index;
     unsigned lane;               // 0..31, within the warp
@@ -17,12 +17,12 @@ struct HostThread {
     bool returned;
     HostWarp* warp;
     HostWorker* worker;
-    const void* call_site;       // where it last called the runtime, for error messages
-    const char* waiting_for;     // what it waits for, nullptr while it can run
+    const void* call_site;       // last call of the runtime, for error messages
+    const char* waiting_for;     // what it waits for; nullptr while it can run
     const void* waiting_object;  // the mbarrier it polls, for the deadlock report
 };
 
-// The current operating-system thread runs this block.
+// The block that the current operating-system thread runs.
 struct HostBlock {
     uint3 block_index;
     uint3 block_dim, grid_dim;
@@ -31,7 +31,7 @@ struct HostBlock {
 
 enum HostCollectiveKind { HOST_SYNCWARP = 1, HOST_SHUFFLE, HOST_BALLOT, HOST_REDUCE, HOST_MATCH };
 
-// This is a warp-wide operation. A caller may read it until it next calls the runtime.
+// A warp-wide operation. A caller may read it until its next call of the runtime.
 struct HostCollective {
     unsigned mask, arrived, departed;
     int kind;
@@ -41,18 +41,18 @@ struct HostCollective {
 
 enum HostBarrierKind { HOST_BARRIER_PLAIN, HOST_BARRIER_AND };
 
-// Every kernel library exports it under the name host_kernel.
+// Exported by every kernel library as host_kernel.
 struct HostKernel {
     void (*call)(const void* params);
     size_t param_bytes;
-    // Returns the address of one of the library's thread_locals. It is nullptr if __shared__ is plain static.
+    // Address of one of the library's thread_locals; nullptr if __shared__ is plain static.
     void* (*shared_anchor)();
     char *shared_begin, *shared_end;  // plain static shared memory
 };
 
 enum HostOrder { HOST_ASCENDING, HOST_DESCENDING, HOST_RANDOM };
 
-// These are neighbouring blocks of a grid, by their linear indices.
+// Consecutive blocks of a grid, by their linear indices.
 struct HostBlocks {
     uint64_t first, count;
 };
@@ -60,13 +60,13 @@ struct HostBlocks {
 struct HostLaunch {
     unsigned grid[3], block[3];
     unsigned shared_bytes, order, seed, workers;
-    unsigned resident, cluster;  // cluster: so many blocks are resident together, one cluster after the other
+    unsigned resident, cluster;  // cluster: blocks resident together; clusters run one after the other
     unsigned stack_bytes;
     unsigned ranges;
-    const HostBlocks* blocks;    // that run: ranges apart from each other, in ascending order
+    const HostBlocks* blocks;    // blocks that run: disjoint ranges in ascending order
     const void* params;
-    // This many grids run together, each with parameters of its own, `params_stride` bytes apart: the kernels
-    // of several GPUs, which may wait for each other.
+    // Grids that run together, each with its own parameters, `params_stride` bytes apart: the kernels of
+    // several GPUs, which may wait for each other.
     unsigned ranks, params_stride;
 };
 
@@ -75,7 +75,7 @@ extern "C" {
 extern __thread HostThread* host_thread __attribute__((tls_model("initial-exec")));
 extern __thread HostBlock host_block __attribute__((tls_model("initial-exec")));
 
-// Returns 0, or 1 with a message in host_error(). In it, <pc 0x...> stands for an address inside the kernel's
+// Returns 0, or 1 with a message in host_error(), where <pc 0x...> stands for an address inside the kernel's
 // library.
 int host_launch(const HostKernel* kernel, const HostLaunch* launch);
 const char* host_error();
@@ -84,14 +84,14 @@ const char* host_error();
 void host_yield();
 void host_progress();
 int host_barrier(int id, int count, int predicate, int kind);
-// Waits for all threads of the `blocks` blocks of this cluster.
+// Barrier of all threads of the `blocks` blocks of this cluster.
 void host_cluster_barrier(unsigned blocks);
-// Returns the place that another block of the cluster has where `own` lies in this block's dynamic shared
-// memory. Both have met in host_cluster_barrier.
+// Returns the address, in another block of the cluster, that corresponds to `own` in this block's dynamic
+// shared memory. Both have met in host_cluster_barrier.
 void* host_shared_of_block(void* own, unsigned block);
 const HostCollective* host_collective(unsigned mask, int kind, uint64_t value);
 
-// async_copy.h describes the asynchronous copies.
+// asynchronous copies, see async_copy.h
 void host_cp_async(void* shared, const void* global, unsigned bytes, unsigned source_bytes);
 void host_cp_async_commit();
 void host_cp_async_wait(unsigned pending_groups);

@@ -1,10 +1,10 @@
-// This file has the barriers of a block, warp collectives, and polling.
+// Barriers of a block, warp collectives, and polling.
 #pragma once
 
 HOST_INLINE void __syncthreads() { host_barrier(0, 0, 0, HOST_BARRIER_PLAIN); }
 HOST_INLINE int __syncthreads_and(int predicate) { return host_barrier(0, 0, predicate, HOST_BARRIER_AND); }
 
-// bar.sync id, count is a barrier of `count` threads, a multiple of 32; 0 means the whole block.
+// bar.sync id, count: a barrier of `count` threads, a multiple of 32; 0: the whole block.
 HOST_INLINE void host_named_barrier(int id, int count) { host_barrier(id, count, 0, HOST_BARRIER_PLAIN); }
 
 // A polling loop must call host_yield() (or __nanosleep) each time round: fibers are not preempted.

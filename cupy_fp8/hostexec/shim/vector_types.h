@@ -1,15 +1,15 @@
-// These are CUDA's built-in vector types, with the sizes and alignments they have on the GPU.
+// CUDA's built-in vector types, with the sizes and alignments they have on the GPU.
 #pragma once
 #include <stdint.h>
 
-// They are always_inline because the return address that the runtime reports must lie in the kernel, and
-// unused ones must cost nothing.
+// always_inline, because the return address that the runtime reports must lie in the kernel, and unused
+// functions must cost nothing.
 #define HOST_INLINE static inline __attribute__((always_inline, unused))
 
 extern "C" [[noreturn]] __attribute__((visibility("default"), format(printf, 1, 2)))
 void host_fail(const char* format, ...);
 
-// A GPU faults where an address is no multiple of what is loaded or stored there; most CPUs do not.
+// A GPU faults if an address is no multiple of the access size; most CPUs do not.
 template <class T> HOST_INLINE void host_check_aligned(const T* memory) {
     if (reinterpret_cast<uintptr_t>(memory) % alignof(T))
         host_fail("access of %u bytes: address %p is not a multiple of %u", (unsigned)sizeof(T),

@@ -21,7 +21,7 @@ from ...typed_array import TypedArray
 _CONVERT = Kernel("convert/astype", "convert", block=shapes.ELEMENTWISE_THREADS)
 _TRANSPOSE = Kernel("convert/astype", "transpose")
 _ALL_DTYPES = tuple(FORMATS)
-#: This choice is the fastest on an H200 (docs/lab-notes).
+#: fastest on an H200 (docs/lab-notes)
 _BYTES = shapes.Tile(256, 256, down_first=True)
 
 

@@ -29,13 +29,13 @@ from .astype import flat_launches
 _LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row", block=shapes.ELEMENTWISE_THREADS)
 _BLOCKS = Kernel("convert/dequantize", "dequantize_blocks", block=shapes.ELEMENTWISE_THREADS)
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
-#: This choice is the fastest on an H200 (docs/lab-notes).
+#: fastest on an H200 (docs/lab-notes)
 _TRANSPOSED = shapes.Tile(128, 256, down_first=True)
-#: A block of threads of dequantize_long_row takes so many chunks.
+#: chunks per thread block of dequantize_long_row
 _CHUNKS = 2 * shapes.ELEMENTWISE_THREADS
-#: A tile of dequantize_blocks has so many chunks along a row (log2), or fewer if rows are short.
+#: log2 of the chunks along a row of a tile of dequantize_blocks; fewer if rows are short
 _CHUNKS_LOG2 = 5
-#: A thread of dequantize_blocks takes so many rows.
+#: rows per thread of dequantize_blocks
 _STEPS, _STEPS_SWIZZLED = 4, 8
 
 
@@ -153,7 +153,7 @@ class _DequantizeGroups(Op[_Groups]):
         return values.reshape(inputs.shape)
 
     def launches(self, call: Call, inputs: _Groups, *written: int) -> Iterator[Launch]:
-        bits(call.arrays[0]).fill(0)                            # The launches leave out rows of no group.
+        bits(call.arrays[0]).fill(0)                            # the launches leave out rows of no group
         for member, start in zip(inputs.members, inputs.starts, strict=False):
             yield from member.launches(written[0] + start * inputs.to.itemsize)
 
@@ -162,12 +162,12 @@ _DEQUANTIZE, _DEQUANTIZE_GROUPS = _Dequantize(), _DequantizeGroups()
 
 
 # ---- launches ----
-#: A choice is a variant, its blocks of threads, and members of its struct by name.
+#: A variant, its thread blocks, and members of its struct by name.
 _Chosen = tuple[Variant, int, dict[str, int]]
 
 
 class _Blocks:
-    """Says how a kernel finds the scale of each element. One scale for the tensor is a block that covers it.
+    """How a kernel finds the scale of each element. One scale for the tensor is a block that covers it.
     """
 
     def __init__(self, inputs: _Inputs) -> None:
@@ -196,8 +196,8 @@ class _Blocks:
                             rows=self.rows, columns=self.columns, **self.scaling, **members)
 
     def _direct(self, aligned: bool) -> _Chosen:
-        """Returns the launch of dequantize_long_row or dequantize_blocks. aligned: the result is, to 16
-        bytes."""
+        """Return the launch of dequantize_long_row or dequantize_blocks. aligned: the result is 16-byte
+        aligned."""
         source, to, chunk = self.data.dtype, self.to, 16 // self.to.itemsize
         chunks_log2 = _CHUNKS_LOG2
         if not self.scaling["columnwise"]:
@@ -215,7 +215,7 @@ class _Blocks:
         return variant, grid, {"down": down, "across": across, "chunks_log2": chunks_log2, "vector": vector}
 
     def _four_scales_adjoin(self) -> bool:
-        """Returns whether the scales of four neighbouring columns can be loaded at once."""
+        """Return whether the scales of four neighbouring columns are adjacent, to be loaded at once."""
         s, four = self.scaling, 16 if self.scaling["f32_scales"] else 4
         return s["column_stride"] == 1 and not (
             s["scale_tiles"] or s["row_stride"] % 4 or s["matrix_stride"] % 4 or self.scale_at % four)
@@ -230,7 +230,7 @@ class _Blocks:
 
 
 def scale_strides(s: Scaled, scales: Array) -> dict[str, int]:
-    """Returns where the scales of blocks lie: members of the struct."""
+    """Return the strides of block scales, as members of the struct."""
     assert s.block is not None
     strides = validate.matrix_strides(scales)
     assert strides is not None
@@ -244,13 +244,13 @@ def scale_strides(s: Scaled, scales: Array) -> dict[str, int]:
 
 
 def block_shift(block: int | None, extent: int) -> int:
-    """Returns log2 of a block's extent. A block of None, or one larger than the array, holds everything."""
+    """Return log2 of a block's extent. A block of None, or one larger than the array, covers everything."""
     everything = max(SMALLEST_BLOCK, extent).bit_length()
     return everything if block is None else min(block.bit_length() - 1, everything)
 
 
 def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile) -> Variant:
-    # The f32 scales of the tile's blocks lie beside it. No block has fewer than SMALLEST_BLOCK elements.
+    # Shared memory: the tile, and the f32 scales of its blocks, which have at least SMALLEST_BLOCK elements.
     return _BLOCKS_TRANSPOSED.variant(
         block=tile.block, shared=tile.shared + tile.shared // SMALLEST_BLOCK * 4, IN=source, OUT=to,
         **tile.defines, ALIGNED=tile is not shapes.SMALL)

@@ -1,5 +1,4 @@
-"""Blocks with power-of-two scales become other blocks with power-of-two scales. Kernel:
-kernels_cu/convert/rebase.cu."""
+"""Changes the blocks of data with power-of-two scales. Kernel: kernels_cu/convert/rebase.cu."""
 
 from __future__ import annotations
 
@@ -39,10 +38,10 @@ _KERNEL = Kernel("convert/rebase", "rebase_scales", block=256)
 _TILE_LOG2 = 10                             # log2 of the 16-byte chunks in a tile
 _CHUNK_LOG2 = 4                             # log2 of the elements in a chunk
 _WARP_LOG2 = 5
-#: A tile has so many chunks side by side where nothing else decides: a warp then reads 512 adjacent bytes.
-#: There are never more than threads.
+#: log2 of a tile's chunks side by side: usually 5, so that a warp reads 512 adjacent bytes; at most one per
+#: thread.
 _CHUNKS_ACROSS_LOG2, _MOST_ACROSS_LOG2 = 5, 8
-#: The kernel does not read or write these layouts itself.
+#: layouts that the kernel itself does not read or write
 _OTHER_LAYOUTS = ("swizzled", "deepgemm_sm100")
 
 
@@ -107,7 +106,7 @@ def rebase_scales(q: Scaled | Quantized, *, block: Sequence[int | None], scale_d
 
 
 class _Result(Description):
-    """Describes a Scaled with blocks, stored as q is."""
+    """Description of a Scaled with blocks, stored in the order of q."""
 
     def __init__(self, s: Scaled, block: Block, layout: str, dtype: np.dtype[Any]) -> None:
         self._facts = s.shape, s.transposed, block, layout
@@ -137,8 +136,8 @@ class _Inputs(NamedTuple):
     layout: str
     dtype: np.dtype[Any]
     changed: Input | None
-    before: Conversion | None           # the conversion of the scales to compact ones
-    after: Conversion | None            # that of the new compact scales to their layout
+    before: Conversion | None           # converts the scales to compact ones
+    after: Conversion | None            # converts the new compact scales to their layout
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +152,7 @@ class _Rebase(Op[_Inputs]):
     def arguments(self, call: Call, s: Scaled, block: Any, dtype: Any, layout: Any, changed: Any,
                   check: Any) -> _Inputs:
         data, scales = call.read_scaled("q", s, LAYOUTS_WITH_STRIDES)
-        scale_shape(s.shape, block, layout, s.transposed)     # Its error says what blocks there are.
+        scale_shape(s.shape, block, layout, s.transposed)     # raises for blocks that do not exist
         held = _held(layout, s.scale_inv.dtype, dtype)
         _check_direction(s, "q", s.block)
         _check_direction(s, "block", block)
@@ -233,7 +232,7 @@ def _held(layout: str, before: np.dtype[Any], dtype: Any) -> np.dtype[Any]:
 
 
 def _check_direction(s: Scaled, name: str, block: Block | None) -> None:
-    """Raises ValueError for blocks across the rows of the data as they are stored."""
+    """Raise ValueError for blocks across the rows of the stored data."""
     if block is None or block[0 if s.transposed else 1] != 1:
         return
     wanted = "(B, 1) or (B, B'), along the rows of data stored transposed" if s.transposed else \
@@ -245,8 +244,7 @@ def _check_direction(s: Scaled, name: str, block: Block | None) -> None:
 
 
 def _as_converted(s: Scaled, block: Block) -> tuple[tuple[int, ...], Block]:
-    """Returns the shape and the block that `convert_scales` takes: scales of 2-D blocks follow the stored
-    data."""
+    """Return the shape and the block for `convert_scales`: scales of 2-D blocks follow the stored data."""
     if s.transposed and 1 not in block:
         return swap_last(s.shape), (block[1], block[0])
     return s.shape, block
@@ -261,8 +259,7 @@ def _scratch(call: Call, use: str, shape: tuple[int, ...]) -> Input:
 
 # ---- the launch ----
 class _ScaleStrides(NamedTuple):
-    """Says how far it is from a scale to that of the block below, to the right, and in the next matrix, of
-    data as stored."""
+    """Strides of scales, of data as stored: down, to the right, to the next matrix."""
 
     row_stride: int
     column_stride: int
@@ -284,8 +281,8 @@ def _source_strides(inputs: _Inputs) -> _ScaleStrides:
 
 
 def _turned(strides: tuple[int, int, int], s: Scaled, block: Block, layout: str) -> _ScaleStrides:
-    """strides: from matrix to matrix, row to row, column to column of the array of scales, whose rows are
-    lines of blocks (compact), or whose columns are (compact of data stored transposed, and other layouts)."""
+    """strides: matrix, row and column strides of the array of scales, whose rows are lines of blocks
+    (compact), or whose columns are (compact for data stored transposed, and other layouts)."""
     matrix, row, column = strides
     if 1 in block and (layout != "compact" or s.transposed):
         row, column = column, row
@@ -298,7 +295,7 @@ def block_shifts(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _padding(shape: tuple[int, ...], shifts: tuple[int, int], layout: str, block: Block) -> dict[str, int]:
-    """Returns the grid of new blocks, and the scales of padding that follow it."""
+    """Return the grid of new blocks, and the padding of scales after it."""
     rows, columns = (cdiv(extent, 1 << shift) for extent, shift in zip(shape[-2:], shifts, strict=True))
     pads = layout in ("gemm_ready", "deepgemm_sm90")
     return {"new_rows": rows, "new_columns": columns, "pad_rows": -rows % 4 if pads and 1 in block else 0,
@@ -306,7 +303,7 @@ def _padding(shape: tuple[int, ...], shifts: tuple[int, int], layout: str, block
 
 
 class RebaseTiling(NamedTuple):
-    """Says how blocks of threads share a matrix: members of the kernel's struct."""
+    """How thread blocks share a matrix: members of the kernel's struct."""
 
     down: int
     across: int
@@ -319,11 +316,11 @@ class RebaseTiling(NamedTuple):
 
 
 def choose_tiling(shape: tuple[int, ...], shifts: tuple[int, int]) -> RebaseTiling:
-    """Returns a tile that holds whole new blocks where it can, else a part of one. shifts: log2 of their
+    """Return a tile that holds whole new blocks if possible, else a part of one. shifts: log2 of their
     extents."""
     rows, columns = shape[-2:]
     block_rows, block_chunks = shifts[0], shifts[1] - _CHUNK_LOG2
-    # So many chunks across leave room for the rows of a block.
+    # this many chunks across leave room for the rows of a block
     most = min(_MOST_ACROSS_LOG2, _TILE_LOG2 - min(block_rows, _TILE_LOG2))
     if block_chunks <= most:
         row_chunks = max(1, (cdiv(columns, 1 << _CHUNK_LOG2) - 1).bit_length())

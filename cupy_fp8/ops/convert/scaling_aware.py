@@ -34,9 +34,9 @@ from .scaling_aware_tiles import TARGETS, TILE_ROWS, Target, launch, tiles_of, v
 
 __all__ = ["TARGETS", "scaling_aware_transpose", "variants"]
 
-#: E8M0 blocks, and padded row scales, are counted before an expert in units of so many rows (log2).
+#: log2 of the rows per unit that E8M0 blocks, and padded row scales, before an expert are counted in
 _UNITS = 5, 2
-#: These blocks along rows become blocks along columns. Their scales have this dtype.
+#: Blocks along rows that become blocks along columns, and the dtype of their scales.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
 _SQUARE = (128, 128)
 _LAYOUTS = ("gemm_ready", "compact")
@@ -120,9 +120,9 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 
 # ---- the result ----
 class _Result(Description):
-    """Describes the arrays written beside q's own data: the column-wise part, the sizes of experts, and the
-    row-wise scales if they are written too. A result of an earlier call is recognised by the addresses of q's
-    arrays, so nothing keeps them alive."""
+    """Description of the arrays written besides q's own data: the column-wise part, the sizes of experts, and
+    the row-wise scales if they are written too. A result of an earlier call is recognised by the addresses of
+    q's arrays, so nothing keeps them alive."""
 
     def __init__(self, s: Scaled, column_block: tuple[int, int], layout: str, *written: Written,
                  splits: Written | None = None, row_scales: Written | None = None) -> None:
@@ -133,7 +133,7 @@ class _Result(Description):
         self._own = self._memory_of(s)
 
     def _memory_of(self, row: Scaled) -> list[Any]:
-        """Returns the memory that `out` must share with q."""
+        """Return the memory that `out` must share with q."""
         return [(backend.module_of(a, "out.rowwise"), a.dtype, a.shape, is_contiguous(a) or a.strides,
                  address(a) if a.size else 0) for a in ([row.data] if self._writes_row_scales else row)]
 
@@ -162,7 +162,7 @@ class _Result(Description):
         return self._arrays(column, [row.scale_inv] if self._writes_row_scales else [])
 
     def _check_splits(self, row: Scaled, column: Scaled) -> None:
-        """Raises ValueError unless both parts have the same array of sizes, or none."""
+        """Raise ValueError unless both parts have the same array of sizes, or none."""
         wanted = "sizes" if self._has_splits else "None"
         if (column.splits is not None) != self._has_splits:
             raise ValueError(f"out.columnwise.splits: expected {wanted}, got "
@@ -195,18 +195,18 @@ class _Inputs(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Elements that share a scale."""
+        """Elements per scale."""
         return int(self.s.block[1])         # type: ignore[index, arg-type]
 
     @property
     def pitch(self) -> int:
-        """Elements from one row of the column-wise scales to the next."""
+        """Elements between rows of the column-wise scales."""
         columns = self.s.shape[1]
         return round_up(columns, 4) if self.layout == "gemm_ready" else columns
 
     @property
     def compact_bytes(self) -> int:
-        """Bytes of the scales once they are compact."""
+        """Bytes of the compact scales."""
         rows, columns = self.s.shape
         return rows * cdiv(columns, self.block) * _BLOCKS[1, self.block].itemsize
 
@@ -297,13 +297,13 @@ class _TransposeRowBlocks(Op[_Inputs]):
 class _Squares(NamedTuple):
     s: Scaled
     data: Input
-    scales: Input                           # the rows of blocks of the transposed matrix
+    scales: Input                           # rows of blocks of the transposed matrix
     conversion: Conversion
     layout: str                             # the layout of the column-wise scales
 
 
 class _TransposeSquares(Op[_Squares]):
-    """Transposes the data and the scales of blocks that are the same in both directions."""
+    """Transposes the data and the scales of square blocks."""
 
     def arguments(self, call: Call, s: Scaled, splits: Any, target: Any, scale_layout: Any,
                   check: Any) -> _Squares:
@@ -349,7 +349,7 @@ def _check_choices(target: Any, scale_layout: Any) -> None:
 
 
 def _check_scales(inputs: _Inputs) -> None:
-    """Raises ValueError unless f32 scales are powers of two, as E8M0 scales always are. Where the sizes are
+    """Raise ValueError unless f32 scales are powers of two, as E8M0 scales always are. If the sizes are
     known, only rows of experts count. Waits for the device."""
     host = inputs.groups.host
     validate.may_wait(inputs.scales.array)
@@ -357,7 +357,7 @@ def _check_scales(inputs: _Inputs) -> None:
 
 
 def check_powers_of_two(scales: np.ndarray, name: str = "q") -> None:
-    """Raises ValueError unless all f32 scales of `name` are powers of two or 0."""
+    """Raise ValueError unless all f32 scales of `name` are powers of two or 0."""
     wrong = exponents(scales).wrong
     if wrong.any():
         first = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))

@@ -1,5 +1,5 @@
-"""The tiles of `scaling_aware_transpose`: how blocks of threads share them, and which program of the kernel
-they take."""
+"""The tiles of `scaling_aware_transpose`: how thread blocks share them, and which program of the kernel they
+use."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ TILE_ROWS = 128
 
 _COLUMNS = 128                              # columns of a tile
 _SMALL_EXPERT = 4 * TILE_ROWS               # rows of an expert, on average
-# A block of threads has a warp for every 16 columns.
+# one warp per 16 columns
 _KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose", block=2 * _COLUMNS)
-#: A launch takes these bytes of shared memory. A block with several tiles has two copies of the first, one of
-#: which is being filled. The second holds columns shifted to whole sectors, which are read up to a word past
-#: their end. The third holds the first sector of each column until the block's last tile is done. A launch
-#: that shifts nothing leaves the second and third to the L1.
+#: Bytes of shared memory: a tile (two with several tiles per thread block, one of which is being filled);
+#: columns shifted to whole sectors, which are read up to a word past their end; the first sector of each
+#: column until the thread block's last tile is done. A launch that shifts nothing leaves the second and third
+#: to the L1.
 _TILE, _SHIFTED, _FIRST_SECTORS = TILE_ROWS * _COLUMNS + 16, (TILE_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
-# Tiles of a block, without and with several experts; kMostTiles of include/convert/scaling_aware_scales.cuh.
+# Tiles per thread block, without and with several experts; kMostTiles of
+# include/convert/scaling_aware_scales.cuh.
 _MOST_TILES, _MOST_OF_EXPERTS = 3, 4
-_BLOCKS_PER_MULTIPROCESSOR = 8              # blocks that there must be before one gets more tiles
-#: A block fetches the tile this far ahead into the L2, counted in blocks for each multiprocessor.
+_BLOCKS_PER_MULTIPROCESSOR = 8              # needed before a block gets more tiles
+#: A thread block prefetches the tile this far ahead into the L2, in thread blocks per SM.
 _AHEAD = 2
 _SCALE_BLOCKS = 128, 32                     # elements that share a scale
 
 
 class Tiles(NamedTuple):
-    """Describes tiles of the data: how many there are down and across. shifts: whether a column of the result
-    may begin at an address that is no multiple of 16 bytes."""
+    """Numbers of tiles of the data, down and across. shifts: columns of the result may begin at addresses
+    that are no multiples of 16 bytes."""
 
     down: int
     strips: int
@@ -48,19 +49,19 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(shape: tuple[int, ...], groups: int | None, out_at: int) -> Tiles:
-    """shape: of the rows. groups: how many experts there are; None: no splits."""
+    """shape: of the rows. groups: number of experts; None: no splits."""
     rows, columns = shape
     strips = cdiv(columns, _COLUMNS)
     if groups is None:
         return Tiles(cdiv(rows, TILE_ROWS), strips, bool(rows % 16 or out_at % 16))
-    # Rows of no expert have tiles of their own. There is at least one, so that an empty array's sizes are
+    # Rows of no expert have their own tiles. There is at least one, so that an empty array's sizes are
     # examined too.
     return Tiles(target_rows(rows, groups + 1, TILE_ROWS) + 1, max(1, strips), True)
 
 
 def launch(data: Input, block: int, target: str, groups: int | None, tiles: Tiles, *,
            gathered: Gathered | None = None, **members: Any) -> Launch:
-    """Returns the launch that transposes. members: the other members of the kernel's struct."""
+    """Return the launch that transposes. members: the other members of the kernel's struct."""
     rows, columns = data.shape
     alike = data.at
     if gathered is not None:
@@ -82,7 +83,7 @@ def launch(data: Input, block: int, target: str, groups: int | None, tiles: Tile
 
 
 class Gathered(NamedTuple):
-    """Rows that a routing makes of tokens, and that are written too. at: where. members: of the struct
+    """Rows that a routing makes from tokens, to be written too. at: their address. members: of the struct
     GatheredRows."""
 
     rows: int
@@ -91,18 +92,18 @@ class Gathered(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """Describes a variant of the kernel. blocks: blocks of threads that fit on a multiprocessor."""
+    """A variant of the kernel. blocks: thread blocks that fit on an SM."""
 
     dtype: np.dtype[Any]
     block: int
     target: str
     aligned: bool
     blocks: int
-    one_tile: bool          # a block of threads has one tile, whose columns begin at multiples of 16 bytes
+    one_tile: bool          # one tile per thread block, whose columns begin at multiples of 16 bytes
     gather: bool            # rows are those of tokens
 
     def shared(self, shifts: bool) -> int:
-        """Returns how many bytes of shared memory a launch takes. shifts: see `Tiles`."""
+        """Return the bytes of shared memory of a launch. shifts: see `Tiles`."""
         if self.one_tile:
             return _TILE
         parts_wait = self.block == 128 and self.blocks < 4
@@ -111,8 +112,8 @@ class _Program(NamedTuple):
 
 def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shifts: bool, rows: int,
              groups: int | None, gather: bool = False) -> _Program:
-    """Chooses three or four blocks of threads for a multiprocessor: only some programs allow four, and large
-    experts are faster with three (docs/lab-notes)."""
+    """Choose three or four thread blocks per SM: only some programs allow four, and large experts are faster
+    with three (docs/lab-notes)."""
     four_fit = dtype == float8_e4m3fn and aligned and (block == 128 or not shifts)
     few_rows = groups is None or rows < _SMALL_EXPERT * groups
     blocks = 4 if four_fit and few_rows and not gather else 3
@@ -120,10 +121,9 @@ def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shift
 
 
 def _tiles_of_a_block(x: Array, count: int, most: int) -> int:
-    """Returns how many tiles a block of threads takes: few, so that little of the GPU is idle during the last
-    blocks."""
+    """Return the tiles per thread block: few, so that little of the GPU is idle at the end."""
     if isinstance(x, np.ndarray):
-        return 3                            # Tests on the CPU then see a tile follow another in every way.
+        return 3                            # tests on the CPU then see every transition between tiles
     blocks = _BLOCKS_PER_MULTIPROCESSOR * kernels.multiprocessors(x.data.device_id)
     return max(1, min(most, count // blocks))
 

@@ -1,5 +1,5 @@
-"""Copies of operands whose rows do not begin at multiples of 16 bytes, for kernels that read them by tensor
-copies (kernels_cu/matmul/align_rows.cu)."""
+"""Copies of operands whose rows do not begin at multiples of 16 bytes, for kernels that use tensor copies
+(TMA) (kernels_cu/matmul/align_rows.cu)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _ROWS_OF_BLOCK = 8
 _BLOCKS_OF_PROCESSOR, _BLOCKS_ON_CPU = 4, 2            # of align_groups
 _BLOCK_BYTES = 8 * 128 * 16                            # that it copies at a time
 _UNIT = 16
-#: From so many multiplications per byte of the operands on, the kernel for any alignment loses more time than
-#: copies take (docs/lab-notes). It also does if K is long and there are few rows, since its few tiles wait
-#: for their loads.
+#: Multiplications per byte of the operands from which on the kernel for any alignment loses more time than
+#: copies take (docs/lab-notes); fewer if K is long and there are few rows, since its few tiles wait for their
+#: loads.
 _WORTH, _WORTH_OF_K = 128, 32
 _LONG, _FEW_ROWS = 512, 16384
 
 
 def variants() -> list[Variant]:
-    """Returns every program that a product may launch for its operands."""
+    """Return every program that a product may launch for its operands."""
     return [_ROWS.variant(), _GROUPS.variant()]
 
 
 def is_aligned(view: OperandView) -> bool:
-    """Returns whether tensor copies can read all rows; with sizes of K, those of some groups."""
+    """Return whether tensor copies can read all rows; with sizes of K, those of some groups."""
     return view.data % _UNIT == 0 and view.pitch % _UNIT == 0
 
 
 def are_all_readable(problem: Problem) -> bool:
-    """Returns whether tensor copies can read the rows of all groups, or copies of them."""
+    """Return whether tensor copies can read the rows of all groups, or copies of them."""
     views = problem.a, problem.b
     if not problem.sizes_of_k:
         return all(map(is_aligned, views))
@@ -43,7 +43,7 @@ def are_all_readable(problem: Problem) -> bool:
 
 
 def worth_copies(problem: Problem) -> bool:
-    """Returns whether copies of both operands take less time than they save."""
+    """Return whether copies of both operands take less time than they save."""
     p = problem
     if p.sizes_of_k:
         rows, products, k = p.groups * (p.m + p.n), p.groups * p.m * p.n, p.total // max(p.groups, 1)
@@ -53,7 +53,7 @@ def worth_copies(problem: Problem) -> bool:
 
 
 def with_copies(call: Call, problem: Problem) -> tuple[list[Launch], Problem]:
-    """Returns the launches that copy the operands that need it, and the problem with these copies."""
+    """Return the launches that copy the operands that need it, and the problem with these copies."""
     if problem.sizes_of_k:
         return _with_copies_of_groups(call, problem)
     a_launches, a = _copy(call, "a", problem.a, problem.total, problem.k)
@@ -75,11 +75,11 @@ def _copy(call: Call, name: str, view: OperandView, rows: int, k: int) -> tuple[
 
 # ---- groups of "k" ----
 def _with_copies_of_groups(call: Call, problem: Problem) -> tuple[list[Launch], Problem]:
-    """One launch copies the groups of both operands, where the device finds that they need it."""
+    """Copy the groups of both operands by one launch; the device finds which of them need it."""
     p, memory = problem, {}
     for name, view, rows in (("a", p.a, p.m), ("b", p.b, p.n)):
         if _needs_copies(p, view):
-            # Each group takes up to 15 bytes more: `copy_of` of the struct Operand.
+            # up to 15 bytes more per group: `copy_of` of the struct Operand
             memory[name] = rows * round_up(p.total + (_UNIT - 1) * p.groups, _UNIT)
     if not memory:
         return [], p
@@ -92,7 +92,7 @@ def _with_copies_of_groups(call: Call, problem: Problem) -> tuple[list[Launch], 
 
 
 def _needs_copies(problem: Problem, view: OperandView) -> bool:
-    """Returns whether the rows of a group may begin elsewhere than at multiples of 16 bytes."""
+    """Return whether the rows of a group may begin at addresses that are no multiples of 16 bytes."""
     p = problem
     if not is_aligned(view):
         return True

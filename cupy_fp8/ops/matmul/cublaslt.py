@@ -1,4 +1,4 @@
-"""Products through cuBLASLt: which calls the library takes, plans that are kept, and their launches.
+"""Products by cuBLASLt: which calls the library takes, cached plans, and launches.
 
 cuBLASLt's matrices are column-major. The row-major D = a · bᵀ is its D [N, M] = Aᵀ · B with A := b and B :=
 a, so its m is N, its n is M, and the scale mode and scales of its A are those of b.
@@ -30,17 +30,17 @@ _MODES = {"tensor": library.SCALE_TENSOR, "row": library.SCALE_OUTER_VECTOR, "ve
           "block": library.SCALE_BLK128, "mx": library.SCALE_VEC32_UE8M0}
 _TYPES = {float8_e4m3fn: library.R_8F_E4M3, float8_e5m2: library.R_8F_E5M2, bfloat16: library.R_16BF,
           float16: library.R_16F, float32: library.R_32F}
-#: A result of a dtype can have a bias of this one.
+#: Dtype of the bias, by that of the result.
 _BIAS = {bfloat16: bfloat16, float16: float16, float32: bfloat16}
-#: A pair of scalings needs these compute capabilities (from, to), and this version of the library.
+#: By pair of scalings: compute capabilities (from, to), and the least version of the library.
 _PAIRS: dict[tuple[str, str], tuple[int, int, tuple[int, int]]] = {
     ("tensor", "tensor"): (89, 999, (12, 0)), ("mx", "mx"): (100, 999, (12, 8)),
     **dict.fromkeys((("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector")),
                     (90, 90, (12, 9)))}
 _ALIGNMENT = 16
 _K, _N, _M_OF_VECTOR = 16, 8, 4
-#: A workspace has at most so many bytes. Most algorithms want none; those that split K want the partial sums
-#: of small results.
+#: Most bytes of a workspace. Most algorithms need none; those that split K need the partial sums of small
+#: results.
 _WORKSPACE = 8 << 20
 _MOST_CANDIDATES = 8
 _ONE, _ZERO = c_float(1), c_float(0)
@@ -51,8 +51,8 @@ _POINTER_BYTES = ctypes.sizeof(c_void_p)
 
 # ---- what the library takes ----
 def refusal(product: Product, out_at: int) -> str | None:
-    """Returns why the library does not take a product, or None. It says NOT_SUPPORTED to all of these, some
-    only when it is called."""
+    """Return why the library does not take a product, or None. It returns NOT_SUPPORTED for all of these, for
+    some only at the call."""
     a, b = product.a, product.b
     least, most, version = _PAIRS.get((a.scaling, b.scaling), (0, 0, (0, 0)))
     if not most:
@@ -86,7 +86,7 @@ def _wrong_size(product: Product) -> str | None:
 def _wrong_address(product: Product, out_at: int) -> str | None:
     a, b, bias = product.a, product.b, product.bias
     found = {"a.data": a.at, "b.data": b.at, "the result": out_at, "bias": 0 if bias is None else bias.at}
-    # Scales of rows and blocks are copied where they are not aligned.
+    # scales of rows and blocks are copied if they are not aligned
     found.update({f"{one.name}.scale_inv": one.scales.at for one in (a, b) if one.scaling == "tensor"})
     for name, at in found.items():
         if at % _ALIGNMENT:
@@ -96,9 +96,9 @@ def _wrong_address(product: Product, out_at: int) -> str | None:
 
 # ---- launches ----
 def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
-    """Returns the launches of a product that `refusal` has nothing against: those that bring scales to the
-    library's layout, and one for the product, or one for each matrix of a batch with more than one scale. It
-    is None where the library knows no algorithm all the same."""
+    """Return the launches of a product that `refusal` allows: those that convert scales to the library's
+    layout, and one for the product, or one per matrix of a batch with more than one scale. None if the
+    library has no algorithm all the same."""
     a, b, x = product.a, product.b, product.a.data.array
     before: list[Any] = []
     scales = []
@@ -117,7 +117,7 @@ def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
         fast_accum=product.fast_accum, autotune=product.autotune, alignment=alignment)
     bias_at = 0 if product.bias is None else product.bias.at
     first_values = [b.at, a.at, out_at, scales[1].at, scales[0].at, bias_at]
-    # The trial of a new plan may read scales that `before` has not written yet. Its result is overwritten.
+    # The trial of a new plan may read scales that `before` has not written yet; its result is overwritten.
     plan = _plan(call, key, x, first_values)
     if plan is None:
         return None
@@ -133,14 +133,13 @@ def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
 
 
 def _alignment(places: list[int]) -> int:
-    """Returns what the library may rely on. It has faster algorithms for matrices at multiples of 256 bytes,
-    as allocations are."""
+    """Return the alignment that the library may assume. It has faster algorithms for matrices at multiples of
+    256 bytes, as allocations are."""
     return ALLOCATION_ALIGNMENT if all(place % ALLOCATION_ALIGNMENT == 0 for place in places) else _ALIGNMENT
 
 
 def _layout(operand: Operand) -> str | None:
-    """Returns the layout of scales that the library reads; None: as they are, a vector of a scale for each
-    row."""
+    """Return the layout of scales that the library reads; None: unchanged, a vector with a scale per row."""
     if operand.scaling == "mx":
         return "swizzled"
     vectors = operand.batch == 1 or operand.rows * 4 % _ALIGNMENT == 0
@@ -150,7 +149,7 @@ def _layout(operand: Operand) -> str | None:
 
 
 class AlgorithmKey(NamedTuple):
-    """Describes everything that the choice of an algorithm depends on. The names are cuBLASLt's: its A is b.
+    """Everything that the choice of an algorithm depends on. The names are cuBLASLt's: its A is b.
     """
 
     device: int
@@ -167,15 +166,15 @@ class AlgorithmKey(NamedTuple):
     accumulate: bool
     fast_accum: bool
     autotune: bool
-    alignment: int                      # the data of a, b and the result begin at multiples of so many bytes
+    alignment: int                      # alignment in bytes of the data of a, b and the result
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={getattr(value, 'name', value)}" for name, value in self._asdict().items())
 
 
 class MatmulPlan:
-    """Holds the layouts and the algorithm of products that have one key. The description belongs to the
-    launches that get other addresses each time, under the lock."""
+    """Layouts and algorithm of products with one key. The description is for launches with new addresses each
+    time, under the lock."""
 
     def __init__(self, lib: Library, key: AlgorithmKey) -> None:
         self.library, self.key, self.handle = lib, key, _handle(lib, key.device)
@@ -185,7 +184,7 @@ class MatmulPlan:
         self.c = library.layout(lib, _TYPES[key.to], n, m, batch)
         self.beta = _ONE_AT if key.accumulate else _ZERO_AT
         self.description, self.lock = self.describe(), threading.Lock()
-        self._addresses: list[int] = []                     # the addresses that the description has
+        self._addresses: list[int] = []                     # addresses set in the description
         self.algorithm: Heuristic | None = None
 
     @property
@@ -195,7 +194,7 @@ class MatmulPlan:
         return cdiv(self.algorithm.workspace_bytes, 4)
 
     def describe(self) -> Opaque:
-        """Returns a new description, without the addresses."""
+        """Return a new description, without the addresses."""
         key, made = self.key, library.description(self.library)
         made.set(transa=library.OP_T, transb=library.OP_N)
         if key.a_mode != library.SCALE_TENSOR:              # the default, before 12.8 the only mode
@@ -207,7 +206,7 @@ class MatmulPlan:
         return made
 
     def set_addresses(self, description: Opaque, values: list[int]) -> None:
-        """Sets the addresses that belong to the description: of scales, and of a bias."""
+        """Set the addresses in the description: of scales, and of a bias."""
         for number, value in zip(_ADDRESSES, values[3:6], strict=True):
             if value:
                 self.library.checked("MatmulDescSetAttribute", description.at, number,
@@ -215,7 +214,7 @@ class MatmulPlan:
 
     def arguments(self, description: Opaque, values: list[int], algorithm: Heuristic | None = None,
                   d: int = 0) -> tuple[Any, ...]:
-        """Returns the arguments of cublasLtMatmul but for the stream. d: where the result goes if not to C.
+        """Return the arguments of cublasLtMatmul except the stream. d: address of the result, if not C.
         """
         algorithm = algorithm or self.algorithm
         assert algorithm is not None
@@ -225,7 +224,7 @@ class MatmulPlan:
                 algorithm.workspace_bytes)
 
     def run(self, values: list[int], algorithm: Heuristic | None = None, d: int = 0) -> int:
-        """Launches on the current stream of the device, which is current. Returns the status."""
+        """Launch on the current stream of the current device. Return the status."""
         stream = backend.cupy().cuda.get_current_stream().ptr
         with self.lock:
             if values[3:6] != self._addresses:
@@ -239,7 +238,7 @@ class MatmulPlan:
 
 
 class ProductLaunch:
-    """Describes a call of cublasLtMatmul, which takes the place of a kernel's launch.
+    """A call of cublasLtMatmul, used like a kernel's launch.
 
     values: addresses of b's data, a's data, the result, b's scales, a's scales, the bias and the workspace; 0
     for what is absent."""
@@ -254,7 +253,7 @@ class ProductLaunch:
         self._start(self.values, self._arguments)
 
     def run_with(self, values: list[int]) -> None:
-        """Launches the same product of arrays at other addresses."""
+        """Launch the same product for arrays at other addresses."""
         self._start(values, None)
 
     def _start(self, values: list[int], arguments: tuple[Any, ...] | None) -> None:
@@ -271,14 +270,14 @@ class ProductLaunch:
             raise self.plan.failed(status)
 
     def keep(self) -> None:
-        """Gives it a description of its own, whose addresses stay."""
+        """Give it its own description, with fixed addresses."""
         self._description = self.plan.describe()
         self.plan.set_addresses(self._description, self.values)
         self._arguments = self.plan.arguments(self._description, self.values)
 
 
 # ---- plans ----
-#: A product has a plan, or None where the library has no algorithm.
+#: Plan of a product; None: the library has no algorithm.
 _plans: dict[AlgorithmKey, MatmulPlan | None] = {}
 _NEW: Any = object()
 _handles: dict[tuple[int, int], int] = {}
@@ -287,7 +286,7 @@ _MOST_PLANS = 4096
 
 
 def _handle(lib: Library, device: int) -> int:
-    """Returns the library's handle of a device, which is current. Threads may share it."""
+    """Return the library's handle of the current device. Threads may share it."""
     key = id(lib), device
     if key not in _handles:
         _handles[key] = lib.create()
@@ -295,7 +294,7 @@ def _handle(lib: Library, device: int) -> int:
 
 
 def _plan(call: Call, key: AlgorithmKey, x: Array, values: list[int]) -> MatmulPlan | None:
-    """Returns the plan of a key, made at its first call. That call's memory serves a trial run of the
+    """Return the plan of a key, made at its first call. That call's memory serves a trial run of the
     algorithm, since the library refuses some products only then."""
     plan = _plans.get(key, _NEW)
     if plan is not _NEW:
@@ -329,7 +328,7 @@ def _make(key: AlgorithmKey, x: Array, values: list[int]) -> MatmulPlan | None:
     if not candidates:
         return None
     room = empty_beside(x, (max(one.workspace_bytes for one in candidates),), np.dtype(np.uint8))
-    # A product that is added to its result must not be added by the trial.
+    # the trial must not add to the result
     result = empty_beside(x, (key.batch, key.m, key.n), key.to) if key.accumulate else None
     d = 0 if result is None else address(result)
     tried = [*values, address(room) if room.size else 0]
@@ -344,7 +343,7 @@ def _make(key: AlgorithmKey, x: Array, values: list[int]) -> MatmulPlan | None:
 
 
 def _microseconds(run: Any) -> float:
-    """Returns the shortest time of a launch among a few rows of launches."""
+    """Return the shortest time of a launch, over several series of launches."""
     cuda = backend.cupy().cuda
     best, launches_in_a_row = float("inf"), 5
     for _ in range(4):

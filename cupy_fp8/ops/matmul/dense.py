@@ -1,5 +1,5 @@
-"""Dense products of FP8 matrices. Back ends: cuBLASLt (cublaslt.py) where the library takes the call, else
-the kernel of tiles.py."""
+"""Dense products of FP8 matrices. Back ends: cuBLASLt (cublaslt.py) if the library takes the call, else the
+kernel of tiles.py."""
 
 from __future__ import annotations
 

@@ -123,12 +123,12 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
 
 
 class _Inputs(NamedTuple):
-    """Describes a validated call.
+    """A validated call.
 
-    to          the dtype of the result
+    to          dtype of the result
     bias        of each group [E, N], if there are any; weights: of the rows' biases
-    accumulate  the result's array, which holds what the products are added to; None: there is nothing
-    align       what sizes are promised to be multiples of
+    accumulate  the result's array, to which the products are added; None: nothing to add to
+    align       promised common divisor of the sizes
     """
 
     a: GroupedOperand
@@ -148,7 +148,7 @@ class _Inputs(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The rows of all groups, or their columns."""
+        """Rows of all groups, or their columns."""
         return self.a.rows if self.group == "m" else self.a.k
 
     @property
@@ -217,7 +217,7 @@ class _GroupedMatmulNT(Op[_Inputs]):
 
 def _read_bias(call: Call, bias: Any, weights: Any, group: str, accumulate: Any, shape: tuple[int, int],
                rows: int) -> tuple[Input | None, Input | None]:
-    """Returns the biases [E, N] of "m", and the weights by which rows multiply them."""
+    """Return the biases [E, N] of "m", and the weights by which rows multiply them."""
     if bias is None:
         if weights is not None:
             raise ValueError("bias_weights: expected None without a bias, got an array")

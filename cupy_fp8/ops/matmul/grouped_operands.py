@@ -22,20 +22,20 @@ from .operands import Operand
 from .problem import OperandView
 
 _INT64 = np.dtype(np.int64)
-#: So many rows share a scale in each kind of scaling, as a power of two.
+#: log2 of the rows per scale, by kind of scaling
 _ROW_SHIFTS = {"tensor": 0, "row": 0, "vector": 0, "block": 7}
 
 
 class GroupedOperand(NamedTuple):
-    """Describes an operand of a grouped product.
+    """An operand of a grouped product.
 
     given             what the caller gave: the argument of the reference
-    rows              rows of a group's matrix; of "m" those of all groups together, told apart by splits
+    rows              rows of a group's matrix; of "m" those of all groups together, divided by splits
     k                 values along K; of "k" those of all groups together
-    scaling           'tensor', 'row', 'vector' or 'block', as of an `Operand`
-    view              where a kernel finds the data, and scales in any layout that it reads as they are
+    scaling           'tensor', 'row', 'vector' or 'block', as for an `Operand`
+    view              places of the data, and of scales in any layout that a kernel reads directly
     held              arrays that the view has addresses of: they may be copies
-    unconverted       the operand of a dense product if its scales are still to be brought to such a layout
+    unconverted       the operand of a dense product if its scales are still to be converted
     whole_blocks      scales belong to whole blocks of 128 of all columns, whatever groups they are in
     own_sizes         the sizes that data or scales are laid out by
     """
@@ -51,8 +51,8 @@ class GroupedOperand(NamedTuple):
     own_sizes: Groups | None = None
 
     def view_for(self, call: Call, groups: Groups, worth: int) -> tuple[list[Launch], OperandView]:
-        """Returns the launches that convert scales, and where the kernel finds everything. groups: the sizes
-        of the call, which the kernel compares with other ones of the operand. worth: see
+        """Return the launches that convert scales, and the view for the kernel. groups: the call's sizes,
+        which the kernel compares with the operand's own, if any. worth: see
         `tiles.worth_of_copied_scales`."""
         own, view = self.own_sizes, self.view
         if own is not None and own is not groups:
@@ -68,7 +68,7 @@ class GroupedOperand(NamedTuple):
 
 # ---- "m" ----
 def read_rows(call: Call, given: Any, check: Any) -> GroupedOperand:
-    """Reads a of "m": rows of all groups, one group after the other."""
+    """Read a of "m": rows of all groups, one group after the other."""
     if isinstance(given, Grouped):
         return _grouped_rows(call, given, check)
     s = given._row if isinstance(given, Quantized) else given
@@ -84,12 +84,12 @@ def read_rows(call: Call, given: Any, check: Any) -> GroupedOperand:
 
 
 def row_starts(operand: GroupedOperand, view: OperandView) -> OperandView:
-    """Scales of rows that are numbered through all groups begin where the group's rows do."""
+    """Let scales of rows that are numbered through all groups begin where the group's rows do."""
     return view if operand.unconverted is None else view._replace(scale_start=view.scale_row)
 
 
 def read_weights(call: Call, given: Any) -> GroupedOperand:
-    """Reads b of "m": [experts, N, K]."""
+    """Read b of "m": [experts, N, K]."""
     if isinstance(given, Grouped):
         raise TypeError("b: expected a Scaled or Quantized [experts, N, K], got a Grouped")
     operand = _matrix(call, "b", given, 3, "[experts, N, K]")
@@ -109,7 +109,7 @@ def _matrix(call: Call, name: str, given: Any, dimensions: int, what: str) -> Op
 
 
 def _rows_with_flat_scales(call: Call, given: Any, s: Scaled, check: Any) -> GroupedOperand:
-    """Returns the row-wise part that `scaling_aware_transpose` returns for experts."""
+    """Read the row-wise part that `scaling_aware_transpose` returns for experts."""
     if s.block != (1, 128) or s.scale_layout != "gemm_ready" or s.transposed:
         raise ValueError("a: expected row-wise data of groups in blocks (1, 128) with gemm_ready scales, got "
                          f"{s!r}")
@@ -122,7 +122,7 @@ def _rows_with_flat_scales(call: Call, given: Any, s: Scaled, check: Any) -> Gro
 
 
 def _laid_out(call: Call, name: str, s: Scaled, check: Any) -> tuple[Input, Input, Groups]:
-    """Reads the data, the scales and the sizes of a part that `scaling_aware_transpose` returns for experts.
+    """Read the data, the scales and the sizes of a part that `scaling_aware_transpose` returns for experts.
     """
     data = call.read(f"{name}.data", s.data, FP8_DTYPES)
     scales = call.read(f"{name}.scale_inv", s.scale_inv, (float32,))
@@ -155,7 +155,7 @@ def _grouped_rows(call: Call, g: Grouped, check: Any) -> GroupedOperand:
     found = _grouped_operand(call, "a", g, data, scaling, view, check)
     if scaling != "vector" or padded:
         return found
-    # Compact scales of rows are those of one matrix, whatever the groups.
+    # compact scales of rows are those of one matrix, whatever the groups
     rows = Scaled._of(g.rowwise, g.scale_inv, g.shape, False, (1, 128), "compact")
     return found._replace(unconverted=Operand(rows, data, 1, found.rows, k, scaling, found.held[1], "a"))
 
@@ -190,7 +190,7 @@ def _grouped_data(call: Call, name: str, g: Grouped, direction: str) -> Input:
 
 
 def _grouped_scaling(name: str, g: Grouped, direction: str, known: dict[Any, str]) -> str:
-    """known: what each row-wise block is, of which column-wise data have the transpose."""
+    """known: kinds of scaling of row-wise blocks; column-wise data have their transpose."""
     scaling = known.get(g.block) if g.block is None or isinstance(g.block, tuple) else None
     if scaling is None or g.scale_layout == "swizzled":
         blocks = listed([str(block) for block in known if block is not None])
@@ -201,13 +201,13 @@ def _grouped_scaling(name: str, g: Grouped, direction: str, known: dict[Any, str
 
 
 def _makes(direction: str) -> str:
-    """Returns the end of a message: a call that makes an operand."""
+    """Return the end of a message: a call that makes an operand."""
     return f"; group_quantize(x, splits, BlockScaling((1, 128)), {direction}=True) makes an operand"
 
 
 def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: str, view: OperandView,
                      check: Any, *, columnwise: bool = False) -> GroupedOperand:
-    """Returns the operand of a Grouped whose data are read. Its sizes and scales are read here."""
+    """Return the operand of a Grouped whose data are read; reads its sizes and scales here."""
     sizes = call.splits(f"{name}.splits", g.splits, check)
     assert sizes.number is not None
     part = "scale_inv"
@@ -230,7 +230,7 @@ def _grouped_operand(call: Call, name: str, g: Grouped, data: Input, scaling: st
 
 # ---- "k" ----
 def read_columns(call: Call, name: str, given: Any, check: Any) -> GroupedOperand:
-    """Reads an operand of "k": columns of all groups, one group after the other."""
+    """Read an operand of "k": columns of all groups, one group after the other."""
     if isinstance(given, Grouped):
         return _grouped_columns(call, name, given, check)
     s = given._column if isinstance(given, Quantized) else given
@@ -243,7 +243,7 @@ def read_columns(call: Call, name: str, given: Any, check: Any) -> GroupedOperan
 
 
 def _flat_columns(call: Call, name: str, given: Any, s: Scaled, check: Any) -> GroupedOperand:
-    """Returns the column-wise part that `scaling_aware_transpose` returns for experts."""
+    """Read the column-wise part that `scaling_aware_transpose` returns for experts."""
     if s.block != (128, 1) or s.scale_layout not in ("compact", "gemm_ready"):
         raise ValueError(f"{name}: expected flat column-wise data in blocks (128, 1) with compact or "
                          f"gemm_ready scales, got block {s.block} with {s.scale_layout} scales; "
@@ -258,9 +258,9 @@ def _flat_columns(call: Call, name: str, given: Any, s: Scaled, check: Any) -> G
 
 
 def columns_instead(a: GroupedOperand, b: GroupedOperand, least: int = 0) -> str:
-    """Returns the end of a message about operands of "k" without enough columns: the operands, quantised in
-    both directions, whose transposes have as many as the other one, and at least so many; '' if there are
-    none."""
+    """Return the end of a message about operands of "k" without enough columns: the operands, quantised in
+    both directions, whose transposes have as many columns as the other one, and at least `least`; '' if there
+    are none."""
     for text, flipped, columns, others in (("b.T has", (b,), b.rows, a.k), ("a.T has", (a,), a.rows, b.k),
                                            ("a.T and b.T have", (a, b), a.rows, b.rows)):
         if columns == others >= least and all(map(_has_transpose, flipped)):
@@ -269,7 +269,7 @@ def columns_instead(a: GroupedOperand, b: GroupedOperand, least: int = 0) -> str
 
 
 def _has_transpose(operand: GroupedOperand) -> bool:
-    """Returns whether .T of what was given is an operand too."""
+    """Return whether .T of what was given is an operand too."""
     q = operand.given
     return (operand.unconverted is not None and isinstance(q, Quantized) and q._column is not None
             and q._column.transposed)
@@ -278,8 +278,8 @@ def _has_transpose(operand: GroupedOperand) -> bool:
 # ---- sizes ----
 def read_sizes(call: Call, a: GroupedOperand, b: GroupedOperand, splits: Any, check: Any,
                group: str) -> Groups:
-    """Reads the sizes of groups of "m" or "k": `splits`, or those that an operand is laid out by, which are
-    the same."""
+    """Read the sizes of groups of "m" or "k": `splits`, or those that an operand is laid out by, which must
+    be equal."""
     found = {f"{name}.splits": operand.own_sizes for name, operand in (("a", a), ("b", b))
              if operand.own_sizes is not None}
     if splits is not None:
@@ -305,7 +305,7 @@ def read_sizes(call: Call, a: GroupedOperand, b: GroupedOperand, splits: Any, ch
 
 
 def check_whole_blocks(groups: Groups) -> None:
-    """Raises ValueError unless groups whose sizes are known begin at multiples of 128."""
+    """Raise ValueError unless groups whose sizes are known begin at multiples of 128."""
     if groups.host is None:
         return
     starts = np.concatenate([[0], np.cumsum(groups.host)[:-1]]) if len(groups.host) else groups.host
@@ -318,7 +318,7 @@ def check_whole_blocks(groups: Groups) -> None:
 
 
 def check_multiples(groups: Groups, align: int) -> None:
-    """Raises ValueError unless sizes that are known are multiples of `align`."""
+    """Raise ValueError unless known sizes are multiples of `align`."""
     if groups.host is None or align == 1:
         return
     wrong = np.flatnonzero(np.asarray(groups.host) % align)

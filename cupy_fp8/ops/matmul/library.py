@@ -23,7 +23,7 @@ OP_N, OP_T = 0, 1
 # ---- cublasLt.h ----
 SCALE_TENSOR, SCALE_VEC32_UE8M0, SCALE_OUTER_VECTOR, SCALE_VEC128, SCALE_BLK128 = 0, 2, 3, 4, 5
 EPILOGUE_DEFAULT, EPILOGUE_BIAS = 1, 4
-#: An attribute has a number, and a C type whose size the library checks.
+#: An attribute's number, and its C type, whose size the library checks.
 DESC: dict[str, tuple[int, Any]] = {
     "transa": (3, c_int32), "transb": (4, c_int32), "epilogue": (7, c_uint32), "bias": (8, c_void_p),
     "a_scale": (17, c_void_p), "b_scale": (18, c_void_p), "fast_accum": (25, c_int8),
@@ -43,7 +43,7 @@ class Heuristic(ctypes.Structure):
 
 
 _NEW, _SET = (POINTER(c_void_p),), (c_void_p, c_int, c_void_p, c_size_t)
-#: A function has a result of this type, and arguments of these.
+#: Result type and argument types of each function.
 PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cublasLtGetVersion": (c_size_t, ()),
     "cublasLtGetStatusName": (c_char_p, (c_int,)),
@@ -65,7 +65,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Library:
-    """Has the functions of libcublasLt, each with its prototype, and its version."""
+    """The functions of libcublasLt, with their prototypes, and its version."""
 
     def __init__(self, functions: Any, path: str) -> None:
         self.path = path
@@ -82,7 +82,7 @@ class Library:
         return getattr(self, f"cublasLt{function}")(*arguments)
 
     def checked(self, function: str, *arguments: Any) -> None:
-        """Calls a function that returns a status. DeviceError unless it succeeds."""
+        """Call a function that returns a status. DeviceError unless it succeeds."""
         status = self._call(function, *arguments)
         if status != SUCCESS:
             raise DeviceError(f"cublasLt{function}: {self.status_name(status)} (cuBLASLt "
@@ -92,14 +92,14 @@ class Library:
         return (self._call("GetStatusName", status) or b"?").decode()
 
     def create(self) -> int:
-        """Returns a handle for the current device. It lives as long as the process."""
+        """Return a handle for the current device. It lives as long as the process."""
         handle = c_void_p()
         self.checked("Create", ctypes.byref(handle))
         return handle.value or 0
 
     def algorithms(self, handle: int, description: Opaque, a: Opaque, b: Opaque, c: Opaque,
                    preference: Opaque, most: int) -> list[Heuristic]:
-        """Returns what the heuristic proposes, best first: nothing where it knows no algorithm."""
+        """Return what the heuristic proposes, best first; empty if it knows no algorithm."""
         found, count = (Heuristic * most)(), c_int()
         status = self._call("MatmulAlgoGetHeuristic", handle, description.at, a.at, b.at, c.at, c.at,
                             preference.at, most, found, ctypes.byref(count))
@@ -109,8 +109,8 @@ class Library:
 
 
 class Opaque:
-    """Holds a description of a product, a matrix layout or a preference of the heuristic, which goes with
-    this object."""
+    """A description of a product, a matrix layout or a preference of the heuristic, destroyed with this
+    object."""
 
     def __init__(self, library: Library, kind: str, attributes: dict[str, tuple[int, Any]],
                  *arguments: Any) -> None:
@@ -132,7 +132,7 @@ def description(library: Library) -> Opaque:
 
 
 def layout(library: Library, kind: int, rows: int, columns: int, batch: int = 1) -> Opaque:
-    """Returns a column-major matrix whose columns are adjacent, or a batch of them, one after the other."""
+    """Return a column-major matrix of adjacent columns, or a batch of them, one after the other."""
     made = Opaque(library, "MatrixLayout", LAYOUT, kind, rows, columns, rows)
     if batch > 1:
         made.set(batch=batch, stride=rows * columns)
@@ -151,7 +151,7 @@ _NAMES = ("libcublasLt.so.13", "libcublasLt.so.12", "cublasLt64_13.dll", "cublas
 
 @functools.cache
 def found() -> Library | str:
-    """Returns the library, or why there is none."""
+    """Return the library, or why there is none."""
     path = _path_by_pathfinder()
     for name in filter(None, (path, *_NAMES)):
         try:
@@ -169,6 +169,6 @@ def _path_by_pathfinder() -> str | None:
         return None
     try:
         loaded = pathfinder.load_nvidia_dynamic_lib("cublasLt")
-    except RuntimeError:                        # DynamicLibNotFoundError is a RuntimeError.
+    except RuntimeError:                        # DynamicLibNotFoundError is a RuntimeError
         return None
     return None if loaded.abs_path is None else str(loaded.abs_path)

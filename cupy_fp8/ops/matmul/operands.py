@@ -1,7 +1,7 @@
 """Operands of matrix products: FP8 data whose values along K are adjacent in memory (K-major), and scales.
 
-Every product of this family takes its operands through `read`, which says in its errors which call makes a
-right one. `scales_for` brings the scales to the layout that a kernel wants, by a launch of the same call.
+Every product takes its operands through `read`, whose errors say which call makes a right one. `scales_for`
+converts the scales to the layout that a kernel needs, by a launch of the same call.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from ...scaled_parts import check_one_piece
 from ..scales.convert import conversion, conversion_launches
 from ..scales.swizzle import check_aligned
 
-#: The block of a matrix that shares a scale decides the kind of scaling.
+#: Kind of scaling, by the block of a matrix that shares a scale.
 SCALINGS: dict[Any, str] = {
     None: "tensor", (1, None): "row", (1, 128): "vector", (128, 128): "block", (1, 32): "mx"}
-#: So many elements of data along a line and along K share a scale, as powers of two. A whole line or matrix
-#: counts as any number.
+#: log2 of the elements per scale, along a line and along K. A whole line or matrix counts as any number.
 _WHOLE = 63
 _SHIFTS = {"tensor": (_WHOLE, _WHOLE), "row": (0, _WHOLE), "vector": (0, 7), "block": (7, 7), "mx": (0, 5)}
-#: What asks for a layout can read these as they are.
+#: Layouts that are readable directly where a layout is requested.
 _READ_AS = {None: ("compact", "gemm_ready", "deepgemm_sm90"), "gemm_ready": ("gemm_ready", "deepgemm_sm90"),
             "swizzled": ("swizzled",)}
 _CONVERT = "%s.to_block((1, 128), scale_layout='gemm_ready') converts scales that are powers of two"
 
 
 class Operand(NamedTuple):
-    """Describes `batch` matrices of `rows` lines with `k` FP8 values each, adjacent in memory, and their
-    scales.
+    """`batch` matrices of `rows` lines with `k` FP8 values each, adjacent in memory, and their scales.
 
     s        what the caller gave (its row-wise part): the argument of the reference
     data     the FP8 array [rows, k] or [batch, rows, k], C-contiguous
@@ -67,10 +65,10 @@ class Operand(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Describes a validated call of `matmul_nt`: operands of one batch and K.
+    """A validated call of `matmul_nt`: operands with equal batch and K.
 
-    to          the dtype of the result
-    accumulate  the result's array, which holds what the product is added to; None: there is nothing
+    to          dtype of the result
+    accumulate  the result's array, to which the product is added; None: nothing to add to
     """
 
     a: Operand
@@ -99,7 +97,7 @@ class Product(NamedTuple):
 
 
 class ScaleView(NamedTuple):
-    """Describes scales as a kernel reads them: that of row r and column k of matrix i is
+    """Scales as a kernel reads them: the scale of row r and column k of matrix i is
 
         at[i * matrix + (r >> line_shift) * line + (k >> k_shift) * block]
 
@@ -114,7 +112,7 @@ class ScaleView(NamedTuple):
 
 
 def read(call: Call, name: str, given: Any) -> Operand:
-    """Declares and validates an operand. TypeError or ValueError for anything that is not K-major FP8."""
+    """Declare and validate an operand. TypeError or ValueError for anything that is not K-major FP8."""
     s = _row_wise(name, given)
     check_one_piece(s, name)
     if s.transposed:
@@ -132,7 +130,7 @@ def read(call: Call, name: str, given: Any) -> Operand:
 
 
 def check_pair(a: Operand, b: Operand) -> None:
-    """Raises ValueError unless the two can be multiplied."""
+    """Raise ValueError unless the two can be multiplied."""
     if len(a.s.shape) != len(b.s.shape) or a.batch != b.batch:
         wanted = "a matrix" if len(a.s.shape) == 2 else f"a batch of {a.batch} matrices"
         raise ValueError(f"b: expected {wanted}, as a has shape {a.s.shape}, got shape {b.s.shape}")
@@ -147,9 +145,9 @@ def check_pair(a: Operand, b: Operand) -> None:
 
 def scales_for(call: Call, operand: Operand, layout: str | None = None,
                alignment: int = 4) -> tuple[list[Launch], ScaleView]:
-    """Returns the launches, to run before the product, that bring an operand's scales to what a kernel reads,
-    and where it finds them. layout: 'gemm_ready', or 'swizzled' of MX, whose strides mean nothing; None:
-    float32 (E8M0 of MX) in any layout that has strides. One scale for the tensor stays where it is."""
+    """Return the launches, to run before the product, that convert an operand's scales for a kernel, and
+    their view. layout: 'gemm_ready', or 'swizzled' of MX, whose strides mean nothing; None: float32 (E8M0 of
+    MX) in any layout that has strides. One scale for the tensor stays where it is."""
     s, scales, scaling = operand.s, operand.scales, operand.scaling
     shifts = _SHIFTS[scaling]
     if scaling == "tensor":
@@ -179,8 +177,8 @@ def _row_wise(name: str, given: Any) -> Scaled:
 
 
 def _for_columns(name: str) -> str:
-    """What .T of a result needs to be an operand: it may have been taken of one that lacks its columns, or of
-    a part, which never has them."""
+    """Return what .T of a result needs to be an operand: it may be .T of a result that lacks its columns, or
+    of a part, which never has them."""
     return (f". If {name} is q.T or q.rowwise.T, give q.T (not a part's), of a q that was quantised with "
             "columnwise=True (quantize_mx also with transposed=True): the columns are the rows of q.T")
 
@@ -197,8 +195,7 @@ def _scaling(name: str, s: Scaled) -> str:
 
 
 def _check_scales(name: str, s: Scaled, scales: Input) -> None:
-    """Raises TypeError for MX blocks with f32 scales, ValueError for scales in tiles or words that are not
-    aligned."""
+    """Raise TypeError for MX blocks with f32 scales, ValueError for unaligned scales in tiles or words."""
     part = f"{name}.scale_inv"
     if s.block == (1, 32) and scales.dtype == float32:
         raise TypeError(f"{part}: expected dtype float8_e8m0fnu of blocks 1×32, got float32; "
@@ -208,12 +205,12 @@ def _check_scales(name: str, s: Scaled, scales: Input) -> None:
 
 
 def _view(scales: Input, s: Scaled, layout: str, shifts: tuple[int, int]) -> ScaleView:
-    """Returns the strides of the scales of `s`, stored in this layout."""
+    """Return the strides of the scales of `s`, stored in this layout."""
     strides = validate.matrix_strides(scales.array)
     assert strides is not None
     assert s.block is not None
     matrix, line, block = strides
-    if layout != "compact" and 1 in s.block:            # Lines are adjacent.
+    if layout != "compact" and 1 in s.block:            # lines are adjacent
         line, block = block, line
     return ScaleView(scales.at, matrix if len(s.shape) == 3 else 0, line, 0 if shifts[1] == _WHOLE else block,
                      *shifts)
@@ -222,6 +219,6 @@ def _view(scales: Input, s: Scaled, layout: str, shifts: tuple[int, int]) -> Sca
 def _text(s: Scaled) -> str:
     try:
         what = "one scale" if s.block is None else block_text(s.block)
-    except (TypeError, IndexError):                     # A Scaled that was not validated may have no block.
+    except (TypeError, IndexError):                     # a Scaled that was not validated may have no block
         what = f"block {s.block!r}"
     return what if s.scale_layout is None else f"{what} with {s.scale_inv.dtype} {s.scale_layout} scales"

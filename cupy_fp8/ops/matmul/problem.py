@@ -1,4 +1,4 @@
-"""What a product kernel is given: the struct Product of kernels_cu/include/matmul/problem.cuh."""
+"""Input of a product kernel: the struct Product of kernels_cu/include/matmul/problem.cuh."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import numpy as np
 from ...formats import bfloat16, float16, float32
 from .operands import ScaleView
 
-#: The enum OutType numbers the dtypes of results and biases.
+#: numbers of the enum OutType, for results and biases
 TYPES: dict[np.dtype[Any], int] = {bfloat16: 0, float16: 1, float32: 2}
 
 
 class OperandView(NamedTuple):
-    """Says where a kernel finds the rows and scales of each group: the members of the struct Operand. Strides
-    that are left out are 0."""
+    """Places of the rows and scales of each group: members of the struct Operand. Strides default to 0."""
 
     data: int
     scale: int
@@ -36,27 +35,27 @@ class OperandView(NamedTuple):
     own_offsets: int = 0
 
     def with_scales(self, view: ScaleView) -> OperandView:
-        """Returns the same data with scales that lie as `view` says, for matrices that are all equally large.
+        """Return the same data with the scales of `view`, for matrices of equal size.
         """
         return self._replace(scale=view.at, scale_group=view.matrix, scale_row=view.line,
                              scale_block=view.block, scale_shift=view.line_shift)
 
 
 class Problem(NamedTuple):
-    """Describes products D = A · Bᵀ, one for each group.
+    """Products D = A · Bᵀ, one per group.
 
-    sizes_of_k    whether the sizes of groups are lengths of K ("k"), else rows of A ("m")
+    sizes_of_k    True: sizes of groups are lengths of K ("k"); False: rows of A ("m")
     groups        their number
-    splits        the members of the struct Splits; none: all groups are total / groups large
-    total         what the arrays have room for, of all sizes together
-    m, n, k       extents of a group's product; that which is the group's size is 0
+    splits        the members of the struct Splits; none: each group has total / groups
+    total         room of the arrays, of all sizes together
+    m, n, k       extents of a group's product; 0 for the one that is the group's size
     out           the address of D, of dtype `to`. out_group, out_start: elements to a group's first row
-    bias          an address, or 0. bias_group: elements from a group's to the next one's, 0 if all have one;
-                  bias_weights: the address of a factor for each row, or 0
+    bias          an address, or 0. bias_group: elements between the biases of groups, 0: one for all;
+                  bias_weights: the address of a factor per row, or 0
     accumulate    the products are added to D
     whole_blocks  groups begin at multiples of 128 of K
-    align         what the sizes of "k" are promised to be multiples of
-    sizes         the sizes, where the host knows them
+    align         promised common divisor of the sizes of "k"
+    sizes         the sizes, if known on the host
     """
 
     a: OperandView
@@ -82,7 +81,7 @@ class Problem(NamedTuple):
     sizes: np.ndarray | None = None
 
     def members(self) -> dict[str, Any]:
-        """Returns the members of the struct Product."""
+        """Return the members of the struct Product."""
         splits = self.splits or {"groups": self.groups}
         return {"a": self.a._asdict(), "b": self.b._asdict(), "splits": splits, "out": self.out,
                 "bias": self.bias, "bias_group": self.bias_group, "bias_weights": self.bias_weights,

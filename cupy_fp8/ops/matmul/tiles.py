@@ -1,4 +1,4 @@
-"""Products by the kernels of this package: any shape, alignment and pair of scalings
+"""Products by the package's own kernels: any shape, alignment and pair of scalings
 (kernels_cu/matmul/tiles.cu, and wgmma.cu on Hopper)."""
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from .problem import OperandView, Problem
 _KERNEL = Kernel("matmul/tiles", "product_tiles", block=256)
 _BLOCK, _COLUMNS = 128, 128
 _ROWS, _FEW_ROWS = 128, 32
-#: Groups that have at most so many rows on average get the tile of few rows.
+#: Most rows per group, on average, for the tile of few rows.
 _FEW = 64
 
 
 def _variant(rows: int, sizes_of_k: bool) -> Variant:
-    """A stage of shared memory has 128 bytes and one scale for each row of A and of B."""
+    """shared memory of a stage: 128 bytes and one scale per row of A and of B"""
     shared = (2 if sizes_of_k else 3) * (rows + _COLUMNS) * (_BLOCK + 4)
     return _KERNEL.variant(shared=shared, TILE_ROWS=rows, SIZES_OF_K=sizes_of_k)
 
 
-#: The Hopper kernel loses 16 % where the copy engine cannot read scales: 0.29 fs of a multiplication at 1100
-#: TFLOP/s. To convert them takes 3 µs, and 4 ps for each scale: 8 bytes at 2 TB/s.
+#: The Hopper kernel loses 16 % if the copy engine cannot read scales: 0.29 fs per multiplication at 1100
+#: TFLOP/s. A conversion takes 3 µs, plus 4 ps per scale: 8 bytes at 2 TB/s.
 _FOR_A_CONVERSION, _FOR_A_SCALE = 1 << 33, 1 << 14
-#: A launch that takes what another one leaves over, mostly nothing, has so many blocks.
+#: Thread blocks of a launch for the groups that another launch leaves over, usually none.
 _BLOCKS_FOR_OTHERS = 256
 
 
 def variants() -> list[Variant]:
-    """Returns every program that a product may launch."""
+    """Return every program that a product may launch."""
     own = _variant(_ROWS, False), _variant(_FEW_ROWS, False), _variant(_ROWS, True)
     return [*own, *wgmma.variants(), *align_rows.variants()]
 
 
 def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
-    """Yields the launches that compute products. The choice of the kernel is made here."""
+    """Yield the launches that compute products. The kernel is chosen here."""
     if 0 in (problem.n, problem.groups * problem.m if problem.sizes_of_k else problem.total):
         return
     share, most = wgmma.ALL_GROUPS, None
@@ -63,7 +63,7 @@ def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
 
 
 def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch]:
-    """Yields the launches that compute `matmul_nt`: groups of equal size, one for each matrix of a batch."""
+    """Yield the launches of `matmul_nt`: groups of equal size, one per matrix of a batch."""
     a, b = product.a, product.b
     worth = worth_of_copied_scales(a.scaling, b.scaling, a.batch * product.m * product.n * product.k)
     conversions, a_scales = scales_of(call, a, worth)
@@ -79,16 +79,16 @@ def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch
 
 
 def worth_of_copied_scales(a: str, b: str, products: int, sizes_of_k: bool = False) -> int:
-    """Returns the multiplications of a product for whose scalings the Hopper kernel's copy engine copies
-    scales, where it can read them; else 0."""
+    """Return the multiplications of a product if the Hopper kernel's copy engine copies scales of these
+    scalings, where it can read them; else 0."""
     copied = a == "vector" and (b == "vector" or (b == "block" and not sizes_of_k))
     return products if copied else 0
 
 
 def scales_of(call: Call, operand: Operand, worth: int) -> tuple[list[Launch], ScaleView]:
-    """Returns the launches that convert an operand's scales, and where a kernel finds them. Those of 1×128
-    that the copy engine cannot read as they are become gemm_ready, where that takes less time than it saves.
-    worth: see `worth_of_copied_scales`."""
+    """Return the launches that convert an operand's scales, and their view. Scales of 1×128 that the copy
+    engine cannot read directly become gemm_ready, if that takes less time than it saves. worth: see
+    `worth_of_copied_scales`."""
     launches, scales = operands.scales_for(call, operand)
     number = operand.batch * operand.rows * cdiv(operand.k, _BLOCK)
     if (launches or operand.scaling != "vector" or worth < _FOR_A_CONVERSION + _FOR_A_SCALE * number
@@ -99,5 +99,5 @@ def scales_of(call: Call, operand: Operand, worth: int) -> tuple[list[Launch], S
 
 
 def view_of(operand: Operand) -> OperandView:
-    """Returns an operand's rows, all with one pitch. Its scales are still to be given."""
+    """Return an operand's rows, all with one pitch, without scales."""
     return OperandView(operand.at, 0, pitch=operand.k, e5m2=int(operand.dtype == float8_e5m2))

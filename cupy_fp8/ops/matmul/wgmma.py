@@ -1,4 +1,4 @@
-"""Products on Hopper, by its own matrix instructions (kernels_cu/matmul/wgmma.cu)."""
+"""Products on Hopper by wgmma (kernels_cu/matmul/wgmma.cu)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .problem import OperandView, Problem
 _HOPPER = 90
 _NVRTC = 12, 3                      # the first one that knows tensormap.replace (PTX 8.3)
 _ROWS, _COLUMNS, _BLOCK = 192, 128, 128
-_CLUSTER = 2                        # blocks that share tiles of A
+_CLUSTER = 2                        # thread blocks that share tiles of A
 _PART_ROWS = 64
 _KERNEL = Kernel("matmul/wgmma", "wgmma_products", block=512, cluster=_CLUSTER, arch="sm_90a")
-_MAPS, _MAP_BYTES = 4, 128          # tensor maps of groups that each block has, and the bytes of one
-_ROWS_OUT = 16                      # rows of a box of D, where groups may end anywhere
+_MAPS, _MAP_BYTES = 4, 128          # tensor maps of groups per thread block; bytes of one
+_ROWS_OUT = 16                      # rows of a box of D, as groups may end anywhere
 _CLUSTERS_ON_CPU = 2
 _FEW_COLUMNS, _FEW_COLUMNS_ON_CPU = 2048, 100       # of a group, on average
-#: Numbers of tiles are counted in 32 bits, a grid at a time.
+#: Tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
-#: A block has so many bytes of shared memory, as the struct Shared asserts.
+#: shared memory per block; checked against sizeof(Shared)
 SHARED, _SHARED_ADDING = 218880, 226560
 _FP8 = (float8_e4m3fn, float8_e5m2)
-#: The struct's `share` has these values: all groups, those that tensor copies can read, the others.
+#: Values of the struct's `share`: all groups, those that tensor copies can read, the others.
 ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
 
 
@@ -43,7 +43,7 @@ def _variant(a: np.dtype[Any], b: np.dtype[Any], scaling: str, sizes_of_k: bool,
 
 
 def variants() -> list[Variant]:
-    """Returns every program that a product may launch."""
+    """Return every program that a product may launch."""
     scalings = "kRows", "kBlocks", "kVectors"
     return [_variant(a, b, scaling, sizes_of_k, adds)
             for a, b, scaling, (sizes_of_k, adds) in combinations(
@@ -52,14 +52,14 @@ def variants() -> list[Variant]:
 
 
 def runs(call: Call) -> bool:
-    """Returns whether this kernel runs where the call does."""
+    """Return whether this kernel runs on the call's device."""
     return call.xp is np or (compute_capability(call.x.data.device_id) == _HOPPER
                              and nvrtc_version() >= _NVRTC)
 
 
 def takes(call: Call, problem: Problem) -> bool:
-    """Returns whether this kernel computes a problem if its operands are aligned (align_rows.py): on Hopper,
-    and (as there) on the CPU."""
+    """Return whether this kernel computes a problem if its operands are aligned (align_rows.py): on Hopper,
+    and for tests on the CPU."""
     if not runs(call):
         return False
     p = problem
@@ -87,39 +87,38 @@ def launches(call: Call, problem: Problem, share: int) -> Iterator[Launch]:
 
 
 def _adds_in_blocks(call: Call, p: Problem) -> bool:
-    """Returns whether what products are added to comes into shared memory: where groups have few columns, so
-    that the memory limits them. With many, a fourth stage is worth more."""
+    """Return whether what products are added to is loaded to shared memory: for groups of few columns, which
+    are bound by memory. With many, a fourth stage is worth more."""
     few = _FEW_COLUMNS_ON_CPU if call.xp is np else _FEW_COLUMNS
     return p.accumulate and p.sizes_of_k and p.total < few * p.groups
 
 
 def _taken(call: Call, p: Problem) -> int:
-    """Returns the address of the numbers by which clusters take tiles."""
+    """Return the address of the counters by which clusters take tiles."""
     return 0 if p.sizes_of_k else call.workspace("tiles of products", 2)
 
 
 def tiles_of(problem: Problem, rows: int, columns: int) -> int:
-    """Returns how many tiles groups of any sizes can have."""
+    """Return the most tiles that groups of any sizes can have."""
     across, total, groups = cdiv(problem.n, columns), problem.total, problem.groups
     if problem.sizes_of_k:
         return groups * cdiv(problem.m, rows) * across
     if not problem.splits:
         return groups * cdiv(total // max(groups, 1), rows) * across
-    # Each group can have a tile that is not full, and so can the rows of no group.
+    # each group, and the rows of no group, may have a partial tile
     return (total // rows + min(groups, total) + 1) * across
 
 
 def _scaling(p: Problem) -> str:
-    """Returns where scales lie: along K for both operands or for one, or not at all."""
+    """Return where scales lie: along K for both operands or for one, or not at all."""
     if p.a.scale_block == 0 and p.b.scale_block == 0:
         return "kRows"
     return "kBlocks" if p.b.scale_shift == 7 and not p.sizes_of_k else "kVectors"
 
 
 def copies_scales(view: OperandView, *, anywhere: bool) -> bool:
-    """Returns whether the copy engine can copy the scales of an operand: those of neighbouring rows are
-    neighbours, and all lines of scales begin at multiples of 16 bytes. anywhere: groups may begin within a
-    line."""
+    """Return whether the copy engine can copy an operand's scales: those of neighbouring rows are adjacent,
+    and all lines of scales begin at multiples of 16 bytes. anywhere: groups may begin within a line."""
     in_16_bytes = (view.scale // 4, view.scale_group, view.scale_blocks, max(view.scale_block, 0),
                    0 if anywhere and view.scale_start == 1 else view.scale_start)
     return (view.scale_row == 1 and view.scale_shift == 0 and view.scale_block != 0
@@ -127,11 +126,11 @@ def copies_scales(view: OperandView, *, anywhere: bool) -> bool:
 
 
 def _operand_maps(call: Call, p: Problem, blocks: int) -> dict[str, Any]:
-    """Returns the struct's tensor maps of A and B, and the memory in which the kernel writes those of groups.
+    """Return the struct's tensor maps of A and B, and the memory in which the kernel writes those of groups.
     """
 
     def boxes(view: OperandView, columns: int, rows: int, pitch: int, box_rows: int) -> dict[str, TensorMap]:
-        # Of "k" the kernel sets the address; that of data may be none that a map can have.
+        # Of "k" the kernel sets the address; the data's own may be invalid for a map.
         return {"bytes": tensor_map.encode(call.x, view.copies or view.data, columns, rows, pitch, box_rows)}
 
     if not p.sizes_of_k:
@@ -145,8 +144,8 @@ def _operand_maps(call: Call, p: Problem, blocks: int) -> dict[str, Any]:
 
 
 def _out_map(call: Call, p: Problem, box_rows: int) -> TensorMap | None:
-    """Returns the tensor map of D; None where other stores write it, since its rows do not begin at multiples
-    of 16 bytes."""
+    """Return the tensor map of D; None if its rows do not begin at multiples of 16 bytes, and other stores
+    write it."""
     pitch = p.n * p.to.itemsize
     if p.out % 16 or pitch % 16:
         return None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ... import reference
-from ...advice import shown
+from ... import advice, reference
+from ...advice import shown, without_rest
 from ...arrays import Array, address
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Written, one_array
@@ -22,16 +22,18 @@ from ...typed_array import TypedArray
 
 _GATE, _BACKWARD = Kernel("moe/gate", "topk_gate"), Kernel("moe/gate_backward", "topk_gate_backward")
 _LANES = 32
-_MOST_WARPS, _EXPERTS_OF_BLOCK = 16, 2048       # A block has shared memory for so many warps times experts.
+_MOST_WARPS, _EXPERTS_OF_BLOCK = 16, 2048   # warps times experts that fit into a thread block's shared memory
 _LOAD = 16                                      # bytes of the widest load
-_WARPS_PER_SM, _BLOCKS_ON_CPU = 32, 4           # With more tokens, a block has several segments.
+_WARPS_PER_SM, _BLOCKS_ON_CPU = 32, 4           # with more tokens, thread blocks have several segments
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
+@without_rest
 def topk_gate(logits: Array, k: int, *, score: Score = "softmax", bias: Array | None = None,
               groups: int | None = None, group_topk: int | None = None, normalize: bool = True,
-              factor: float = 1.0, indices: Array | None = None, scores: bool = False,
-              sequences: int | None = None, out: Gate | None = None) -> Gate:
+              factor: float = 1.0, indices: Array | None = None,
+              return_scores: bool = False, sequences: int | None = None, out: Gate | None = None,
+              **renamed: NoReturn) -> Gate:
     """Choose the k best experts of each token and their weights: what `route` and `permute` begin with.
 
         s = softmax(logits), sigma(logits) or sqrt(softplus(logits))         scores
@@ -54,7 +56,7 @@ def topk_gate(logits: Array, k: int, *, score: Score = "softmax", bias: Array | 
     factor : a finite number, rounded to f32
     indices : int32 or int64 array [T, k] of an earlier gate: the same experts again, whose weights follow
         these logits; -1: none. bias, groups and group_topk then change nothing
-    scores : return s of all experts too
+    return_scores : s of all experts too
     sequences : S, which divides T: return sums over the T / S tokens of each sequence of s (softmax), or of
         s / (sum of s + 1e-20), and counts by sequence, as `load_balance_loss` needs them. 1: all tokens
     out : an earlier result of the same shapes and options; written in place and returned. With it the call
@@ -82,7 +84,9 @@ def topk_gate(logits: Array, k: int, *, score: Score = "softmax", bias: Array | 
     >>> fp8.route(gate.indices, num_experts=4, align=16)
     Routing(2 tokens x 2 slots -> 64 rows of 4 experts, aligned to 16, numpy)
     """
-    given = (logits, k, score, bias, groups, group_topk, normalize, factor, indices, scores, sequences)
+    if renamed:
+        raise advice.renamed("topk_gate", renamed, scores="return_scores")
+    given = (logits, k, score, bias, groups, group_topk, normalize, factor, indices, return_scores, sequences)
     result: Gate = run(_TOPK_GATE, given, out)
     return result
 
@@ -119,7 +123,7 @@ def topk_gate_backward(grad: Array, logits: Array, gate: Gate, *, score_grads: A
 
 # ---- what follows from shapes and options ----
 class RowShape(NamedTuple):
-    """How a kernel's warps take rows of logits: a lane has `of_lane` experts."""
+    """How a kernel's warps take rows of logits: `of_lane` experts per lane."""
 
     tokens: int
     experts: int
@@ -127,7 +131,7 @@ class RowShape(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Warps of a block."""
+        """Warps per thread block."""
         return min(_MOST_WARPS, _EXPERTS_OF_BLOCK // (_LANES * self.of_lane))
 
     def variant(self, kernel: Kernel, logits: np.dtype[Any], score: str, shared: int = 0) -> Variant:
@@ -135,7 +139,7 @@ class RowShape(NamedTuple):
                               COUNT=self.of_lane)
 
     def is_vector(self, itemsize: int, *addresses: int) -> int:
-        """1 if rows of such elements are whole loads."""
+        """1 if rows of such elements are whole, aligned loads."""
         load = min(self.of_lane, _LOAD // itemsize)
         return int(self.experts % load == 0 and not any(at % (load * itemsize) for at in addresses))
 
@@ -147,7 +151,7 @@ def row_shape(shape: tuple[int, ...]) -> RowShape:
 
 
 def experts_of_lane() -> Iterator[int]:
-    """Every `of_lane` that there is."""
+    """Yield every value of `of_lane`."""
     return (1 << i for i in range((MOST_EXPERTS // _LANES).bit_length()))
 
 
@@ -176,11 +180,11 @@ def _groups(groups: Any, group_topk: Any, experts: int, k: int) -> _Groups:
 
 # ---- the gate ----
 class _Result(Description):
-    """Describes a Gate of these arrays and options."""
+    """Description of a Gate with these arrays and options."""
 
     def __init__(self, arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]], score: str, normalize: bool,
                  factor: float) -> None:
-        #: The arrays' names, which are also those of the kernel's members.
+        #: names of the arrays, and of the kernel's members
         self.names = tuple(arrays)
         self._options = {"score": score, "normalize": normalize, "factor": factor}
         super().__init__(*(Written(f"out.{name}", *each) for name, each in arrays.items()))
@@ -218,9 +222,9 @@ class _Inputs(NamedTuple):
 
 class _TopkGate(Op[_Inputs]):
     def arguments(self, call: Call, logits: Any, k: Any, score: Any, bias: Any, groups: Any, group_topk: Any,
-                  normalize: Any, factor: Any, indices: Any, scores: Any, sequences: Any) -> _Inputs:
+                  normalize: Any, factor: Any, indices: Any, return_scores: Any, sequences: Any) -> _Inputs:
         score, normalize = choice(score, "score", SCORES), flag(normalize, "normalize")
-        factor, with_scores = number(factor, "factor"), flag(scores, "scores")
+        factor, with_scores = number(factor, "factor"), flag(return_scores, "return_scores")
         x = call.read("logits", logits, INPUT_DTYPES)
         rows = row_shape(x.shape)
         tokens, experts, _ = rows
@@ -237,7 +241,7 @@ class _TopkGate(Op[_Inputs]):
         if number_of is not None and (number_of < 1 or tokens % number_of):
             raise ValueError(f"sequences: expected a divisor of the {tokens} tokens, got {shown(number_of)}")
         options = k, groups, group_topk, sequences
-        # An object that is not an int, such as an array of one element, can change before the next call.
+        # a mutable object, such as an array of one element, can change before the next call
         call.repeatable &= all(option is None or type(option) is int for option in options)
         arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             "indices": ((tokens, k), _INT32), "weights": ((tokens, k), float32),
@@ -254,7 +258,8 @@ class _TopkGate(Op[_Inputs]):
         return reference.topk_gate(
             i.logits.array, i.k, score=i.score, bias=i.bias and i.bias.array, groups=i.groups.number or None,
             group_topk=i.groups.topk or None, normalize=i.normalize, factor=i.factor,
-            indices=i.given and i.given.array, scores="scores" in i.result.names, sequences=i.sequences)
+            indices=i.given and i.given.array, return_scores="scores" in i.result.names,
+            sequences=i.sequences)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         x, rows, groups, given = inputs.logits, inputs.rows, inputs.groups, inputs.given
@@ -283,13 +288,13 @@ class _TopkGate(Op[_Inputs]):
 
 
 def _group_lanes(rows: RowShape, groups: int) -> int:
-    """The lanes that share a group, a power of two; 0 if groups are not whole lanes."""
+    """Return the lanes that share a group, a power of two; 0 if groups are not whole lanes."""
     lanes, rest = divmod(rows.experts, groups * rows.of_lane) if groups else (0, 0)
     return 0 if rest or lanes & (lanes - 1) else lanes
 
 
 def _blocks_at_once(logits: Array, rows: RowShape) -> int:
-    """Blocks that run at the same time, about."""
+    """Return about how many thread blocks are resident at a time."""
     if isinstance(logits, np.ndarray):
         return _BLOCKS_ON_CPU
     return _WARPS_PER_SM // rows.warps * multiprocessors(logits.data.device_id)

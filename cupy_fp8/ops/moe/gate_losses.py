@@ -1,4 +1,4 @@
-"""The losses that a gate is trained with, and their gradients. Kernels: kernels_cu/moe/gate_losses.cu."""
+"""Losses for training a gate, and their gradients. Kernels: kernels_cu/moe/gate_losses.cu."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...reference.moe.gate import balance_factor, z_factors
 from ...typed_array import TypedArray
 from .gate import RowShape, experts_of_lane, row_shape
 
-_ITEMS = 256                            # items of a block of load_balance_loss
+_ITEMS = 256                            # items per thread block of load_balance_loss
 _BALANCE = Kernel("moe/gate_losses", "load_balance_loss", block=_ITEMS)
 _Z_LOSS = Kernel("moe/gate_losses", "z_loss")
 
@@ -148,7 +148,7 @@ class _ZLoss(Op[_ZInputs]):
 
 
 def _sums(call: Call, blocks: int) -> dict[str, int]:
-    """Memory for sums of blocks, which the last one adds up."""
+    """Return memory for sums of thread blocks, which the last one adds up."""
     if blocks == 1:
         return {}
     return {"of_blocks": address(call.scratch("sums of blocks", blocks)),

@@ -26,7 +26,7 @@ from .rows import rowwise
 _THREADS = 256
 _KERNEL = Kernel("moe/group_sums", "group_sums", block=_THREADS)
 _LANES = 32
-#: Rows of a segment. Groups that have fewer than _SMALL on average get short segments.
+#: rows per segment; groups of fewer than _SMALL on average get short segments
 _ROWS, _FEW_ROWS, _SMALL = 256, 64, 128
 
 
@@ -77,7 +77,7 @@ def group_sums(x: Array | Scaled | Quantized, splits: Any, *, weights: Array | N
 
 
 class _Inputs(NamedTuple):
-    """x: the array, or the Scaled that has the data and the scales. given: what the caller gave."""
+    """x: the array, or the data of a Scaled, and its scales. given: what the caller gave."""
 
     given: Any
     x: Any
@@ -150,7 +150,7 @@ def _read_scaled(call: Call, s: Scaled) -> tuple[Scaled, Input, Input]:
 
 
 def _scale_members(inputs: _Inputs) -> dict[str, int]:
-    """Returns the struct's members that say where scales lie."""
+    """Return the struct's members for the places of scales."""
     if inputs.scales is None:
         return {}
     if inputs.x.block is None:

@@ -26,11 +26,11 @@ from ...typed_array import TypedArray
 _THREADS = 512
 _KERNEL = Kernel("moe/offsets", "splits_to_offsets", block=_THREADS)
 _TILE = 2 * _THREADS        # sizes per block of threads
-#: With at most so many tiles each block adds up all sizes before its own. With more, another launch finds the
-#: totals first.
+#: Most tiles for which each thread block adds up all sizes before its own. With more, another launch finds
+#: the totals first.
 _ADDED_ANEW = 8
 _INT64_MAX = 2**63 - 1
-_ALIGNED = 16               # bytes: outputs in a buffer begin at multiples of this
+_ALIGNED = 16               # bytes: alignment of outputs in a buffer
 _WORD = np.dtype(np.int64)  # the elements of a buffer
 
 
@@ -93,7 +93,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
 @for_methods
 def wrap_groups(data: Array, splits: Any,
                 offsets: Array | None) -> tuple[Array, Array, tuple[int, int], Array]:
-    """Returns the fields of a Grouped that `Grouped.wrap` makes: splits, offsets, shape and the flat data."""
+    """Return the fields of a Grouped for `Grouped.wrap`: splits, offsets, shape and the flat data."""
     xp = backend.module_of(data, "data")
     check_dimensions(data.shape, "data", 2, 2)
     if not is_contiguous(data):
@@ -115,7 +115,7 @@ def wrap_groups(data: Array, splits: Any,
 
 
 def _copied(a: Array) -> Array:
-    """A copy on the same device."""
+    """Return a copy on the same device."""
     copy = empty_beside(a, a.shape, a.dtype)
     with nullcontext() if isinstance(a, np.ndarray) else backend.cupy().cuda.Device(a.data.device_id):
         copy[...] = a
@@ -143,7 +143,7 @@ class _Output(NamedTuple):
 
 
 class _Options:
-    """Holds the validated options. Equal options are one object, so a call is remembered by its identity."""
+    """Validated options. Equal options are one object, so a call is remembered by its identity."""
 
     def __init__(self, strides: tuple[int, ...], leads: Any, dtypes: Any) -> None:
         for i, stride in enumerate(strides):
@@ -159,15 +159,15 @@ _INTEGERS = frozenset((int,))
 
 
 def _options(strides: Any, leads: Any, dtypes: Any) -> _Options:
-    # What most calls give is looked up as it is. Other kinds of numbers can equal these and be wrong, and
-    # lists cannot be looked up.
+    # Usual options are looked up directly. Other kinds of numbers can equal these and be wrong, and lists are
+    # unhashable.
     usual = (type(strides) is tuple and type(leads) is bool and _INTEGERS.issuperset(map(type, strides))
              and not isinstance(dtypes, (list, np.ndarray)))
     if not usual:
         strides, leads, dtypes = _integers(strides), _leads(leads), _unchanging(dtypes)
     try:
         return _cached_options(strides, leads, dtypes)
-    except (TypeError, ValueError):                 # a dtype cannot be hashed: _Options says which one
+    except (TypeError, ValueError):                 # unhashable dtype: _Options says which one
         return _Options(strides, leads, dtypes)
 
 
@@ -181,13 +181,13 @@ def _integers(strides: Any) -> tuple[int, ...]:
 
 
 def _unchanging(option: Any) -> Any:
-    """Returns an option's value or a tuple of its values, which the caller cannot change later."""
+    """Return an option's value, or a tuple of its values, immutable for the caller."""
     is_list = option.ndim if isinstance(option, np.ndarray) else isinstance(option, list)
     return tuple(option) if is_list else option
 
 
 def _leads(option: Any) -> Any:
-    """Returns include_leading_zero as True or False, or as a tuple of these."""
+    """Return include_leading_zero as a bool or a tuple of bools."""
     option = _unchanging(option)
     return tuple(map(_lead, option)) if isinstance(option, tuple) else _lead(option)
 
@@ -215,7 +215,7 @@ def _dtype(given: Any) -> np.dtype[Any]:
 
 
 def _check_sizes(sizes: np.ndarray, options: _Options) -> None:
-    """Raises ValueError unless all sizes are 0 or more, and every offset fits its dtype."""
+    """Raise ValueError unless all sizes are 0 or more, and every offset fits its dtype."""
     given = none_negative(sizes)
     total = sum(given)
     for i, output in enumerate(options.outputs):
@@ -227,7 +227,7 @@ def _check_sizes(sizes: np.ndarray, options: _Options) -> None:
 
 # ---- results ----
 class _Arrays(Description):
-    """Describes a list of arrays, which users give as `out`."""
+    """Description of a list of arrays, given by users as `out`."""
 
     def build(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
@@ -242,12 +242,12 @@ class _Arrays(Description):
         return out
 
     def addresses(self, written: Sequence[int]) -> Sequence[int]:
-        """Returns where each output begins, from the addresses of the arrays that are allocated or given."""
+        """Return the address of each output, from those of the allocated or given arrays."""
         return written
 
 
 class _Buffer(_Arrays):
-    """Describes a list of arrays that are views of one buffer, each at a multiple of 16 bytes."""
+    """Description of a list of arrays that are views of one buffer, each at a multiple of 16 bytes."""
 
     def __init__(self, *views: Written) -> None:
         self._views, self._starts, self._parts, end = views, [], [], 0

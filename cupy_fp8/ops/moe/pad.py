@@ -26,21 +26,21 @@ from .rows import MovedRows, read_rows, rowwise
 _THREADS = 256
 _KERNEL = Kernel("moe/pad", "move_groups", block=_THREADS)
 _UNIT = 16                  # bytes that a thread loads at once
-_UNITS = 8                  # loads of a thread in flight, at most
-#: This many loads are fastest. A thread has more if rows fill them better (docs/lab-notes).
+_UNITS = 8                  # most loads in flight per thread
+#: fastest number of loads per thread, unless more fill rows better (docs/lab-notes)
 _BEST_UNITS = 5
-_INDEX_BYTES = 8            # bytes of the index of a row, which the reference finds
-_ROWS = 2048                # rows for a block of threads, at most
+_INDEX_BYTES = 8            # bytes of a row's index, for the reference
+_ROWS = 2048                # most rows per thread block
 
 
 @overload
-def pad_groups(x: Scaled | Quantized, splits: Any, *, align: int,
-               out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+def pad_groups(x: Scaled | Quantized, splits: Any, *, align: int, out: Scaled | None = None,
+               check: bool = False) -> Scaled: ...
 @overload
-def pad_groups(x: Array, splits: Any, *, align: int,
-               out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
+def pad_groups(x: Array, splits: Any, *, align: int, out: Array | None = None,
+               check: bool = False) -> TypedArray: ...
 def pad_groups(x: Array | Scaled | Quantized, splits: Any, *, align: int, out: Array | Scaled | None = None,
-               check: bool = False) -> Any:
+               check: bool = False) -> TypedArray | Scaled:
     """Append rows of zeros to each group, so that every group has a multiple of `align` rows.
 
         group g goes from row sum(splits[:g]) to row sum(round_up(splits[:g], align))
@@ -62,8 +62,8 @@ def pad_groups(x: Array | Scaled | Quantized, splits: Any, *, align: int, out: A
     Returns
     -------
     Array of x's dtype, of M + (align - 1) * min(E, M) rows rounded down to a multiple of `align`: a bound
-    that does not depend on the sizes. A `Scaled` becomes a `Scaled` of so many rows with compact scales. The
-    same launch writes zeros as padding and after the last group, in data and scales.
+    that does not depend on the sizes. A `Scaled` becomes a `Scaled` of the same number of rows, with compact
+    scales. The same launch writes zeros as padding and after the last group, in data and scales.
 
     Raises
     ------
@@ -87,12 +87,12 @@ def pad_groups(x: Array | Scaled | Quantized, splits: Any, *, align: int, out: A
 
 @overload
 def unpad_groups(y: Scaled | Quantized, splits: Any, *, align: int, rows: int | None = None,
-                 out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+                 out: Scaled | None = None, check: bool = False) -> Scaled: ...
 @overload
 def unpad_groups(y: Array, splits: Any, *, align: int, rows: int | None = None,
-                 out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
+                 out: Array | None = None, check: bool = False) -> TypedArray: ...
 def unpad_groups(y: Array | Scaled | Quantized, splits: Any, *, align: int, rows: int | None = None,
-                 out: Array | Scaled | None = None, check: bool = False) -> Any:
+                 out: Array | Scaled | None = None, check: bool = False) -> TypedArray | Scaled:
     """Move the rows of each group together again: the inverse of `pad_groups`. Padding is not read.
 
         group g goes from row sum(round_up(splits[:g], align)) to row sum(splits[:g])
@@ -103,7 +103,7 @@ def unpad_groups(y: Array | Scaled | Quantized, splits: Any, *, align: int, rows
     rows : of the result, the caller's bound of sum(splits) (which only the device knows). None: those of
         `out`, else all Y
     out, check : as for `pad_groups`
-    Returns an array [rows, …] of y's dtype, or a `Scaled` of so many rows with compact scales; rows after the
+    Returns an array [rows, …] of y's dtype, or a `Scaled` of `rows` rows with compact scales; rows after the
     last group are zeros. Errors and source as for `pad_groups`. Sizes are wrong if the padded groups need
     more rows than y has, or the groups more than `rows`: rows past the end of y are zeros, and rows past the
     end of the result are skipped.
@@ -120,12 +120,12 @@ def unpad_groups(y: Array | Scaled | Quantized, splits: Any, *, align: int, rows
 
 @overload
 def sort_chunks(x: Scaled | Quantized, splits: Any, order: Any, *,
-                out: Array | Scaled | None = None, check: bool = False) -> Scaled: ...
+                out: Scaled | None = None, check: bool = False) -> Scaled: ...
 @overload
 def sort_chunks(x: Array, splits: Any, order: Any, *,
-                out: Array | Scaled | None = None, check: bool = False) -> TypedArray: ...
+                out: Array | None = None, check: bool = False) -> TypedArray: ...
 def sort_chunks(x: Array | Scaled | Quantized, splits: Any, order: Any, *, out: Array | Scaled | None = None,
-                check: bool = False) -> Any:
+                check: bool = False) -> TypedArray | Scaled:
     """Put chunks of consecutive rows into another order.
 
         result = concatenate([chunk[order[0]], chunk[order[1]], …])
@@ -166,13 +166,12 @@ class _MoveInputs(NamedTuple):
     rows: MovedRows
     groups: Groups
     number: int                     # rows of the result
-    align: int = 1                  # sizes are rounded up to this in the source (unpad) or the result (pad)
+    align: int = 1                  # multiple of sizes in the source (unpad) or the result (pad)
     order: Groups = NO_GROUPS
 
 
 class _MoveGroupsOp(Op[_MoveInputs]):
-    """Describes the results and makes the launches of the three ops. exact: the groups have all rows of the
-    source."""
+    """The results and launches of the three ops. exact: the groups have all rows of the source."""
 
     padded_source, exact = False, True
 
@@ -215,7 +214,7 @@ class _UnpadOp(_MoveGroupsOp):
         rows, align = read_rows(call, "y", y), _align(call, align)
         if number is None:
             number = rows.number
-        call.repeatable &= type(number) is int      # another object may be another number later
+        call.repeatable &= type(number) is int      # a mutable object may be another number later
         number = integer(number, "rows")
         if not 0 <= number < 2**63:
             wanted = f"0 or more, got {shown(number)}" if number < 0 else "less than 2**63"
@@ -256,7 +255,7 @@ _PAD, _UNPAD, _SORT = _PadOp(), _UnpadOp(), _SortOp()
 
 # ---- validation ----
 def _align(call: Call, align: Any) -> int:
-    call.repeatable &= type(align) is int           # another object may be another number later
+    call.repeatable &= type(align) is int           # a mutable object may be another number later
     return check_align(align)
 
 
@@ -268,7 +267,7 @@ def _rows_of(out: Any) -> int:
 
 
 def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
-    """Raises ValueError unless sizes on the host are 0 or more and add up to all rows."""
+    """Raise ValueError unless sizes on the host are 0 or more and add up to all rows."""
     given = none_negative(sizes)
     if sum(given) != total:
         raise ValueError(f"splits: expected sizes that add up to the {total} rows of {name}, got "
@@ -276,8 +275,8 @@ def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
 
 
 def _check_padded_sizes(sizes: np.ndarray, align: int, total: int, rows: int) -> None:
-    """Raises ValueError unless `total` rows hold the padded groups, and `rows` rows the groups without
-    padding."""
+    """Raise ValueError unless the padded groups fit into `total` rows, and the groups without padding into
+    `rows` rows."""
     given = none_negative(sizes)
     padded = sum(round_up(size, align) for size in given)
     if padded > total:
@@ -298,25 +297,25 @@ def _check_order(order: np.ndarray) -> None:
 
 
 # ---- launches ----
-#: The struct RowArray is this if there are no scales.
+#: the struct RowArray without scales
 _NOTHING = {"rows_per_block": 1, "across": 1, "step": 1}
 
 
 def _row_array(rows: Input, number: int, to: int) -> tuple[dict[str, int], int]:
-    """Returns (the struct RowArray for `number` rows that are written, blocks of threads that write them)."""
+    """Return (the struct RowArray for `number` rows that are written, the thread blocks that write them)."""
     row_bytes = rows.dtype.itemsize * prod(rows.shape[1:])
     per_block, across, row_share = _shares(row_bytes)
     low_bits = rows.at | to | row_bytes
     step = 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1
     members = {"from": rows.at, "to": to, "row_bytes": row_bytes, "rows_per_block": per_block,
                "across": across, "row_share": row_share, "step": step}
-    # There is at least one block, so that an empty array's sizes are examined too.
+    # at least one thread block, so that an empty array's sizes are examined too
     return members, grid_size(cdiv(number, per_block) * across, (number, *rows.shape[1:]))
 
 
 @functools.lru_cache(maxsize=1024)
 def _shares(row_bytes: int) -> tuple[int, int, int]:
-    """Returns (rows of a block of threads, blocks that share a row, bytes of a row that each takes)."""
+    """Return (rows per thread block, thread blocks that share a row, bytes of a row for each)."""
     at_once = _UNIT * _THREADS
     if row_bytes > at_once * _UNITS:
         across = cdiv(row_bytes, at_once * _BEST_UNITS)

@@ -29,18 +29,20 @@ _LAYOUTS: tuple[RowScaleLayout, ...] = get_args(RowScaleLayout)
 
 @overload
 def permute(x: Scaled | Quantized, routing: Routing, *, probs: None = None,
-            scale_layout: RowScaleLayout | None = None, out: Any = None) -> Scaled: ...
+            scale_layout: RowScaleLayout | None = None, out: Scaled | None = None) -> Scaled: ...
 @overload
 def permute(x: Scaled | Quantized, routing: Routing, *, probs: Array,
-            scale_layout: RowScaleLayout | None = None, out: Any = None) -> tuple[Scaled, TypedArray]: ...
+            scale_layout: RowScaleLayout | None = None,
+            out: tuple[Scaled, Array] | None = None) -> tuple[Scaled, TypedArray]: ...
 @overload
 def permute(x: Array, routing: Routing, *, probs: None = None, scale_layout: None = None,
-            out: Any = None) -> TypedArray: ...
+            out: Array | None = None) -> TypedArray: ...
 @overload
 def permute(x: Array, routing: Routing, *, probs: Array, scale_layout: None = None,
-            out: Any = None) -> tuple[TypedArray, TypedArray]: ...
+            out: tuple[Array, Array] | None = None) -> tuple[TypedArray, TypedArray]: ...
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
-            scale_layout: RowScaleLayout | None = None, out: Any = None) -> Any:
+            scale_layout: RowScaleLayout | None = None, out: Any = None
+            ) -> TypedArray | Scaled | tuple[TypedArray | Scaled, TypedArray]:
     """Copy each token to the rows that the routing gives it: data, scales and probs in one launch.
 
         result[routing.row_map[t, k]] = x[t]          rows that no token is in are zeros
@@ -117,12 +119,12 @@ def unpermute(y: Array, routing: Routing, *, probs: Array | None = None,
 
 @overload
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: None = None,
-                     out: Any = None) -> TypedArray: ...
+                     out: Array | None = None) -> TypedArray: ...
 @overload
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array,
-                     out: Any = None) -> tuple[TypedArray, TypedArray]: ...
+                     out: tuple[Array, Array] | None = None) -> tuple[TypedArray, TypedArray]: ...
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None = None,
-                     out: Any = None) -> Any:
+                     out: Any = None) -> TypedArray | tuple[TypedArray, TypedArray]:
     """The gradients of `permute`'s x and probs, from those of the permuted rows and probs.
 
         x_grad[t] = sum over k of grad[routing.row_map[t, k]]       (as `unpermute` without probs)
@@ -145,7 +147,8 @@ def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None 
 
 
 def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs: Array | None = None,
-                       out: Any = None) -> tuple[TypedArray, TypedArray | None]:
+                       out: tuple[Array, Array | None] | None = None
+                       ) -> tuple[TypedArray, TypedArray | None]:
     """The gradients of `unpermute`'s y and probs.
 
         grad_y[row_map[t, k]] = grad[t] * probs[t, k]
@@ -187,7 +190,7 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
 
 # ---- arguments ----
 def _check_scales_move(x: Scaled, name: str) -> None:
-    """Raises ValueError for one scale, and for rows that are matrices: `pad_groups` takes these too."""
+    """Raise ValueError for one scale, and for rows that are matrices: `pad_groups` takes these too."""
     if x.block is None:
         raise ValueError(f"{name}: per-tensor data has a single scale, which does not move; permute "
                          f"{name}.data")
@@ -196,7 +199,7 @@ def _check_scales_move(x: Scaled, name: str) -> None:
 
 
 def _result_layout(x: Any, name: str, scale_layout: Any) -> str:
-    """Returns the layout of permuted scales; 'compact' if there are none."""
+    """Return the layout of permuted scales; 'compact' without scales."""
     if scale_layout is not None:
         choice(scale_layout, "scale_layout", _LAYOUTS)
         if not isinstance(x, Scaled):
@@ -241,7 +244,7 @@ class _PermuteInputs(NamedTuple):
 
 
 class _PermuteOp(Op[_PermuteInputs]):
-    """Moves tokens to rows. name: the tokens' name in messages."""
+    """Moves tokens to rows. name: of the tokens, in messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -295,7 +298,7 @@ class _UnpermuteInputs(NamedTuple):
 
 
 class _UnpermuteOp(Op[_UnpermuteInputs]):
-    """Sums the rows of each token, and gathers the elements of probs_grad by slot. name: the rows' name in
+    """Sums the rows of each token, and gathers the elements of probs_grad by slot. name: of the rows, in
     messages."""
 
     def __init__(self, name: str) -> None:
@@ -358,7 +361,7 @@ class _UnpermuteBackwardOp(Op[_UnpermuteBackwardInputs]):
         backend.require_module(y, call.xp, "y")
         rows = call.read("y", y, INPUT_DTYPES, (routing.rows, *g.shape[1:]),
                          "the routing's rows, and the columns of grad")
-        if g.dtype != rows.dtype:               # y is as the forward pass had it
+        if g.dtype != rows.dtype:               # y is that of the forward pass
             raise TypeError(f"grad: expected dtype {rows.dtype}, as y has, got {g.dtype}"
                             f"{dtype_instead(g.dtype, (rows.dtype,), 'grad')}")
         return _UnpermuteBackwardInputs(g, rows, routing, read_probs(call, probs, routing))

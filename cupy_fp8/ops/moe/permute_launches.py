@@ -1,4 +1,4 @@
-"""How launches of permute.cu, unpermute.cu and unpermute_backward.cu share tokens among blocks of threads."""
+"""How launches of permute.cu, unpermute.cu and unpermute_backward.cu share tokens among thread blocks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from ..scales.convert import row_scale_strides
 
 _THREADS = 256
 PERMUTE = Kernel("moe/permute", "permute", block=_THREADS)
-#: Its define TOPK is the routes of a token, one of TOPKS, or 0 for any number.
+#: define TOPK: routes of a token, one of TOPKS, or 0 for any number
 UNPERMUTE = Kernel("moe/unpermute", "unpermute", block=_THREADS)
 BACKWARD = Kernel("moe/unpermute_backward", "unpermute_backward", block=_THREADS)
-_BYTES = 8 << 10            # bytes that a block of permute copies, at most
-_UNITS = 4                  # loads that a thread of permute has in flight
-_CHUNKS = 2048              # chunks of the result that a block of unpermute writes, at most
-TOPKS = (1, 2, 4, 6, 8)     # routes of a token that unpermute has programs for
-_MOST_ROUTES = 1024         # routes that a block of unpermute sorts, at most
+_BYTES = 8 << 10            # most bytes that a thread block of permute copies
+_UNITS = 4                  # loads in flight per thread of permute
+_CHUNKS = 2048              # most chunks of the result per thread block of unpermute
+TOPKS = (1, 2, 4, 6, 8)     # routes per token with their own programs of unpermute
+_MOST_ROUTES = 1024         # most routes that a thread block of unpermute sorts
 _MOST_TOKENS = 256
-_BLOCKS = 528               # blocks that share few tokens: four per multiprocessor of an H200
-_LANES = 32                 # rows that a block examines, at most, to clear unused ones
-_LEAST_ON_CPU = 32          # and at least, since ThreadSanitizer has few threads
+_BLOCKS = 528               # thread blocks that share few tokens: four per SM of an H200
+_LANES = 32                 # most rows that a thread block examines to clear unused ones
+_LEAST_ON_CPU = 32          # and fewest, since ThreadSanitizer has few threads
 _PIECE_ROWS = 32            # rows whose gemm_ready scales a warp gathers
 _ALL_CLEAR = {"clearing": 0, "examined": 0}
-#: Separate blocks clear the unused rows if these are more than this fraction of the used ones.
+#: Separate thread blocks clear the unused rows if these exceed this fraction of the used ones.
 _FEW_UNUSED = 4
 
 
 class Probs(NamedTuple):
-    """Holds the probs of a call. columns: how many experts there are if probs are by expert; 0 if they are by
-    slot."""
+    """The probs of a call. columns: number of experts if probs are by expert; 0 if they are by slot."""
 
     array: np.ndarray | None = None
     at: int = 0
@@ -56,7 +55,7 @@ def routes(routing: Routing, columns: int, clearing: dict[str, int] | None = Non
 
 
 def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, dict[str, int]]:
-    """Returns (all blocks of a launch in which `blocks` move tokens, the members that say which of them clear
+    """Return (the grid of a launch in which `blocks` thread blocks move tokens, the members for clearing
     rows)."""
     used = routing.tokens * routing.topk
     if blocks and routing.rows - used > used // _FEW_UNUSED:
@@ -68,13 +67,13 @@ def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, di
 
 
 def widest_access(low_bits: int) -> int:
-    """Returns the widest access of 16, 4, 2 or 1 bytes that addresses and lengths with these low bits allow.
+    """Return the widest access of 16, 4, 2 or 1 bytes that addresses and lengths with these low bits allow.
     """
     return 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 2 if low_bits % 2 == 0 else 1
 
 
 class RowSplit(NamedTuple):
-    """Says how blocks of threads share rows: members of the struct Rows or UnpermuteParams, and their number.
+    """How thread blocks share rows: members of the struct Rows or UnpermuteParams, and their number.
     """
 
     tokens_per_block: int
@@ -87,17 +86,17 @@ class RowSplit(NamedTuple):
 
 
 def _across(tokens: int, length: int, most: int, least: int) -> int:
-    """Returns how many blocks share a row. None takes more than `most` of its length. If there are few
-    tokens, each takes about `least`, so that there are many blocks."""
+    """Return how many thread blocks share a row; none takes more than `most` of its length. With few tokens,
+    each takes about `least`, so that there are many thread blocks."""
     return max(1, cdiv(length, most), min(cdiv(length, least), _BLOCKS // max(1, tokens)))
 
 
-#: The struct Rows is this if there are no scales.
+#: the struct Rows without scales
 NO_ROWS = {"step": 1, "tokens_per_block": 1, "across": 1, "blocks": 0}
 
 
 def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
-    """Returns the struct Rows for rows that move to this address."""
+    """Return the struct Rows for rows that move to this address."""
     row_bytes = prod(given.shape[1:]) * given.dtype.itemsize
     common = widest_access(given.at | to | row_bytes)
     lanes_log2, split = _permute_split(tokens, row_bytes, common)
@@ -106,13 +105,13 @@ def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
 
 
 def spread(data_blocks: int, scale_blocks: int) -> dict[str, int]:
-    """Returns the members that say which blocks move scales."""
+    """Return the members that select the thread blocks that move scales."""
     every = data_blocks // scale_blocks + 1 if scale_blocks else 1
     return {"scale_blocks": scale_blocks, "every_log2": every.bit_length() - 1}
 
 
 class TokenScales(NamedTuple):
-    """Says where the f32 scales of tokens lie: `columns` of each, at these strides in elements."""
+    """f32 scales of tokens: `columns` each, at these strides in elements."""
 
     at: int
     columns: int
@@ -126,8 +125,8 @@ class TokenScales(NamedTuple):
 
 
 def gemm_ready(scales: TokenScales, to: int, number: int) -> tuple[dict[str, int], int]:
-    """Returns (the struct GemmReadyScales for scales that become gemm_ready ones of `number` rows, blocks
-    that move them)."""
+    """Return (the struct GemmReadyScales for scales that become gemm_ready ones of `number` rows, the thread
+    blocks that move them)."""
     at, columns, token_step, column_step = scales
     pitch = round_up(number, PADDED_TO)
     vector = column_step == 1 and columns % 4 == 0 and token_step % 4 == 0 and at % 16 == 0
@@ -139,7 +138,7 @@ def gemm_ready(scales: TokenScales, to: int, number: int) -> tuple[dict[str, int
 
 def without_data(x: Array, scales: TokenScales, routing: Routing, probs: Probs, scales_to: int, probs_to: int
                  ) -> Launch:
-    """Returns a launch of permute that moves f32 scales, which become gemm_ready ones, and probs alone. x: an
+    """Return a launch of permute that moves only probs and f32 scales, which become gemm_ready ones. x: an
     array of the call."""
     lanes_log2, split = _permute_split(routing.tokens, 0, 1)
     rows = {"step": 1, "lanes_log2": lanes_log2, **split.members(), "blocks": split.blocks}
@@ -152,11 +151,11 @@ def without_data(x: Array, scales: TokenScales, routing: Routing, probs: Probs, 
 
 @functools.lru_cache(maxsize=1024)
 def _permute_split(tokens: int, row_bytes: int, step: int) -> tuple[int, RowSplit]:
-    """Returns (log2 of the threads that share a token, the split)."""
+    """Return (log2 of the threads that share a token, the split)."""
     across = _across(tokens, row_bytes, _BYTES, 16 * _THREADS)
     row_share = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
     taken = max(1, min(_MOST_TOKENS, _BYTES // max(1, row_bytes), cdiv(tokens, _BLOCKS)))
-    # If pieces are few, each has a thread of its own, so that neighbouring threads store neighbouring pieces.
+    # If pieces are few, each has its own thread, so that neighbouring threads store neighbouring pieces.
     # Every thread has a token.
     pieces = row_share // step
     lanes = min(_THREADS, max(pieces if pieces <= 64 else cdiv(pieces, _UNITS), cdiv(_THREADS, taken)))
@@ -165,7 +164,7 @@ def _permute_split(tokens: int, row_bytes: int, step: int) -> tuple[int, RowSpli
 
 @functools.lru_cache(maxsize=1024)
 def unpermute_split(tokens: int, topk: int, chunks: int) -> RowSplit:
-    """chunks: the 16-byte chunks of a row."""
+    """chunks: 16-byte chunks of a row."""
     across = _across(tokens, chunks, _CHUNKS, _THREADS)
     row_share = cdiv(chunks, across)
     most = min(_MOST_TOKENS, _CHUNKS // max(1, chunks), _MOST_ROUTES // max(1, topk), cdiv(tokens, _BLOCKS))

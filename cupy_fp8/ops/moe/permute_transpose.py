@@ -33,12 +33,12 @@ _BLOCK = (1, 128)
 
 @overload
 def permute_transpose(x: Scaled | Quantized, routing: Routing, *, probs: None = None,
-                      out: Any = None) -> Quantized: ...
+                      out: Quantized | None = None) -> Quantized: ...
 @overload
 def permute_transpose(x: Scaled | Quantized, routing: Routing, *, probs: Array,
-                      out: Any = None) -> tuple[Quantized, TypedArray]: ...
+                      out: tuple[Quantized, Array] | None = None) -> tuple[Quantized, TypedArray]: ...
 def permute_transpose(x: Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
-                      out: Any = None) -> Any:
+                      out: Any = None) -> Quantized | tuple[Quantized, TypedArray]:
     """Copy each FP8 token to the rows that the routing gives it, and transpose these rows expert by expert:
     both operands of an expert's products from one read of the tokens.
 
@@ -82,7 +82,7 @@ def permute_transpose(x: Scaled | Quantized, routing: Routing, *, probs: Array |
 
 
 class _Result(Description):
-    """Describes a Quantized of rows, and of columns by expert."""
+    """Description of a Quantized of rows, and of columns by expert."""
 
     def __init__(self, shape: tuple[int, int], dtype: np.dtype[Any], experts: int) -> None:
         rows, columns = shape
@@ -125,7 +125,7 @@ class _Inputs(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the rows."""
+        """Shape of the rows."""
         return self.routing.rows, self.s.shape[1]
 
 
@@ -189,7 +189,8 @@ class _PermuteTranspose(Op[_Inputs]):
 
 
 def division(divisor: int) -> tuple[int, int]:
-    """(multiplier, shift): n * multiplier >> shift is n // divisor for n below 2**31. 0 counts as 1."""
+    """Return (multiplier, shift): n * multiplier >> shift is n // divisor for n below 2**31. 0 counts as
+    1."""
     bits = (max(1, divisor) - 1).bit_length()
     return cdiv(1 << (31 + bits), max(1, divisor)), 31 + bits
 

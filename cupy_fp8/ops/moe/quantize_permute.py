@@ -27,20 +27,22 @@ from .permute_launches import Probs, TokenScales
 from .rows import described_rows
 
 _BLOCK = (1, 128)
-_WARPS = 8                          # in a block of threads
-#: Scattered stores of scales cost more than a second launch from 4 slots a token and 2^20 scales of rows on.
+_WARPS = 8                          # warps per thread block
+#: From 4 slots per token and 2^20 scales of rows on, scattered stores of scales cost more than a second
+#: launch.
 _MANY_SLOTS, _MANY_SCALES = 4, 1 << 20
 _KERNEL = Kernel("moe/quantize_permute", "quantize_permute", block=32 * _WARPS)
 
 
 @overload
 def quantize_permute(x: Array, routing: Routing, recipe: BlockScaling | None = None, *, probs: None = None,
-                     out: Any = None) -> Scaled: ...
+                     out: Scaled | None = None) -> Scaled: ...
 @overload
 def quantize_permute(x: Array, routing: Routing, recipe: BlockScaling | None = None, *, probs: Array,
-                     out: Any = None) -> tuple[Scaled, TypedArray]: ...
+                     out: tuple[Scaled, Array] | None = None) -> tuple[Scaled, TypedArray]: ...
 def quantize_permute(x: Array, routing: Routing, recipe: BlockScaling | None = None, *,
-                     probs: Array | None = None, out: Any = None) -> Any:
+                     probs: Array | None = None, out: Any = None
+                     ) -> Scaled | tuple[Scaled, TypedArray]:
     """Quantise each token once, and write it to the rows that the routing gives it: what an expert layer
     begins with where no dispatch to other GPUs lies between.
 
@@ -132,7 +134,7 @@ class _QuantizePermute(Op[_Inputs]):
 
 
 def _moves_scales_apart(x: Array, routing: Routing, blocks: int) -> bool:
-    # Small cases on the CPU take both ways.
+    # small cases on the CPU take both paths
     many = _MANY_SCALES >> 16 if isinstance(x, np.ndarray) else _MANY_SCALES
     return routing.topk >= _MANY_SLOTS and routing.tokens * routing.topk * blocks >= many
 

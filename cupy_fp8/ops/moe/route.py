@@ -20,7 +20,7 @@ from ...routing import MOST_EXPERTS, MOST_SLOTS, Routing, as_align
 
 _WARPS = 8
 _COUNT, _RANK = (Kernel("moe/route", entry, block=32 * _WARPS) for entry in ("route_count", "route_rank"))
-_ROUTES = 64                # routes that a warp takes, at least
+_ROUTES = 64                # fewest routes per warp
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 
 
@@ -86,7 +86,7 @@ class _RoutingShape(NamedTuple):
 
     @property
     def warp_tokens(self) -> int:
-        """Tokens of a warp."""
+        """Tokens per warp."""
         most_warps = _WARPS * _RANK.constant("kMostBlocks")
         return max(cdiv(_ROUTES, max(1, self.topk)), cdiv(self.tokens, most_warps))
 
@@ -118,7 +118,7 @@ def _extents(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, top
 
 
 def _of_mask(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[int, int]:
-    """Returns (experts, slots of a token) of a mask."""
+    """Return (experts, slots per token) of a mask."""
     if topk is None and rows is None:
         raise ValueError("topk: a mask needs topk (the most experts of one token) or rows (the bound of the "
                          "result), got neither")
@@ -132,7 +132,7 @@ def _of_mask(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[int,
 
 
 def _of_indices(columns: int, num_experts: Any, topk: Any) -> tuple[int, int]:
-    """Returns (experts, slots of a token) of indices."""
+    """Return (experts, slots per token) of indices."""
     if num_experts is None:
         raise ValueError("num_experts: needed where the assignment is indices, got None")
     experts = integer(num_experts, "num_experts")
@@ -143,7 +143,7 @@ def _of_indices(columns: int, num_experts: Any, topk: Any) -> tuple[int, int]:
 
 
 def _check(host: np.ndarray, extents: _RoutingShape) -> None:
-    """Raises ValueError unless all experts of an assignment on the host exist, and have slots and rows."""
+    """Raise ValueError unless all experts of an assignment on the host exist, and have slots and rows."""
     if extents.mask:
         most = host.sum(axis=1)
         if extents.tokens and most.max() > extents.topk:
@@ -166,7 +166,7 @@ def _check(host: np.ndarray, extents: _RoutingShape) -> None:
 
 # ---- the call and its launches ----
 class _Result(Description):
-    """Describes a Routing for these sizes."""
+    """Description of a Routing of these sizes."""
 
     def __init__(self, extents: _RoutingShape) -> None:
         self._extents = extents
@@ -177,7 +177,7 @@ class _Result(Description):
             ("sources", (extents.rows,), _INT32)]
         if extents.mask:
             parts.append(("experts", (extents.tokens, extents.topk), _INT32))
-        #: The arrays' names, which are also those of the kernels' members.
+        #: names of the arrays, and of the kernels' members
         self.names = tuple(name for name, _, _ in parts)
         super().__init__(*(Written(f"out.{name}", shape, dtype) for name, shape, dtype in parts))
 
@@ -210,7 +210,7 @@ class _Route(Op[_Inputs]):
         x = call.read("assignment", assignment, (_INT32, _INT64, _BOOL))
         options = num_experts, topk, rows, align
         extents = _extents(x.shape, x.dtype, *options)
-        # An object that is not an int, such as an array of one element, can change before the next call.
+        # a mutable object, such as an array of one element, can change before the next call
         call.repeatable &= all(option is None or type(option) is int for option in options)
         if check or call.xp is np:
             call.repeatable = False

@@ -16,12 +16,12 @@ from ..scales.convert import with_compact_scales
 
 
 class MovedRows(NamedTuple):
-    """Describes rows that move. given: the array, or the Scaled that has the other arrays."""
+    """Rows that move. given: the array, or the Scaled that has the other arrays."""
 
     given: Any
     data: Input
-    scales: Input | None = None         # a row for each row of the data
-    one_scale: Input | None = None      # one scale that all rows share
+    scales: Input | None = None         # one row per row of the data
+    one_scale: Input | None = None      # one scale for all rows
     layout: str = "compact"             # of the result's scales
 
     @property
@@ -29,7 +29,7 @@ class MovedRows(NamedTuple):
         return self.data.shape[0]
 
     def moved(self, number: int) -> Description:
-        """Returns the description of a result of `number` such rows."""
+        """Return the description of a result of `number` such rows."""
         shape = number, *self.data.shape[1:]
         if not isinstance(self.given, Scaled):
             return one_array(shape, self.data.dtype)
@@ -41,7 +41,7 @@ class MovedRows(NamedTuple):
 
 
 class _ScaledRows(Description):
-    """Describes a Scaled with scales of blocks (1, B), or with one scale (block None)."""
+    """Description of a Scaled with scales of blocks (1, B), or with one scale (block None)."""
 
     def __init__(self, block: Any, layout: str, data: Written, scales: Written) -> None:
         super().__init__(data, scales)
@@ -63,21 +63,21 @@ class _ScaledRows(Description):
 
 
 def described_rows(shape: tuple[int, ...], dtype: Any, scales: Any, block: Block, layout: str) -> Description:
-    """Returns the description of a row-wise Scaled with blocks (1, B). dtype, scales: of codes and scales."""
+    """Return the description of a row-wise Scaled with blocks (1, B). dtype, scales: of codes and scales."""
     return _ScaledRows(block, layout, Written("out.data", shape, dtype),
                        Written("out.scale_inv", scale_shape(shape, block, layout), scales))
 
 
 def rowwise(x: Any, name: str) -> Any:
-    """Returns the row-wise part of a Quantized, whose scales move with the rows, and anything else as it is.
+    """Return the row-wise part of a Quantized, whose scales move with the rows; anything else unchanged.
     """
     return row_wise(x, name, "; only its scales move with rows") if isinstance(x, Quantized) else x
 
 
 def read_rows(call: Call, name: str, x: Any, layout: str = "compact") -> MovedRows:
-    """Declares rows that move: an array of any dtype of 1, 2, 4 or 8 bytes, or a row-wise Scaled with one
-    scale or with blocks (1, B). layout: of the result's scales. gemm_ready ones are made of any that have
-    strides. For others scales that are not compact are made so, in new memory."""
+    """Declare rows that move: an array of any dtype of 1, 2, 4 or 8 bytes, or a row-wise Scaled with one
+    scale or with blocks (1, B). layout: of the result's scales. gemm_ready ones are made from any that have
+    strides; for others scales are made compact, in new memory."""
     if not isinstance(x, Scaled):
         backend.module_of(x, name)
         if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):

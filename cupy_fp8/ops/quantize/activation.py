@@ -1,4 +1,4 @@
-"""Activations and quantisation from a single read. Kernels: kernels_cu/quantize/activation.cu, of gated ones
+"""Activations and quantisation from a single read. Kernels: kernels_cu/quantize/activation.cu; for gated ones
 swiglu.cu."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args, overload
 import numpy as np
 
 from ... import reference
+from ...advice import matrix_instead
 from ...arrays import Array
 from ...calls import row_segments
 from ...calls.call import Call, Input, Op, run
@@ -177,7 +178,7 @@ def _is_gated(kind: Any) -> bool:
 
 
 class _Inputs(NamedTuple):
-    """grad: of y; a call with it computes that of x. scale: (address, 0) or (0, value)."""
+    """grad: of y; with it a call computes the gradient of x. scale: (address, 0) or (0, value)."""
 
     x: Input
     grad: Input | None
@@ -194,7 +195,8 @@ class _Forward(Op[_Inputs]):
                   interleaved: Any, noop: Any) -> _Inputs:
         x_input = call.read("x", x, INPUT_DTYPES)
         if x_input.array.ndim != 2:
-            raise ValueError(f"x: expected shape [M, K], got {x_input.shape}")
+            raise ValueError(f"x: expected shape [M, K], got {x_input.shape}"
+                             f"{matrix_instead(x_input.shape, 'x', batch=False)}")
         rows, columns = x_input.shape
         choice(kind, "kind", ACTIVATIONS)
         _refuse(kind, {"probs": probs, "bias": bias, "splits": splits, "clamp": clamp}, interleaved)
@@ -243,7 +245,7 @@ _FORWARD, _BACKWARD = _Forward(), _Backward()
 
 
 def _refuse(kind: str, given: dict[str, Any], interleaved: Any) -> None:
-    """ValueError for what gated kinds alone have."""
+    """Raise ValueError for arguments of gated kinds only."""
     flag(interleaved, "interleaved")
     for name in [name for name, value in given.items() if value is not None] + ["interleaved"] * interleaved:
         raise ValueError(f"{name}: kind {kind!r} has no second factor and no such option; the gated kinds "
@@ -251,12 +253,12 @@ def _refuse(kind: str, given: dict[str, Any], interleaved: Any) -> None:
 
 
 def _has_path(program: fused.Program, dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """bf16, and everything to e4m3, has fast programs of SiLU."""
+    """SiLU: fast programs for bf16, and for everything to e4m3."""
     return program.path == ANY or (program.path == PLAIN and (dtype == bfloat16 or to == float8_e4m3fn))
 
 
 def _has_quick_path(program: fused.Program, dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """Other kinds have fast programs for bf16 to e4m3, and for gradients in e5m2."""
+    """Other kinds: fast programs for bf16 to e4m3, and for gradients in e5m2."""
     return program.path == ANY or (program.path == PLAIN and dtype == bfloat16
                                    and (to == float8_e4m3fn or program.backward))
 

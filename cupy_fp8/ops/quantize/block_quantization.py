@@ -1,8 +1,9 @@
-"""What quantisers in blocks share: the op, what follows from shapes and options, and members of the kernels'
+"""Shared by quantisers in blocks: the op, what follows from shapes and options, and members of the kernels'
 structs.
 
 Kernels know only memory, where the last two axes of x may be swapped. Blocks *along rows* lie along a row of
-memory, blocks *along columns* down a column; which of them are the row-wise ones depends on how x lies there.
+memory, blocks *along columns* down a column; which of them are the row-wise ones depends on the order of x in
+memory.
 """
 
 from __future__ import annotations
@@ -22,24 +23,23 @@ from ...layouts import Block, swap_last
 from ...results import Quantized
 from .quantized_result import Addresses, QuantizedResult
 
-#: The data of one direction are stored not at all, in the order of x's memory, or with its last two axes
+#: How the data of a direction are stored: not at all, in the order of x's memory, or with the last two axes
 #: swapped.
 ABSENT, AS_IS, TRANSPOSED = 0, 1, 2
 
-#: A kernel's struct is given by the names of its members.
+#: Members of a kernel's struct, by name.
 Members = dict[str, Any]
 _NOWHERE = 0, 0
-#: These bits of the member `vector` say which accesses may be wide: those of x, of data along rows, and of
-#: data along columns.
+#: Bits of the member `vector`: wide accesses of x, of data along rows, of data along columns.
 WIDE_X, WIDE_ROWS, WIDE_COLUMNS = 1, 2, 4
 ALL_WIDE = WIDE_X | WIDE_ROWS | WIDE_COLUMNS
 
 
 # ---- members of the kernels' structs ----
 class Axis(NamedTuple):
-    """Says what a kernel writes for the blocks along one axis of memory. data, scales: the direction that
-    they belong to, or None if they are not written. stored: how the data are stored. strides: where the
-    scales lie, as the members of the kernel's struct beside their address."""
+    """What a kernel writes for the blocks along one axis of memory. data, scales: the direction that they
+    belong to, or None if they are not written. stored: how the data are stored. strides: of the scales, as
+    members of the kernel's struct."""
 
     data: str | None
     stored: int
@@ -48,13 +48,13 @@ class Axis(NamedTuple):
 
 
 def stored_as(direction: Direction | None, swapped: bool) -> int:
-    """Returns how the data of a direction are stored. swapped: whether x lies in memory with its last two
-    axes swapped."""
+    """Return how the data of a direction are stored. swapped: the last two axes of x are swapped in
+    memory."""
     return ABSENT if direction is None else AS_IS if direction.transposed == swapped else TRANSPOSED
 
 
 def destinations(axes: tuple[Axis, Axis], addresses: Addresses) -> Members:
-    """Returns where a kernel writes data and scales along rows and along columns of memory."""
+    """Return the destinations of data and scales along rows and along columns of memory."""
     (rows_data, _), (columns_data, _) = (addresses.get(axis.data, _NOWHERE) for axis in axes)
     (_, rows_scales), (_, columns_scales) = (addresses.get(axis.scales, _NOWHERE) for axis in axes)
     along_rows, along_columns = axes
@@ -67,8 +67,8 @@ def destinations(axes: tuple[Axis, Axis], addresses: Addresses) -> Members:
 
 
 class Options(Protocol):
-    """Holds the options of an op that quantises in blocks: a NamedTuple of the names that users and the
-    reference have for them."""
+    """Options of an op that quantises in blocks: a NamedTuple with the names that users and the reference
+    have for them."""
 
     @property
     def dtype(self) -> Any: ...
@@ -79,11 +79,10 @@ class Options(Protocol):
 
 
 class Quantization:
-    """Says what is read and written for an array, wherever its memory is. The kernels' members follow from
-    it.
+    """What is read and written for an array, independent of its memory. The kernels' members follow from it.
 
-    shape, source: the shape of x as it lies in memory, and its dtype. swapped: whether its last two axes are
-    swapped there. kind: the kind of data, for messages."""
+    shape, source: shape of x in memory, and its dtype. swapped: its last two axes are swapped there. kind:
+    kind of data, in messages."""
 
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: Options,
                  directions: Directions, kind: str) -> None:
@@ -94,8 +93,8 @@ class Quantization:
 
     def warp_tile_members(self, axes: tuple[Axis, Axis], addresses: Addresses, aligned: bool,
                           chunk: int = LANE_COLUMNS, grouped: bool = False) -> Members:
-        """Returns destinations, and `vector`. aligned: whether x is aligned to chunks. chunk: elements of a
-        wide access. grouped: the kernel asks for each group of rows what its transposed data allow."""
+        """Return destinations, and `vector`. aligned: x is aligned to chunks. chunk: elements of a wide
+        access. grouped: the kernel checks each group's transposed data itself."""
         members, whole = destinations(axes, addresses), self.columns % chunk == 0
         vector = WIDE_X * (whole and aligned)
         for bit, axis, at in zip((WIDE_ROWS, WIDE_COLUMNS), axes,
@@ -110,7 +109,7 @@ class Quantization:
 
 # ---- the ops ----
 class Inputs(NamedTuple):
-    """x is read as it lies in memory, maybe with its last two axes swapped."""
+    """x in the order of its memory, maybe with its last two axes swapped."""
 
     x: Input
     quantization: Any
@@ -123,7 +122,7 @@ class Inputs(NamedTuple):
 
 
 class BlockOp(Op[Inputs]):
-    """Describes an op that quantises in blocks. Its arguments are x, noop and the options."""
+    """An op that quantises in blocks. Its arguments are x, noop and the options."""
 
     options: Callable[..., Options]
     quantization: Callable[[tuple[int, ...], np.dtype[Any], bool, Any], Quantization]
@@ -147,12 +146,12 @@ class BlockOp(Op[Inputs]):
 
 
 def lies_swapped(x: Any) -> bool:
-    """Returns whether an array is C-contiguous only with its last two axes swapped."""
+    """Return whether an array is C-contiguous only with its last two axes swapped."""
     if x.flags.c_contiguous if isinstance(x, np.ndarray) else getattr(x, "_c_contiguous", True):
         return False
     return bool(x.ndim >= 2 and is_contiguous(x.swapaxes(-1, -2)))
 
 
 def logical_shape(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
-    """Returns the shape of x, given the shape in which it lies in memory."""
+    """Return the logical shape of x, given its shape in memory."""
     return swap_last(shape) if swapped else shape

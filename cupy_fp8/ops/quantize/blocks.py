@@ -44,7 +44,7 @@ from .quantized_result import Addresses
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _WHOLE_VECTORS = Kernel("quantize/whole_vectors", "quantize_whole_vectors")
-#: The smallest block has so many elements, a quarter of a warp tile's row.
+#: elements of the smallest block: a quarter of a warp tile's row
 _SMALLEST = 32
 _NO_SCALES = {"row": 1, "column": 1}
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
@@ -53,17 +53,16 @@ _ACROSS = WarpTiles(1, 8, down_first=False)        # writes 32 bytes of a row's 
 _DOWN = WarpTiles(4, 1, down_first=False)
 _GATHERED = WarpTiles(8, 1, down_first=False)      # writes 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
-_WIDE = WarpTiles(4, 2, down_first=False)          # is a compromise of both
-_WARPS = 4                                          # warps in a block of threads of quantize_block_rows
-_LOAD_BYTES = 16                                    # bytes that a thread of it loads at once
+_WIDE = WarpTiles(4, 2, down_first=False)          # a compromise
+_WARPS = 4                                          # warps per thread block of quantize_block_rows
+_LOAD_BYTES = 16                                    # bytes per load of it
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows", block=32 * _WARPS)
-#: The scales of a warp tile's rows and columns take so many bytes of shared memory.
+#: shared memory for the scales of a warp tile's rows and columns, in bytes
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (WARP_TILE_ROWS + 4) * 4, WARP_TILE_COLUMNS * 4
-#: A column of a row segment takes so many bytes of shared memory
-#: (kernels_cu/include/tile/column_segment.cuh).
+#: shared memory per column of a row segment, in bytes (kernels_cu/include/tile/column_segment.cuh)
 _SEGMENT_BYTES = 64
 
-#: The BlockRule of kernels_cu/include/scale/block_scale.cuh has these flags.
+#: Flags of the BlockRule of kernels_cu/include/scale/block_scale.cuh.
 _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
 
 
@@ -132,7 +131,7 @@ def quantize_block(x: Array, block: tuple[int | None, int | None] = (1, 128), *,
 
 
 class BlockOptions(NamedTuple):
-    """Holds the options of `quantize_block`."""
+    """The options of `quantize_block`."""
 
     block: Block
     dtype: Any
@@ -146,7 +145,7 @@ class BlockOptions(NamedTuple):
 
     @classmethod
     def of(cls, recipe: BlockScaling, rowwise: bool, columnwise: bool) -> BlockOptions:
-        """Those of a recipe, which always stores column-wise data transposed."""
+        """Return those of a recipe, which always stores column-wise data transposed."""
         return cls(**vars(recipe), rowwise=rowwise, columnwise=columnwise, transposed=True)
 
 
@@ -156,7 +155,7 @@ class BlockQuantization(Quantization):
                  options: BlockOptions) -> None:
         block, to, rowwise, columnwise, transposed, pow2_scale, eps, profile, scale_layout = options
         check_block_options(block, profile, scale_layout)
-        least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
+        least = block_eps(eps, profile) + 0.0       # -0 becomes 0: the kernel compares the bits of magnitudes
         pow2 = block_pow2(pow2_scale, profile)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
         directions = block_directions(logical_shape(shape, swapped), to, *switches, block, scale_layout)
@@ -165,7 +164,7 @@ class BlockQuantization(Quantization):
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
     def axes(self, names: list[str]) -> tuple[Axis, Axis]:
-        """Returns what a kernel of warp tiles writes for these directions, along rows and along columns of
+        """Return what a kernel of warp tiles writes for these directions, along rows and along columns of
         memory."""
         rows, columns = (name if name in names else None for name in (
             ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
@@ -173,7 +172,7 @@ class BlockQuantization(Quantization):
             (stored_as(self.directions[name], self.swapped) if name else ABSENT, name)
             for name in (rows, columns)]
         if self.square:
-            # Both directions have the same codes, so each order in which they are stored is written once.
+            # Both directions have the same codes, so each order of storage is written once.
             name_of = dict(written)
             written = [(stored, name_of[stored]) if stored in name_of else (ABSENT, None)
                        for stored in (AS_IS, TRANSPOSED)]
@@ -183,7 +182,7 @@ class BlockQuantization(Quantization):
                      _strides(self.directions.get(columns or ""), self.swapped)))
 
     def members(self, axes: tuple[Axis, Axis]) -> Members:
-        """Returns members of the struct of a kernel of warp tiles that do not depend on memory."""
+        """Return members of the struct of a kernel of warp tiles that do not depend on memory."""
         length = (self.block[0] if self.block[1] == 1 else self.block[1]) or _SMALLEST
         return {
             "rows": self.rows,
@@ -198,7 +197,7 @@ class BlockQuantization(Quantization):
 
 def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
           profile: str) -> Members:
-    """Returns the BlockRule of kernels_cu/include/scale/block_scale.cuh."""
+    """Return the BlockRule of kernels_cu/include/scale/block_scale.cuh."""
     target = np.float32(FORMATS[to].max)
     flags = {"te": _GUARDED, "deepgemm": _AMAX_FIRST, "tilekernels": _OTHER_QUOTIENT, "vllm": _AMAX_FIRST,
              "sglang": _OTHER_PRODUCT, "torchao": 0}[profile]
@@ -210,13 +209,13 @@ def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
 
 
 def _strides(direction: Direction | None, swapped: bool) -> dict[str, int]:
-    """Returns the ScaleGrid of kernels_cu/include/scale/block_scale.cuh without its address."""
+    """Return the ScaleGrid of kernels_cu/include/scale/block_scale.cuh without its address."""
     if direction is None:
         return _NO_SCALES
     assert direction.block is not None
     *_, rows, columns = direction.scale_shape
     lines_first = direction.block[0] == 1 and direction.scale_layout != "compact"
-    # Whether rows of blocks in memory are columns of scale_inv.
+    # whether rows of blocks in memory are columns of scale_inv
     if (lines_first or (1 not in direction.block and direction.transposed)) != swapped:
         return {"matrix": rows * columns, "row": 1, "column": columns, "rows": columns, "columns": rows}
     return {"matrix": rows * columns, "row": columns, "column": 1, "rows": rows, "columns": columns}
@@ -303,9 +302,8 @@ QUANTIZE = _QuantizeBlock()
 # ---- programs ----
 def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool,
                   compact: bool) -> WarpTiles | None:
-    """Returns the tile of the program for wide accesses. It is None if there is no program, since the case is
-    rare: blocks along columns whose data are not stored transposed, and squares of float16. Elements are not
-    divided."""
+    """Return the tile of the program for wide accesses, without division. None for rare cases, which have no
+    program: blocks along columns whose data are not stored transposed, and squares of float16."""
     if rows == TRANSPOSED or columns == AS_IS or (square and source == float16):
         return None
     if columns == ABSENT:
@@ -333,8 +331,8 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: i
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], kernel: Kernel = _TILE) -> Variant:
-    """Returns the program for arrays whose rows do not allow wide accesses, and for rare cases. It gets what
-    to store, and how, at run time."""
+    """Return the program for arrays whose rows do not allow wide accesses, and for rare cases. What to store,
+    and how, are run-time values."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, ANY_SHAPE, False, kernel)
 
 

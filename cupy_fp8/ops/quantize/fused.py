@@ -22,39 +22,38 @@ from . import blocks, mx
 from .quantized_result import QuantizedResult, per_tensor_destinations, per_tensor_result
 
 DIRECTIONS = "rowwise", "columnwise"
-#: A kernel's struct is given by the names of its members.
+#: Members of a kernel's struct, by name.
 Members = dict[str, Any]
-#: The define SCALING has these values, which stand for kernels <source>_cast, _block and _mx.
+#: Values of the define SCALING, for kernels <source>_cast, _block and _mx.
 ONE_SCALE, F32_BLOCKS, MX_BLOCKS = "one_scale", "f32_blocks", "mx_blocks"
 _ENTRIES = {ONE_SCALE: "cast", F32_BLOCKS: "block", MX_BLOCKS: "mx"}
-#: The define PATH has these values (enum Path in kernels_cu/include/fused/program.cuh says what each program
-#: can do).
+#: Values of the define PATH (enum Path in kernels_cu/include/fused/program.cuh).
 ANY, ROWS, TILES, PLAIN = "any", "rows", "tiles", "plain"
 OPTIONS, EXPERTS, WIDE, QUOTIENTS = "options", "experts", "wide", "quotients"
-#: A flag of the struct SourceCall, and what it has the activation's number times.
+#: A flag of the struct SourceCall, and the unit of the activation's number in its flags.
 WIDE_FLAG, _KIND_UNIT = 8, 16
-#: The number of an activation is its place here (AnyKind in kernels_cu/include/source/any_kind.cuh).
+#: Activations in the order of their numbers (AnyKind in kernels_cu/include/source/any_kind.cuh).
 KINDS = "silu", "gelu", "gelu_tanh", "relu", "relu2"
 
 TILE = shapes.SMALL
-#: A thread has so many 16-byte loads in flight for each array (kStages rows of kLoads).
+#: 16-byte loads in flight per thread and array (kStages rows of kLoads)
 _STAGES = 4
-COLUMN_AMAXES = 4 * (8 * TILE.columns + 8) * 4     # bytes of shared memory for a tile (struct ColumnAmaxes)
-#: A launch that needs no shared memory asks for so many bytes: an array of 0 bytes has no address on the CPU.
+COLUMN_AMAXES = 4 * (8 * TILE.columns + 8) * 4     # shared memory per tile, in bytes (struct ColumnAmaxes)
+#: least shared memory of a launch, in bytes: an array of 0 bytes has no address on the CPU
 LEAST_SHARED = 16
-#: A block of threads takes more tiles only if at least so many blocks remain.
+#: Thread blocks that must remain for a block to take more tiles.
 _ENOUGH_BLOCKS = 512
-#: The workspace of current scaling has the amax, the number of finished blocks, then the scale.
+#: Workspace of current scaling: the amax, the number of finished blocks, then the scale.
 _WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
 
 
 # ---- how recipes store a matrix ----
 class Output:
-    """Says how a recipe stores a matrix: the scaling of its kernel, the description of its result, and
-    members of its struct.
+    """How a recipe stores a matrix: the scaling of its kernel, the description of its result, and members of
+    its struct.
 
-    row_block: so many elements of a row share a scale, and all of them belong to one part of the result.
-    divides: whether elements are divided by scale_inv. transposed: how column-wise data are stored."""
+    row_block: elements of a row per scale, all in one part of the result. divides: elements are divided by
+    scale_inv. transposed: column-wise data are stored transposed."""
 
     scaling: str
     result: QuantizedResult
@@ -66,7 +65,7 @@ class Output:
         self.shape, self.recipe, self.columnwise = shape, recipe, columnwise
 
     def destinations(self, result: QuantizedResult, written: Sequence[int]) -> Members:
-        """Returns members with the addresses of data and scales. result: the description of what is written.
+        """Return members with the addresses of data and scales. result: the description of what is written.
         """
         raise NotImplementedError
 
@@ -140,8 +139,8 @@ _OUTPUTS: dict[type, Any] = {
 
 def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: Any,
               columnwise: Any) -> Output:
-    """Returns how a recipe stores a matrix of this shape. source: x's dtype. TypeError or ValueError for
-    recipes that have no kernel."""
+    """Return how a recipe stores a matrix of this shape. source: x's dtype. TypeError or ValueError for
+    recipes without a kernel."""
     check_recipe(recipe)
     made: Output = _OUTPUTS[type(recipe)](shape, source, recipe, rowwise, columnwise)
     return made
@@ -149,7 +148,7 @@ def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwis
 
 # ---- programs ----
 class Program(NamedTuple):
-    """A program of a source, but for its types. halves: of a row of x."""
+    """A program of a source, except its types. halves: of a row of x."""
 
     scaling: str
     halves: int
@@ -158,7 +157,7 @@ class Program(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Of a result: y, or the gradients of the halves."""
+        """Parts of a result: y, or the gradients of the halves."""
         return self.halves if self.backward else 1
 
     @property
@@ -169,7 +168,7 @@ class Program(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Threads of a block."""
+        """Threads per block."""
         return TILE.block * (1 + (self.is_streamed and self.path != ROWS))
 
     @property
@@ -189,8 +188,8 @@ class Program(NamedTuple):
         return stages + tile_bytes + COLUMN_AMAXES
 
     def most_tiles(self, dtype: np.dtype[Any]) -> int:
-        """How many tiles a block of threads can take. Its shared memory has room for the weights of so many
-        rows (kMostRows in stream_shape.cuh)."""
+        """Return the most tiles per thread block, limited by shared memory for the rows' weights (kMostRows
+        in stream_shape.cuh)."""
         if not self.is_streamed:
             return 1
         most = self.block // TILE.rows
@@ -205,24 +204,24 @@ HasPath = Callable[[Program, np.dtype[Any], np.dtype[Any]], bool]
 
 @functools.cache
 def _kernels(name: str) -> dict[str, Kernel]:
-    """The kernels of a .cu file, by scaling."""
+    """Return the kernels of a .cu file, by scaling."""
     return {scaling: Kernel(f"quantize/{name}", f"{name}_{entry}") for scaling, entry in _ENTRIES.items()}
 
 
 class Source:
     """The kernels of kernels_cu/quantize/<name>.cu, <name>_cast, _block and _mx, for one activation. halves:
-    of a row of x. has_path: which programs there are. Path any has one program for all activations."""
+    of a row of x. has_path: selects the programs that exist. Path any has one program for all activations."""
 
     def __init__(self, name: str, halves: int, has_path: HasPath, activation: str) -> None:
         self.halves, self._has_path, self.kernels = halves, has_path, _kernels(name)
-        #: SomeName, a struct of kernels_cu/include/source, is the activation some_name.
+        #: Activation some_name is the struct SomeName of kernels_cu/include/source.
         self._struct = "".join(map(str.capitalize, activation.split("_")))
         self.kind_flags = _KIND_UNIT * KINDS.index(activation)
         self.by_path = functools.cache(self._by_path)
 
     def _by_path(self, scaling: str, dtype: np.dtype[Any], to: np.dtype[Any],
                  backward: bool) -> dict[str, tuple[Program, Variant]]:
-        """Returns the programs for these types, by path. dtype: x's."""
+        """Return the programs for these types, by path. dtype: x's."""
         found = {}
         for path in (ANY, ROWS, TILES, PLAIN, OPTIONS, EXPERTS, WIDE, QUOTIENTS):
             program = Program(scaling, self.halves, backward, path)
@@ -244,9 +243,9 @@ class Source:
 class Values(NamedTuple):
     """The values that a call computes and quantises.
 
-    members: of the struct SourceCall. half: elements of a row of each part. paths: programs for the call, in
-    order: it takes the first one that there is for its types. amax_at: one element that is raised, or 0.
-    scale: (address, 0) or (0, value)."""
+    members: of the struct SourceCall. half: elements of a row of each part. paths: programs for the call; the
+    first that exists for its types is taken. amax_at: one element that is raised, or 0. scale: (address, 0)
+    or (0, value)."""
 
     x: Array
     backward: bool
@@ -259,8 +258,8 @@ class Values(NamedTuple):
 
 
 def is_wide(output: Output, destinations: Members, half: int, read: int) -> bool:
-    """Returns whether every row that is read allows 16-byte loads, and every row that is not transposed
-    8-byte stores. read: the or'ed addresses of what is read."""
+    """Return whether every row that is read allows 16-byte loads, and every row that is not transposed 8-byte
+    stores. read: bitwise or of the addresses that are read."""
     data = destinations.get("data", 0)
     if not output.transposed:
         data |= destinations["column_data"]
@@ -290,8 +289,7 @@ def launches(call: Call, source: Source, values: Values, destinations: Members) 
 
 
 def _cast(call: Call, values: Values, bind: Callable[..., Launch], destinations: Members) -> Iterator[Launch]:
-    """Yields the launch that casts with one scale; for current scaling another one before it finds that
-    scale."""
+    """Yield the launch that casts with one scale; for current scaling, preceded by one that finds it."""
     recipe, amax_at = values.output.recipe, values.amax_at
     scale_at, scale_value = values.scale
     if isinstance(recipe, CurrentScaling):
@@ -306,10 +304,10 @@ def _cast(call: Call, values: Values, bind: Callable[..., Launch], destinations:
 
 
 def _grid(program: Program, shape: tuple[int, int], half: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Returns the blocks of threads of a launch, and how many tiles of a column each takes."""
+    """Return the thread blocks of a launch, and the tiles of a column for each."""
     if program.path == ANY:
         return TILE.grid(shape), 1
-    # These write the tiles of both parts at once.
+    # these write the tiles of both parts at once
     once, each, most = (shape[0], half), 1, program.most_tiles(dtype)
     while each < most and TILE.grid(once) // (2 * each) >= _ENOUGH_BLOCKS:
         each *= 2

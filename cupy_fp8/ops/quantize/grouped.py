@@ -1,5 +1,5 @@
-"""Quantises each group of rows as a tensor of its own: `group_quantize`. grouped_tensor.py has the launches
-for one scale per group, grouped_blocks.py those for blocks."""
+"""`group_quantize`: quantises each group of rows as a tensor of its own. Launches: grouped_tensor.py for one
+scale per group, grouped_blocks.py for blocks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ...grouped import Grouped
 from ...kernels import Launch, Variant
 from ...layouts import padded_rows, round_up
 from ...recipes import BlockScaling, MXScaling, Recipe, check_recipe, check_scales
+from ...results import Quantized
 from . import grouped_blocks, grouped_tensor
 from .grouped_call import Inputs
 from .grouped_result import GroupedResult
@@ -29,7 +30,7 @@ _MOST_INT32 = 0x7FFFFFFF
 def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False,
                    scales: Any = None, amaxes: Array | None = None, noop: Array | None = None,
                    offsets: Array | None = None, align: int = 1, out: Grouped | None = None,
-                   check: bool = False) -> Grouped:
+                   check: bool = False) -> Grouped[Quantized]:
     """Quantise each group of rows as a tensor of its own: its bytes are those of ``recipe.quantize(group)``.
 
     Per-tensor recipes give each group a scale:
@@ -115,7 +116,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     >>> g.splits.tolist(), [member.data.astype(np.float32).tolist() for member in g]
     ([2, 0, 2], [[[1.0, 2.0], [0.0, 0.0]], [], [[3.0, 4.0], [5.0, 6.0]]])
     """
-    # Calls are remembered by the memory of arrays, so a list becomes one first.
+    # calls are remembered by the memory of arrays, so a list becomes one first
     splits = group_sizes.on_device_of(splits, x)
     given = x, splits, recipe, rowwise, columnwise, scales, amaxes, noop, align, check, offsets
     result: Grouped = run(_GROUP_QUANTIZE, given, out)
@@ -181,7 +182,7 @@ def _read_offsets(call: Call, offsets: Any, align: int, groups: group_sizes.Grou
 
 
 def _result_rows(groups: group_sizes.Groups, rows: int, align: int) -> int:
-    """Returns how many rows the result has."""
+    """Return the number of rows of the result."""
     if align == 1:
         return rows
     if not groups.wide and round_up(rows, align) > _MOST_INT32:

@@ -28,25 +28,23 @@ AnyQuantization = blocks.BlockQuantization | mx.MxQuantization
 
 _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
-#: A block of threads that writes transposed data takes so many tiles. With more, multiprocessors are idle at
-#: the end.
+#: Tiles per thread block that writes transposed data. With more, SMs are idle at the end.
 _TILES_PER_BLOCK = 2
 _WHOLE_VECTORS = Kernel("quantize/grouped_rows_columns", "group_quantize_whole_vectors")
-_VECTOR_TILE = WarpTiles(8, 1, down_first=False)        # It writes 256 bytes of a transposed row.
-#: A segment has so many rows. A block takes so many elements of a row, and has so many threads
-#: (SegmentOfRows).
+_VECTOR_TILE = WarpTiles(8, 1, down_first=False)        # writes 256 bytes of a transposed row
+#: Rows per segment; elements of a row per thread block; threads per block (SegmentOfRows).
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows", block=_THREADS)
 _CHUNK_BYTES, _WARP = 16, 32
-#: The kernel of whole columns makes these passes.
+#: passes of the kernel of whole columns
 _FIND, _QUANTIZE = 0, 1
 
 
 @functools.lru_cache(maxsize=256)
 def quantization_of(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling,
                     rowwise: bool, columnwise: bool) -> AnyQuantization:
-    """Returns the quantisation of all rows as one matrix; a group's differs only in the number of rows.
-    shape: the result's."""
+    """Return the quantisation of all rows as one matrix; a group's differs only in the number of rows. shape:
+    the result's."""
     if isinstance(recipe, BlockScaling):
         options = blocks.BlockOptions.of(recipe, rowwise, columnwise)
         return blocks.BlockQuantization(shape, source, False, options)
@@ -54,7 +52,7 @@ def quantization_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Block
 
 
 def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
-    """Yields the launch for all groups, after one that finds each block's rows if that gains time."""
+    """Yield the launch for all groups, after one that finds each thread block's rows if that gains time."""
     quantization, x = cast(AnyQuantization, inputs.quantization), inputs.x.array
     if None in quantization.block:
         yield from _whole_vectors(call, inputs, addresses)
@@ -78,13 +76,13 @@ def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[
 
 
 def _by_direction(addresses: dict[str, int]) -> Addresses:
-    """Returns (data, scale_inv) of each direction, from the addresses of a Grouped's arrays by name."""
+    """Return (data, scale_inv) of each direction, from the addresses of a Grouped's arrays by name."""
     return {"rowwise": (addresses["rowwise"], addresses["scale_inv"]),
             "columnwise": (addresses["columnwise"], addresses["columnwise_scale_inv"])}
 
 
 def axes_of(quantization: AnyQuantization) -> tuple[tuple[Axis, Axis], Members]:
-    """Returns what the kernel writes along rows and along columns, and members of its struct."""
+    """Return what the kernel writes along rows and along columns, and members of its struct."""
     if isinstance(quantization, blocks.BlockQuantization):
         axes = quantization.axes(list(quantization.directions))
         return axes, quantization.members(axes)
@@ -105,7 +103,7 @@ def group_scale_members(quantization: AnyQuantization, number: int, axis: Axis) 
 
 # ---- whole rows and whole columns ----
 def _whole_vectors(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
-    """Yields one launch if only rows are written. Otherwise a launch finds each block's rows and clears the
+    """Yield one launch if only rows are written. Otherwise one finds each thread block's rows and clears the
     amaxes, the second finds the amaxes, and the third quantises."""
     quantization, x = cast(blocks.BlockQuantization, inputs.quantization), inputs.x.array
     (rows, columns), own = axes_of(quantization)
@@ -128,7 +126,7 @@ def _whole_vectors(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Ite
     chosen = (_rows_variant if rows_alone else _whole_vectors_variant)(quantization.source, quantization.to)
     array = {"x": inputs.x.at, "noop": call.noop_at}
     if not rows_alone:
-        # This launch writes only amaxes. The other one clears what no group has, and writes offsets and
+        # This launch writes only amaxes; the other one clears what no group has, and writes offsets and
         # sizes.
         without_results = {**groups, "offsets_out": 0, "sizes_out": 0}
         yield chosen.bind(x, tiling.grid, all={**array, **members({})}, groups=without_results,
@@ -138,30 +136,31 @@ def _whole_vectors(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Ite
 
 
 def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[str, int], tuple[int, int]]:
-    """Returns members with the addresses of row and column amaxes, and the memory to clear for them:
-    (address, bytes)."""
+    """Return members with the addresses of row and column amaxes, and the memory to clear for them: (address,
+    bytes)."""
     quantization = cast(AnyQuantization, inputs.quantization)
     of_rows = quantization.rows if axes[0].scales else 0
     of_columns = inputs.number * quantization.columns if axes[1].scales else 0
-    words = round_up(of_rows + of_columns, 4)                   # The other launch clears whole chunks.
+    words = round_up(of_rows + of_columns, 4)                   # the other launch clears whole chunks
     at = call.workspace("group_amaxes", words)
     return {"row_amaxes": at if axes[0].scales else 0,
             "column_amaxes": at + 4 * of_rows if axes[1].scales else 0}, (at, 4 * max(words, 4))
 
 
 def _team(columns: int, chunk: int) -> int:
-    """Returns how many threads share a row: as few as can hold all of it, at most a block."""
+    """Return the threads per row: as few as can hold all of it, at most a thread block."""
     wanted = cdiv(max(columns, 1), chunk * _ROWS.constant("kChunksInRegisters"))
     return min(_THREADS, max(_WARP, 1 << (wanted - 1).bit_length()))
 
 
 # ---- variants ----
 def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) -> tuple[Variant, WarpTiles]:
-    """Returns the variant for memory that allows wide accesses, or for any, and the warp tiles of its blocks.
+    """Return the variant for memory that allows wide accesses, or for any, and the warp tiles of its thread
+    blocks.
 
-    Few choices have a program of their own for wide accesses. The others take the program that gets what to
-    store at run time: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
-    that are divided (profile vllm); and squares whose column-wise data are wanted alone."""
+    Few choices have their own program for wide accesses. The others take the program with run-time choices:
+    f32, for which both programs keep 256 threads per SM in flight; elements that are divided (profile vllm);
+    and squares whose column-wise data are wanted alone."""
     wide = wide and quantization.source != float32
     if isinstance(quantization, blocks.BlockQuantization):
         return _block_variant(quantization.source, quantization.to, *stored, quantization.square,
@@ -175,7 +174,7 @@ def _block_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns:
     warp_tiles = blocks.warp_tiles_of(source, rows, columns, square, False) if wide else None
     if warp_tiles is None:
         return blocks.any_shape_variant(source, to, _BLOCKS), blocks.ANY_SHAPE
-    # Groups have an order of their own.
+    # groups have their own order
     tiles_per_block = _TILES_PER_BLOCK if columns == TRANSPOSED else 1
     warp_tiles = warp_tiles._replace(down_first=False, tiles_per_block=tiles_per_block)
     return blocks.tile_variant(source, to, rows, columns, square, warp_tiles, True, _BLOCKS), warp_tiles

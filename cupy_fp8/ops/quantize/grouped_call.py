@@ -1,4 +1,4 @@
-"""What all launches of `group_quantize` share: the inputs of a call, and the division of the result's rows
+"""Shared by all launches of `group_quantize`: the inputs of a call, and the division of the result's rows
 into tiles."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .grouped_result import GroupedResult
 
 
 class Inputs(NamedTuple):
-    """Holds the validated arguments of a call. quantization: None if each group has one scale."""
+    """The validated arguments of a call. quantization: None if each group has one scale."""
 
     x: Input
     groups: Groups
@@ -31,18 +31,18 @@ class Inputs(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return len(self.groups.array)
 
 
 # ---- tiles ----
 class Tiling(NamedTuple):
-    """Says how a result's rows are divided into row segments, none with rows of two groups, and these into
-    tiles for the blocks of a launch.
+    """Division of a result's rows into row segments, none with rows of two groups, and of these into tiles
+    for the thread blocks of a launch.
 
-    rows: rows of a segment. segments, grid: the segments and tiles for groups of any sizes. fewest: the tiles
-    if all groups are whole tiles. groups: the members of RowGroups (kernels_cu/include/groups/row_groups.cuh)
-    except `segments`."""
+    rows: rows per segment. segments, grid: segments and tiles for groups of any sizes. fewest: tiles if all
+    groups are whole tiles. groups: members of RowGroups (kernels_cu/include/groups/row_groups.cuh) except
+    `segments`."""
 
     rows: int
     segments: int
@@ -53,9 +53,9 @@ class Tiling(NamedTuple):
 
 def tiled(call: Call, inputs: Inputs, addresses: dict[str, int], rows: int, columns: int,
           without_rows: int = 0) -> Tiling:
-    """Divides the result's rows, with those after the last group, into tiles of rows x columns. addresses:
-    of the result's arrays by name. without_rows: further segments, whose blocks clear the scales that belong
-    to no group."""
+    """Divide the result's rows, including those after the last group, into tiles of rows x columns.
+    addresses: of the result's arrays by name. without_rows: further segments, whose thread blocks clear the
+    scales that belong to no group."""
     result_rows, width = inputs.result.shape
     across = max(1, cdiv(width, columns))
     segments = max(1, without_rows + padded_rows(result_rows, inputs.number + 1, rows) // rows)
@@ -66,7 +66,7 @@ def tiled(call: Call, inputs: Inputs, addresses: dict[str, int], rows: int, colu
 
 
 def row_groups(call: Call, inputs: Inputs, across: int) -> dict[str, Any]:
-    """Returns members of RowGroups for the groups in x, for a launch that writes nothing about groups to the
+    """Return members of RowGroups for the groups in x, for a launch that writes nothing about groups to the
     result."""
     rows, columns = inputs.x.shape
     return {"offsets": inputs.offsets.at if inputs.offsets else 0,

@@ -17,24 +17,24 @@ from ...grouped import Grouped
 from ...layouts import Block, grouped_scale_shape
 
 _INT64 = np.dtype(np.int64)
-#: Arrays have a shape and a dtype, by the names that a Grouped has for them.
+#: Shape and dtype of arrays, by their names in a Grouped.
 _Arrays = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
-#: A Grouped has these arrays besides splits and offsets. Absent ones are None.
+#: Arrays of a Grouped besides splits and offsets; absent ones are None.
 _DATA_AND_SCALES = ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
 
 
 def scale_format(direction: Direction) -> tuple[Block, str, bool]:
-    """Returns (block, layout of scales, whether data are stored transposed) of a direction in blocks."""
+    """Return (block, layout of scales, whether data are stored transposed) of a direction in blocks."""
     assert direction.block is not None
     assert direction.scale_layout is not None
     return direction.block, direction.scale_layout, direction.transposed
 
 
 class GroupedResult(Description):
-    """Describes a Grouped with these directions of all groups together. It has copies of the sizes and
+    """Description of a Grouped with these directions of all groups together. It has copies of the sizes and
     offsets that it is laid out by, since those that the call is given may change.
 
-    transposed: the attribute of the Grouped, which it has without column-wise data too."""
+    transposed: the attribute of the Grouped, also without column-wise data."""
 
     def __init__(self, directions: Directions, transposed: bool, groups: Groups) -> None:
         self._shared = "data" in directions.shared
@@ -42,7 +42,7 @@ class GroupedResult(Description):
         self.shape = rows, columns
         block = first.block
         if block is not None and "rowwise" not in directions:
-            block = block[1], block[0]                      # The block of rows describes both directions.
+            block = block[1], block[0]                      # the block of rows describes both directions
         self._attributes = {"shape": self.shape, "block": block, "scale_layout": first.scale_layout,
                             "transposed": transposed}
         number = len(groups.array)
@@ -78,7 +78,7 @@ class GroupedResult(Description):
         return [getattr(out, name) for name in self._names]
 
     def addresses(self, written: Sequence[int]) -> dict[str, int]:
-        """Returns the addresses of a Grouped's arrays by name; 0 for those that it does not have."""
+        """Return the addresses of a Grouped's arrays by name; 0 for absent ones."""
         addresses = dict.fromkeys(_DATA_AND_SCALES, 0)
         addresses.update(zip(self._names, written, strict=True))
         if self._shared:
@@ -87,7 +87,7 @@ class GroupedResult(Description):
 
 
 def _scales(directions: Directions, shape: tuple[int, int], number: int) -> _Arrays:
-    """Returns the scales of so many groups."""
+    """Return the scales of `number` groups."""
     if directions.first.block is None:
         return {"scale_inv": ((number,), float32)}
     return {"scale_inv" if name == "rowwise" else "columnwise_scale_inv":

@@ -23,13 +23,13 @@ _AMAX = Kernel("quantize/grouped_amax", "group_amax_scale", block=256)
 _CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
 _CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", block=single_read.THREADS,
                   cooperative=True)
-_SHARE_BYTES = 64 << 10             # A block of group_amax_scale reads so many bytes of a row segment.
-_TALL = 4096                        # From so many rows of an average group on, wide tiles are faster.
+_SHARE_BYTES = 64 << 10             # bytes of a row segment per thread block of group_amax_scale
+_TALL = 4096                        # average rows per group from which on wide tiles are faster
 
 
 def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[Launch]:
-    """Yields the launches that quantise with given scales, or with scales found first or from the same read
-    of x."""
+    """Yield the launches that quantise with given scales, or with scales found first or from the same read of
+    x."""
     recipe, scales_at, amaxes_at = inputs.recipe, 0, inputs.amaxes.at if inputs.amaxes else 0
     if isinstance(recipe, CurrentScaling):
         rule = TensorScaleRule.of(recipe.dtype, recipe.eps, recipe.pow2_scale)
@@ -38,7 +38,7 @@ def launches(call: Call, inputs: Inputs, addresses: dict[str, int]) -> Iterator[
             return
         scales_at, scale_launches = _find_scales(call, inputs, amaxes_at, rule)
         yield from scale_launches
-        amaxes_at = 0                                       # The first launch has raised them.
+        amaxes_at = 0                                       # raised by the first launch
     elif inputs.scales:
         scales_at = inputs.scales.at
     yield from _cast(call, inputs, addresses, scales_at, amaxes_at)
@@ -51,7 +51,8 @@ def _cast(call: Call, inputs: Inputs, addresses: dict[str, int], scales_at: int,
     tiling = tiled(call, inputs, addresses, tile.rows, tile.columns)
     grid, segments_at = tiling.grid, 0
     if tile is not shapes.SMALL:
-        # The program of large tiles needs the found segments. Its blocks take further tiles if there are any.
+        # The program of large tiles needs the found segments. Its thread blocks take further tiles if there
+        # are any.
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups)
         yield find
         grid = tiling.fewest
@@ -63,12 +64,12 @@ def _cast(call: Call, inputs: Inputs, addresses: dict[str, int], scales_at: int,
 
 
 def _is_aligned(inputs: Inputs, addresses: dict[str, int]) -> bool:
-    """Returns whether every row of x and data allows chunked access."""
+    """Return whether every row of x and data allows chunked access."""
     return inputs.x.shape[1] % 8 == 0 and inputs.x.at % 16 == 0 and addresses["rowwise"] % 8 == 0
 
 
 def _large_tile(inputs: Inputs) -> shapes.Tile:
-    """Returns the tile for large arrays."""
+    """Return the tile for large arrays."""
     (rows, columns), both = inputs.x.shape, inputs.rowwise and inputs.columnwise
     wide = both and inputs.x.dtype.itemsize == 2 and rows >= _TALL * inputs.number
     return shapes.BOTH if wide and shapes.fills_wide([columns]) else shapes.BOTH_NARROW
@@ -98,8 +99,8 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
 
 
 def _single_read(inputs: Inputs, addresses: dict[str, int]) -> single_read.Staging | None:
-    """Returns the staging for quantising groups from one read. It assumes that groups are about equally
-    large, since only the device knows their sizes."""
+    """Return the staging for quantising groups from one read. Assumes about equally large groups, since only
+    the device knows their sizes."""
     if not (inputs.number and _is_aligned(inputs, addresses)):
         return None
     rows, columns = inputs.x.shape

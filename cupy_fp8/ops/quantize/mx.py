@@ -40,12 +40,12 @@ from .quantized_result import Addresses
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows", block=shapes.ELEMENTWISE_THREADS)
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
-_NO_SCALES = {"line": 1, "block": 1}            # A stride of 0 from line to line would mean swizzled scales.
+_NO_SCALES = {"line": 1, "block": 1}            # a line stride of 0 would mean swizzled scales
 
-#: Programs store data along rows and along columns of memory in these ways.
+#: storage along rows and along columns of memory that has programs
 _STORED_BOTH_WAYS = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED),
                      (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
-# With 128 lines the swizzled scales of a tile of 128 x 128 elements are adjacent.
+# With 128 lines the swizzled scales of a tile of 128 x 128 elements are contiguous.
 _SWIZZLED = WarpTiles(4, 1, down_first=False)
 _COMPACT = WarpTiles(1, 8, down_first=False)       # writes 32 bytes of a row's scales or data
 _GATHERED = WarpTiles(8, 1, down_first=False)      # writes 256 bytes of a transposed row
@@ -71,7 +71,8 @@ def quantize_mx(x: Array, *, dtype: FP8DType = float8_e4m3fn, rowwise: bool = Tr
         say) is read as it is; any other view is copied first
     dtype : float8_e4m3fn or float8_e5m2
     rowwise, columnwise : blocks of 32 along K, blocks of 32 along M; the last one of a line may be shorter
-    transposed : store the column-wise data […, K, M]
+    transposed : store the column-wise data […, K, M], which products here and most libraries want. False, as
+        all of MX is stored here, recipes included: TransformerEngine has its columns so
     mode : how the block's amax becomes e: 'rceil' (amax / fp8_max rounded up to a power of two), 'floor' (OCP
         MX v1.0: large elements may saturate), 'ceil', 'even'
     profile : 'te' (NaN is ignored by the amax and stays NaN; a block with Inf gets e = 254) or 'torchao' (NaN
@@ -111,7 +112,7 @@ def quantize_mx(x: Array, *, dtype: FP8DType = float8_e4m3fn, rowwise: bool = Tr
 
 
 class MxOptions(NamedTuple):
-    """Holds the options of `quantize_mx`."""
+    """The options of `quantize_mx`."""
 
     dtype: Any
     rowwise: bool
@@ -124,7 +125,7 @@ class MxOptions(NamedTuple):
 
     @classmethod
     def of(cls, recipe: MXScaling, rowwise: bool, columnwise: bool) -> MxOptions:
-        """Those of a recipe, which never stores data transposed."""
+        """Return those of a recipe, which never stores data transposed."""
         return cls(**vars(recipe), rowwise=rowwise, columnwise=columnwise, transposed=False)
 
 
@@ -138,7 +139,7 @@ class MxQuantization(Quantization):
         directions = mx_directions(logical_shape(shape, swapped), to, *switches, block, scale_layout)
         super().__init__(shape, source, swapped, options, directions, "MX")
         square = block == (_BLOCK, _BLOCK)
-        #: Whether scales that are neighbours down a column of memory are neighbours in scale_inv.
+        #: whether neighbouring scales down a column of memory are adjacent in scale_inv
         self.scales_adjoin_down = scale_layout == "swizzled" or swapped
         self.axes = _axes(directions, swapped, square)
         self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns,
@@ -147,13 +148,13 @@ class MxQuantization(Quantization):
 
 
 def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tuple[Axis, Axis]:
-    """Returns what is written for the blocks along rows of memory, which are the row-wise ones unless x lies
-    swapped, and for those along columns."""
+    """Return what is written for the blocks along rows of memory, which are the row-wise ones unless x is
+    swapped in memory, and for those along columns."""
     names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
     stored = [stored_as(directions.get(name), swapped) for name in names]
     data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
     if square:
-        # Both directions have the same codes, so each order in which they are stored is written once.
+        # Both directions have the same codes, so each order of storage is written once.
         name_of = dict(zip(stored, names, strict=True))
         both = AS_IS in name_of and TRANSPOSED in name_of
         stored = [AS_IS if both else ABSENT, TRANSPOSED if TRANSPOSED in name_of else AS_IS]
@@ -238,8 +239,8 @@ QUANTIZE = _QuantizeMx()
 
 # ---- programs ----
 def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool) -> WarpTiles:
-    """Returns the choice that is fastest on an H200 (docs/lab-notes). adjoin_down: scales that are neighbours
-    down a column of memory are neighbours in scale_inv, so a tile has four of them."""
+    """Return the choice that is fastest on an H200 (docs/lab-notes). adjoin_down: neighbouring scales down a
+    column of memory are adjacent in scale_inv, so a tile has four of them."""
     if TRANSPOSED not in (rows, columns):
         return _SWIZZLED if adjoin_down or not rows else _COMPACT
     if AS_IS not in (rows, columns):
@@ -248,14 +249,13 @@ def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, adjoin_down: b
 
 
 def _wide_tile(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool) -> WarpTiles | None:
-    """Returns the tile of the program for wide accesses. It is None if there is no program, since the case is
-    rare: both directions stored transposed, or both directions of float16 with scales that adjoin down
-    columns."""
+    """Return the tile of the program for wide accesses. None for rare cases, which have no program: both
+    directions stored transposed, or both directions of float16 with scales that are adjacent down columns."""
     if (rows, columns) == (TRANSPOSED, TRANSPOSED):
         return None
     if source == float16 and adjoin_down and rows and columns:
         return None
-    # Data along rows alone come here for swizzled scales or for partial blocks. quantize_mx_rows writes the
+    # Data along rows alone come here for swizzled scales or for partial blocks; quantize_mx_rows writes the
     # others.
     return warp_tiles_of(source, rows, columns, adjoin_down or columns == ABSENT)
 
@@ -263,15 +263,15 @@ def _wide_tile(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, warp_tiles: WarpTiles,
                  aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """Returns the variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
-    # The scales of both directions take shared memory too.
+    # plus shared memory for the scales of both directions
     shared = (rows, columns).count(TRANSPOSED) * warp_tiles.tile + 2 * warp_tiles.tile // _BLOCK
     return kernel.variant(block=warp_tiles.block, shared=shared, IN=source, OUT=to, ALONG_ROWS=rows,
                           ALONG_COLUMNS=columns, ALIGNED=aligned, **warp_tiles.defines)
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    """Returns the program for arrays whose rows do not allow wide accesses. It gets what to store, and how,
-    at run time."""
+    """Return the program for arrays whose rows do not allow wide accesses. What to store, and how, are
+    run-time values."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, ANY_SHAPE, False)
 
 

@@ -3,32 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args, overload
 
 import numpy as np
 
 from ... import reference
+from ...advice import matrix_instead
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.descriptions import Description, Several, one_array, several
-from ...formats import INPUT_DTYPES, bfloat16, choice, flag, float16, float32, lookup, number
+from ...formats import INPUT_DTYPES, DType, bfloat16, choice, flag, float16, float32, lookup, number
 from ...kernels import Launch
 from ...options import checked_eps
 from ...recipes import Recipe, check_scales
+from ...results import Quantized
+from ...typed_array import TypedArray
 from . import fused, norm_launches
 from .norm_launches import LAYER, ROUND_THROUGH, Values
 from .quantized_result import QuantizedResult
 
 Norm: TypeAlias = Literal["rms", "layer"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
+_Normed: TypeAlias = (Quantized | tuple[Quantized, TypedArray] | tuple[Quantized, TypedArray, TypedArray]
+                      | tuple[Quantized, TypedArray, TypedArray, TypedArray])
+_Gradients: TypeAlias = (tuple[Quantized | TypedArray, TypedArray]
+                         | tuple[Quantized | TypedArray, TypedArray, TypedArray])
+_No: TypeAlias = Literal[False]
+_Yes: TypeAlias = Literal[True]
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        eps: float
+        weight_offset: float
+        scale: Any
+        amax: Array | None
+        rowwise: bool
+        columnwise: bool
+        noop: Array | None
+        out: Any
+
+    class _NormOptions(_Options, total=False):
+        residual: Array | None
+        bias: Array | None
+        kind: Norm
+        round_through: DType | None
+
+    class _BackwardOptions(_Options, total=False):
+        rstd: Array | None
+        residual_grad: Array | None
+        dtype: DType | None
 
 
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: _No = False,
+                  return_normed: _No = False, return_rstd: _No = False, **options: Unpack[_NormOptions]
+                  ) -> Quantized: ...
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: _No = False,
+                  return_normed: _No = False, return_rstd: _Yes, **options: Unpack[_NormOptions]
+                  ) -> tuple[Quantized, TypedArray]: ...
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: _No = False,
+                  return_normed: _Yes, return_rstd: _No = False, **options: Unpack[_NormOptions]
+                  ) -> tuple[Quantized, TypedArray]: ...
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: _Yes,
+                  return_normed: _No = False, return_rstd: _No = False, **options: Unpack[_NormOptions]
+                  ) -> tuple[Quantized, TypedArray]: ...
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: _No = False,
+                  return_normed: _Yes, return_rstd: _Yes, **options: Unpack[_NormOptions]
+                  ) -> tuple[Quantized, TypedArray, TypedArray]: ...
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: _Yes,
+                  return_normed: _No = False, return_rstd: _Yes, **options: Unpack[_NormOptions]
+                  ) -> tuple[Quantized, TypedArray, TypedArray]: ...
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: _Yes,
+                  return_normed: _Yes, return_rstd: _No = False, **options: Unpack[_NormOptions]
+                  ) -> tuple[Quantized, TypedArray, TypedArray]: ...
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: _Yes,
+                  return_normed: _Yes, return_rstd: _Yes, **options: Unpack[_NormOptions]
+                  ) -> tuple[Quantized, TypedArray, TypedArray, TypedArray]: ...
+@overload
+def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, return_residual: bool = False,
+                  return_normed: bool = False, return_rstd: bool = False, **options: Unpack[_NormOptions]
+                  ) -> _Normed: ...
 def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, residual: Array | None = None,
                   bias: Array | None = None, kind: Norm = "rms", eps: float = 1e-6,
-                  weight_offset: float = 0.0, round_through: Any = None, scale: Any = None,
+                  weight_offset: float = 0.0, round_through: DType | None = None, scale: Any = None,
                   amax: Array | None = None, rowwise: bool = True, columnwise: bool = False,
                   return_residual: bool = False, return_normed: bool = False, return_rstd: bool = False,
-                  noop: Array | None = None, out: Any = None) -> Any:
+                  noop: Array | None = None, out: Any = None) -> _Normed:
     """RMSNorm or LayerNorm of rows, quantised by a recipe, from one read of x.
 
         z = x [+ residual]
@@ -88,12 +157,28 @@ def norm_quantize(x: Array, weight: Array, recipe: Recipe, *, residual: Array | 
     return run(_FORWARD, given, out)
 
 
+@overload
+def norm_backward_quantize(grad: Array, x: Array, weight: Array, recipe: Recipe, *,
+                           kind: Literal["rms"] = "rms", **options: Unpack[_BackwardOptions]
+                           ) -> tuple[Quantized, TypedArray]: ...
+@overload
+def norm_backward_quantize(grad: Array, x: Array, weight: Array, recipe: Recipe, *, kind: Literal["layer"],
+                           **options: Unpack[_BackwardOptions]
+                           ) -> tuple[Quantized, TypedArray, TypedArray]: ...
+@overload
+def norm_backward_quantize(grad: Array, x: Array, weight: Array, recipe: None, *,
+                           kind: Literal["rms"] = "rms", **options: Unpack[_BackwardOptions]
+                           ) -> tuple[TypedArray, TypedArray]: ...
+@overload
+def norm_backward_quantize(grad: Array, x: Array, weight: Array, recipe: None, *, kind: Literal["layer"],
+                           **options: Unpack[_BackwardOptions]
+                           ) -> tuple[TypedArray, TypedArray, TypedArray]: ...
 def norm_backward_quantize(grad: Array, x: Array, weight: Array, recipe: Recipe | None, *,
                            rstd: Array | None = None, residual_grad: Array | None = None,
                            kind: Norm = "rms", eps: float = 1e-6, weight_offset: float = 0.0,
-                           dtype: Any = None, scale: Any = None, amax: Array | None = None,
+                           dtype: DType | None = None, scale: Any = None, amax: Array | None = None,
                            rowwise: bool = True, columnwise: bool = False, noop: Array | None = None,
-                           out: Any = None) -> Any:
+                           out: Any = None) -> _Gradients:
     """The gradients of RMSNorm or LayerNorm, that of x quantised by a recipe, from one read of grad and x.
 
         n = x * rstd, or (x - mean(x)) * rstd               gw = grad * (weight + weight_offset)
@@ -298,7 +383,8 @@ def _check_unscaled(scale: Any, amax: Any, rowwise: Any, columnwise: Any) -> Non
 def _matrix(x: Input) -> tuple[int, int]:
     """The shape [M, K] of x."""
     if x.array.ndim != 2:
-        raise ValueError(f"x: expected shape [M, K], got {x.shape}")
+        raise ValueError(f"x: expected shape [M, K], got {x.shape}"
+                         f"{matrix_instead(x.shape, 'x', batch=False)}")
     return x.shape[0], x.shape[1]
 
 

@@ -1,4 +1,4 @@
-"""The description of a Quantized, which every quantiser returns."""
+"""Description of a Quantized, which every quantiser returns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...directions import Direction, Directions, dbias_shape, tensor_directions
 from ...formats import float32
 from ...results import Quantized, Scaled
 
-#: Each direction has the addresses of its data and scale_inv.
+#: Addresses of data and scale_inv, by direction.
 Addresses = Mapping[str | None, tuple[int, int]]
 
 
 class QuantizedResult(Description):
-    """Describes a Quantized with these directions, and with a bias gradient if it has `dbias`. kind: the kind
-    of data, for messages."""
+    """Description of a Quantized with these directions, and with a bias gradient if `dbias`. kind: kind of
+    data, in messages."""
 
     def __init__(self, directions: Directions, kind: str, dbias: bool = False) -> None:
         self.directions, self.kind, self.dbias = directions, kind, dbias
@@ -38,7 +38,7 @@ class QuantizedResult(Description):
                 for name, (data, scale_inv) in self.directions.positions.items()}
 
     def for_out(self, out: Any) -> QuantizedResult:
-        """A given result of per-tensor scaling may have a scale_inv for each direction."""
+        """Accept a given result of per-tensor scaling with a scale_inv per direction."""
         if not isinstance(out, Quantized):
             raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
                             f"{type(out).__name__}")
@@ -87,8 +87,8 @@ def per_tensor_result(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: boo
 
 
 def per_tensor_destinations(result: QuantizedResult, written: Sequence[int]) -> dict[str, int]:
-    """Returns the addresses of such a result's arrays by the names of the kernels' members. scale_inv_copy is
-    0 but for a given result whose directions have scale_invs of their own."""
+    """Return the addresses of such a result's arrays by the names of the kernels' members. scale_inv_copy is
+    0 except for a given result with a scale_inv per direction."""
     members = {"scale_inv_copy": 0}
     for name, (data, scale_inv) in result.addresses(written).items():
         members["data_t" if result.directions[str(name)].transposed else "data"] = data

@@ -1,4 +1,4 @@
-"""Current scaling from a single read: matrices wait in the GPU's multiprocessors until their scales are
+"""Current scaling from a single read: matrices stay in shared memory and registers until their scales are
 known.
 
 Kernels: kernels_cu/include/tile/single_read.cuh, for a list (tensor_list.cu) and for groups of rows
@@ -20,23 +20,23 @@ from ...kernels import Kernel, Variant, shapes
 from ..scales.scale import TensorScaleRule
 
 TILE = shapes.SMALL
-#: single_read.cuh has these constants: threads of a block, stages of shared memory (each for a tile), words
-#: of state, and bytes that the kernel's own variables may take.
+#: Constants of single_read.cuh: threads per block, most stages (a tile each), words of state, and bytes for
+#: the kernel's own variables.
 THREADS, _MOST_STAGES, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048
 _STAGE_BYTES = TILE.rows * TILE.columns * 2
-#: With fewer stages hardly any matrix fits.
+#: with fewer stages hardly any matrix fits
 _FEWEST_STAGES = 4
-#: Matrices of few tiles per block get so many stages, because a sixth stage takes 32 KB from the L1.
+#: Stages for matrices of few tiles per thread block: a sixth stage takes 32 KB from the L1.
 _PREFERRED_STAGES = 5
-#: One launch is faster than two from so many tiles per block on (docs/lab-notes).
+#: Tiles per thread block from which on one launch is faster than two (docs/lab-notes).
 _FEWEST_TILES = 8
 
 
 class _Capacity(NamedTuple):
-    """Says how many blocks of threads a GPU holds at a time, and how many stages each of them has.
+    """Resident thread blocks on a GPU, and the stages of each.
 
-    stages: of each block, for matrices that take at most half of the room. most_stages: for larger ones; 0 if
-    the GPU has too little shared memory. fewest: from so many tiles per block on one launch is worthwhile."""
+    stages: per block, for matrices that take at most half of the room. most_stages: for larger ones; 0 if the
+    GPU has too little shared memory. fewest: tiles per block from which on one launch is worthwhile."""
 
     blocks: int
     stages: int
@@ -44,7 +44,7 @@ class _Capacity(NamedTuple):
     fewest: int
 
     def most(self, stages: int) -> int:
-        """Returns how many tiles the largest matrix that is read once has: beside its stages a block holds
+        """Return the tiles of the largest matrix that is read once: besides its stages a thread block holds
         one tile in registers."""
         return (stages + 1) * self.blocks
 
@@ -60,7 +60,7 @@ def _gpu(device_id: int) -> _Capacity:
 
 
 class Staging(NamedTuple):
-    """Holds the stages and the blocks of threads of a launch."""
+    """The stages and the thread blocks of a launch."""
 
     stages: int
     blocks: int
@@ -72,9 +72,9 @@ class Staging(NamedTuple):
 
 
 def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Staging | None:
-    """Returns the staging for matrices of so many tiles each, the list repeated `times` times. It is None if
-    two launches are faster: for little data, and if most of it would be read twice all the same. x: one of
-    the matrices, whose rows all allow chunked access."""
+    """Return the staging for `matrices`, the tiles of each, the list repeated `times` times. None if two
+    launches are faster: for little data, and if most of it would be read twice anyway. x: one of the
+    matrices, whose rows all allow chunked access."""
     capacity = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
     total = sum(matrices)
     if x.dtype.itemsize != 2 or not capacity.most_stages or times * total < capacity.fewest * capacity.blocks:
@@ -86,12 +86,12 @@ def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Staging | None:
 
 
 def words(count: int) -> int:
-    """Returns how many u32 words the workspace for `count` tiles has."""
+    """Return the u32 words of the workspace for `count` tiles."""
     return _STATE_WORDS + 2 * count
 
 
 def members(at: int, tiles: int, staging: Staging, rule: TensorScaleRule) -> dict[str, Any]:
-    """Returns the struct SingleRead for so many tiles of all matrices. at: the address of the workspace, a
+    """Return the struct SingleRead for `tiles` tiles of all matrices. at: address of the workspace, a
     multiple of 8."""
     return {"state": at, "published": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": staging.stages,
             "rule": rule._asdict()}

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from ... import reference
-from ...advice import shown
+from ...advice import matrix_instead, shown
 from ...arrays import Array, is_array
 from ...calls import group_sizes
 from ...calls.call import Call, Input, Op, run
@@ -152,7 +152,8 @@ class _Forward(Op[Inputs]):
                   interleaved: Any, noop: Any, kind: Any) -> Inputs:
         x_input = call.read("x", x, INPUT_DTYPES)
         if x_input.array.ndim != 2 or x_input.shape[1] % 2:
-            raise ValueError(f"x: expected shape [M, 2 H], got {x_input.shape}")
+            instead = "" if x_input.array.ndim == 2 else matrix_instead(x_input.shape, "x", batch=False)
+            raise ValueError(f"x: expected shape [M, 2 H], got {x_input.shape}{instead}")
         output = output_of(self.result_shape(*x_input.shape), x_input.dtype, recipe, rowwise, columnwise)
         grad_input = self.read_grad(call, x_input, grad)
         weights = None if probs is None else call.read("probs", probs, (float32,), x_input.shape[:1])
@@ -219,7 +220,7 @@ class _Backward(_Forward):
 
 
 class _Gradients(Pair):
-    """Describes the gradient of x, quantised, and that of probs, or None."""
+    """Description of the gradient of x, quantised, and that of probs, or None."""
 
     def __init__(self, first: QuantizedResult, probs_shape: tuple[int, ...] | None) -> None:
         dprobs = _Nothing() if probs_shape is None else one_array(probs_shape, float32, "out[1]")
@@ -227,7 +228,7 @@ class _Gradients(Pair):
         self.first, self._probs_shape = first, probs_shape
 
     def for_out(self, out: Any) -> Description:
-        if isinstance(out, tuple) and len(out) == 2:            # `arrays_of` refuses anything else
+        if isinstance(out, tuple) and len(out) == 2:            # anything else is refused by `arrays_of`
             if not isinstance(out[0], Quantized):
                 raise TypeError("out[0]: expected a Quantized (an earlier result, or recipe.empty(…)), got "
                                 f"{type(out[0]).__name__}")
@@ -242,7 +243,7 @@ class _Gradients(Pair):
 
 
 class _Nothing(Description):
-    """Describes None, the gradient of probs of a call without probs."""
+    """Description of None: the gradient of probs of a call without probs."""
 
     def build(self, arrays: Sequence[Array]) -> None:
         return None
@@ -262,7 +263,7 @@ def _form(inputs: Inputs) -> str:
 
 
 def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | None, Input | None]:
-    """Reads (the experts' rows if experts have biases of their own, the biases)."""
+    """Read (the rows of experts if these have their own biases, the biases)."""
     several = is_array(bias) and bias.ndim > 1
     if splits is None:
         if several:
@@ -279,7 +280,7 @@ def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | N
 
 
 def clamp_limit(clamp: Any) -> float:
-    """The largest value of a, in f32. TypeError, ValueError for what is no clamp."""
+    """Return the largest value of a, in f32. TypeError or ValueError for an invalid clamp."""
     if clamp is None:
         return np.inf
     if not isinstance(clamp, (int, float, np.floating, np.integer)) or isinstance(clamp, bool):

@@ -20,21 +20,21 @@ from .bias_gradient import ColumnSums, partial_sums
 from .fused import ANY, EXPERTS, F32_BLOCKS, MX_BLOCKS, ONE_SCALE, OPTIONS, QUOTIENTS, ROWS, TILES, WIDE
 from .quantized_result import QuantizedResult
 
-#: The struct SourceCall has these flags.
+#: flags of the struct SourceCall
 _CLAMPED, _GPT_OSS, _INTERLEAVED = 1, 2, 4
-#: Of so few tiles, one for each multiprocessor, the blocks that finish last add up the sums: _MOST_SUMS of a
-#: row (fused/tile_sums.cuh). A block then waits at its end until others see its sums; with more tiles these
-#: waits, one after the other, take longer than another launch (docs/lab-notes). Blocks have more than two
-#: tiles only where there are thousands.
+#: For up to this many tiles, one per SM, the thread blocks that finish last add up the sums: at most
+#: _MOST_SUMS per row (fused/tile_sums.cuh). A thread block then waits at its end until others see its sums;
+#: with more tiles these consecutive waits take longer than another launch (docs/lab-notes). Thread blocks
+#: have more than two tiles only if there are thousands.
 _FEW_TILES, _MOST_SUMS = 128, 64
 
 
 class Inputs(NamedTuple):
-    """Holds the validated arguments of a call.
+    """The validated arguments of a call.
 
-    grad: the gradient of y; a call with it computes that of x. groups: the rows of experts that have biases
-    of their own. scale: (address, 0) or (0, value). limit: infinity without clamp. kind: one of GATED.
-    options: those of the reference, by name."""
+    grad: the gradient of y; with it a call computes that of x. groups: the rows of experts that have their
+    own biases. scale: (address, 0) or (0, value). limit: infinity without clamp. kind: one of GATED. options:
+    those of the reference, by name."""
 
     x: Input
     grad: Input | None
@@ -68,7 +68,7 @@ def launches(call: Call, inputs: Inputs, result: QuantizedResult, written: Seque
         yield launch
     sums = None
     if dprobs_at:
-        # The partial sums of a tile of columns are a row: summing down these rows sums over the columns of x.
+        # The partial sums of a tile of columns are a row: a sum down these rows is one over the columns of x.
         shape = (2 if inputs.interleaved else 1) * half, rows
         sums = ColumnSums(shape, dprobs_at, call.scratch("swiglu_dprobs", partial_sums(shape)))
         members["sums"] = sums.tiles_at(fused.TILE.columns)
@@ -85,18 +85,19 @@ def launches(call: Call, inputs: Inputs, result: QuantizedResult, written: Seque
 
 
 def _adds_up_sums(columns: int, rows: int) -> bool:
-    """Returns whether the blocks that finish last add up the sums of tiles. columns: of all sums of a row."""
+    """Return whether the thread blocks that finish last add up the sums of tiles. columns: of all sums of a
+    row."""
     across, down = cdiv(columns, fused.TILE.columns), cdiv(rows, fused.TILE.rows)
     return 1 < across <= _MOST_SUMS and across * down <= _FEW_TILES
 
 
 def _described(inputs: Inputs, noop_at: int) -> fused.Members:
-    """Returns the struct SourceCall without the results of other launches and without the flag of wide
+    """Return the struct SourceCall without the results of other launches and without the flag of wide
     accesses."""
     rows, columns = inputs.output.shape
     flags = _GPT_OSS * inputs.gpt_oss | _INTERLEAVED * inputs.interleaved
     flags |= _CLAMPED * bool(np.isfinite(inputs.limit))
-    # The address of an empty array may be anything.
+    # an empty array may have any address
     bias_at = inputs.bias.at if inputs.bias and inputs.bias.array.size else 0
     return {"x": inputs.x.at, "grad": inputs.grad.at if inputs.grad else 0, "bias": bias_at,
             "probs": inputs.probs.at if inputs.probs else 0, "noop": noop_at, "rows": rows,
@@ -105,7 +106,7 @@ def _described(inputs: Inputs, noop_at: int) -> fused.Members:
 
 
 def _paths(inputs: Inputs, members: fused.Members) -> tuple[str, ...]:
-    """Returns the paths that serve a call, the fastest one first."""
+    """Return the paths that serve a call, the fastest first."""
     output, half, backward = inputs.output, inputs.half, inputs.grad is not None
     straddled = backward and not inputs.interleaved and half % output.row_block != 0
     if not members["flags"] & fused.WIDE_FLAG or straddled:
@@ -120,13 +121,13 @@ def _paths(inputs: Inputs, members: fused.Members) -> tuple[str, ...]:
 
 
 def _has_path(program: fused.Program, source: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """bf16 to e4m3 has all programs. Other types take WIDE for those that they lack."""
+    """bf16 to e4m3 has all programs; other types use WIDE for those that they lack."""
     scaling, backward = program.scaling, program.backward
     to_e4m3 = to == float8_e4m3fn
     common, trained = source == bfloat16 and to_e4m3, source == bfloat16 and backward
     return bool({
         ANY: True,
-        # One scale's TILES computes rows of gradients too.
+        # with one scale, TILES computes rows of gradients too
         ROWS: not (scaling == ONE_SCALE and backward) and (
             common or trained or (to_e4m3 and not backward and scaling != MX_BLOCKS)),
         TILES: common or trained,
@@ -137,7 +138,7 @@ def _has_path(program: fused.Program, source: np.dtype[Any], to: np.dtype[Any]) 
 
 
 def _has_quick_path(program: fused.Program, source: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """Kinds other than SwiGLU take path any for all but bf16 to e4m3 without options."""
+    """Kinds other than SwiGLU use path any for all but bf16 to e4m3 without options."""
     return program.path == ANY or (program.path in (ROWS, TILES) and to == float8_e4m3fn
                                    and _has_path(program, source, to) and source == bfloat16)
 

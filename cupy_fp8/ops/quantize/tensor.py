@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ... import reference
-from ...advice import shown
+from ... import advice, reference
+from ...advice import shown, without_rest
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...directions import check_directions
@@ -27,11 +27,11 @@ from .quantized_result import QuantizedResult, per_tensor_destinations, per_tens
 
 _CAST = Kernel("quantize/tensor", "cast", block=shapes.ELEMENTWISE_THREADS)
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
-#: This choice is the fastest on an H200 (docs/lab-notes).
+#: fastest on an H200 (docs/lab-notes)
 _COLUMNWISE = shapes.Tile(256, 128, down_first=True)
-#: The define DIRECTIONS has these bits.
+#: bits of the define DIRECTIONS
 _ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2
-#: The programs for whole patches have these DIRECTIONS and DBIAS.
+#: DIRECTIONS and DBIAS of the programs for whole patches
 _WHOLE = ((3, False), (2, False), (3, True), (1, True))
 
 
@@ -93,9 +93,10 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m
     return result
 
 
-def cast_transpose(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m3fn, transposed: bool = True,
-                   amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
-                   eps: float = 0.0, pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
+@without_rest
+def cast_transpose(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m3fn, amax: Array | None = None,
+                   noop: Array | None = None, dbias: bool = False, eps: float = 0.0, pow2_scale: bool = False,
+                   out: Quantized | None = None, **renamed: NoReturn) -> Quantized:
     """`quantize_tensor` in both directions from one read of x: row-wise data […, M, K] and column-wise data
     […, K, M].
 
@@ -106,13 +107,16 @@ def cast_transpose(x: Array, scale: Any = None, *, dtype: FP8DType = float8_e4m3
     >>> q.columnwise.data.astype(np.float32).tolist()
     [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     """
-    return quantize_tensor(x, scale, dtype=dtype, columnwise=True, transposed=transposed, amax=amax,
-                           noop=noop, dbias=dbias, eps=eps, pow2_scale=pow2_scale, out=out)
+    if renamed:
+        raise advice.renamed("cast_transpose", renamed,
+                             transposed="quantize_tensor(x, columnwise=True, transposed=False)")
+    return quantize_tensor(x, scale, dtype=dtype, columnwise=True, amax=amax, noop=noop, dbias=dbias, eps=eps,
+                           pow2_scale=pow2_scale, out=out)
 
 
 class _Inputs(NamedTuple):
-    """scale: as it was given. rule: that of current scaling; None with a given scale.
-    directions: rowwise, columnwise and transposed."""
+    """scale: as given. rule: of current scaling; None with a given scale. directions: rowwise, columnwise and
+    transposed."""
 
     x: Input
     scale: Any
@@ -209,24 +213,24 @@ _QUANTIZE = _QuantizeTensor()
 
 
 def _large_tile(source: np.dtype[Any], directions: int, dbias: bool) -> shapes.Tile:
-    """Returns the tile for whole patches of large arrays."""
+    """Return the tile for whole patches of large arrays."""
     if directions == _ROWWISE_BIT:
         return shapes.SMALL
     if directions == _COLUMNWISE_BIT:
         return _COLUMNWISE
-    # 1024 threads have 64 registers each, too few for f32 patches and column sums.
+    # 1024 threads have 64 registers each, too few for f32 patches and column sums
     return shapes.BOTH_NARROW if source == float32 or dbias else shapes.BOTH
 
 
 def _shared(tile: shapes.Tile, directions: int, dbias: bool) -> int:
-    """Returns how many bytes of shared memory a launch takes: the transposed tile, and an f32 for every 16
-    rows of a column."""
+    """Return the bytes of shared memory of a launch: the transposed tile, and an f32 per 16 rows of a
+    column."""
     return bool(directions & _COLUMNWISE_BIT) * tile.shared + dbias * tile.shared // 4
 
 
 def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile, dbias: bool,
                             directions: int = 0) -> Variant:
-    """Returns the program for whole patches in these directions, or, of SMALL tiles, the one for any array
+    """Return the program for whole patches in these directions, or, for SMALL tiles, the one for any array
     and any directions."""
     return _CAST_TRANSPOSE.variant(
         block=tile.block, shared=_shared(tile, directions or _COLUMNWISE_BIT, dbias), IN=source, OUT=to,

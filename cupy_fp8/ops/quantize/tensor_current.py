@@ -1,4 +1,4 @@
-"""Current scaling in one launch, for tensors that fit into the GPU's multiprocessors. Kernel:
+"""Current scaling in one launch, for tensors that fit into the GPU's SMs. Kernel:
 kernels_cu/quantize/tensor_current.cu."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 16
 
 
 class _Grid:
-    """Says what a grid can hold: one block per multiprocessor, and so many rounds of chunks in each block."""
+    """What a grid can hold: one block per SM, and the rounds of chunks per block."""
 
     def __init__(self, blocks: int, threads: int, shared_bytes: int) -> None:
         self.blocks, self.threads = blocks, threads
@@ -40,9 +40,9 @@ def _gpu(device_id: int) -> _Grid:
 
 def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: TensorScaleRule,
            **addresses: int) -> Launch | None:
-    """Returns the launch that finds amax and scale and casts row-wise. It is None if x does not fit, or is
-    not aligned as the kernel needs. addresses: those of the result. The launch takes no more shared memory
-    than it needs, because rounds in registers arrive through the L1."""
+    """Return the launch that finds amax and scale and casts row-wise. None if x does not fit, or is not
+    aligned as the kernel needs. addresses: of the result. The launch takes no more shared memory than it
+    needs, because rounds in registers arrive through the L1."""
     a, chunk = x.array, _CHUNK_BYTES // x.dtype.itemsize
     grid = _CPU if isinstance(a, np.ndarray) else _gpu(a.data.device_id)
     chunks = a.size // chunk
@@ -51,7 +51,7 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: TensorScaleRule,
     in_registers = _CAST_CURRENT.constant("kChunksInRegisters")
     if rounds > in_registers + grid.rounds_in_shared or x.at % _CHUNK_BYTES or addresses["data"] % chunk:
         return None
-    # Blocks find there what others published in this launch, so each number of blocks has words of its own.
+    # Thread blocks read what others published in this launch, so each grid size has its own words.
     words_at = call.workspace(f"current scaling by {blocks} blocks", 1 + blocks)
     return _variant(x.dtype, dtype, grid).bind(
         a, blocks, shared=max(1, rounds - in_registers) * grid.threads * _CHUNK_BYTES, x=x.at, **addresses,

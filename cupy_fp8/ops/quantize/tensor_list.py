@@ -139,7 +139,7 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
 
 def call_of(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool, columnwise: bool, scales: Any, amaxes: Any,
             noop: Array | None) -> tuple[Op[Any], tuple[Any, ...]]:
-    """Returns the op that quantises with this recipe, and its arguments, for `calls.call.run` and
+    """Return the op that quantises with this recipe, and its arguments, for `calls.call.run` and
     `validate_call`."""
     if not isinstance(recipe, (BlockScaling, MXScaling)):
         return _QUANTIZE, (xs, scales, amaxes, noop, recipe, rowwise, columnwise)
@@ -149,8 +149,8 @@ def call_of(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool, columnwise: b
 
 # ---- arguments and result ----
 class _Inputs(NamedTuple):
-    """scales: the address or the value of each. amaxes: their addresses. given: the reference's options, as
-    they were given. rule: that of current scaling."""
+    """scales: address or value of each. amaxes: their addresses. given: the reference's options, as given.
+    rule: of current scaling."""
 
     xs: list[Input]
     scales: list[tuple[int, float]] | None
@@ -240,8 +240,8 @@ def _matrix(call: Call, name: str, x: Any) -> Input:
 
 # ---- launches ----
 class _Matrix(NamedTuple):
-    """Describes a matrix, the addresses of its results by the names of the kernel's members, its scale
-    (address or value), and the address of its amax."""
+    """A matrix, the addresses of its results by the names of the kernel's members, its scale (address or
+    value), and the address of its amax."""
 
     x: Input
     addresses: dict[str, int]
@@ -250,16 +250,16 @@ class _Matrix(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """True if every row of x and of the row-wise data allows chunked access."""
+        """Every row of x and of the row-wise data allows chunked access."""
         return self.x.shape[1] % 8 == 0 and self.x.at % 16 == 0 and self.addresses.get("data", 0) % 8 == 0
 
     @property
     def vector(self) -> bool:
-        """True if every row of the transposed data allows 16-byte stores."""
+        """Every row of the transposed data allows 16-byte stores."""
         return self.x.shape[0] % 16 == 0 and self.addresses.get("data_t", 0) % 16 == 0
 
     def tiles(self, tile: shapes.Tile) -> int:
-        """Returns how many blocks of threads a matrix takes. An empty one takes one, for its scale_inv."""
+        """Return the thread blocks of a matrix. An empty one has one too, for its scale_inv."""
         return -(-self.x.shape[0] // tile.rows) * -(-self.x.shape[1] // tile.columns) or 1
 
 
@@ -278,7 +278,7 @@ def _table(matrices: list[_Matrix], tile: shapes.Tile, zeros: int = 0) -> TableL
 
 
 def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> bytes:
-    """Packs the records. scales: where the table has the scales that another launch finds."""
+    """Pack the records. scales: offset in the table of the scales that another launch finds."""
     ends = accumulate(table.blocks)
     return b"".join(
         table.record.pack(x=each.x.at, scale=scales + 4 * i if scales else each.scale[0],
@@ -290,7 +290,7 @@ def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> byt
 
 def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: TensorScaleRule,
                staging: single_read.Staging) -> Launch:
-    """Returns the launch of current scaling if matrices wait in the multiprocessors for their scales."""
+    """Return the launch of current scaling if matrices stay in the SMs until their scales are known."""
     x, count = matrices[0].x.array, sum(each.tiles(single_read.TILE) for each in matrices)
     table = _table(matrices, single_read.TILE, 4 * single_read.words(count))
     at = table.make(call, _packed(matrices, table))
@@ -301,7 +301,7 @@ def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: Ten
 
 def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any],
                 rule: TensorScaleRule) -> Iterator[Launch]:
-    """Yields the launches of current scaling if one finds the scales and the other casts. The cast begins at
+    """Yield the launches of current scaling if one finds the scales and the other casts. The cast begins at
     the end, which the L2 still holds."""
     x, tile, number = matrices[0].x.array, _tile(matrices), len(matrices)
     table = _table(matrices, tile, 12 * number)             # an AmaxOfBlocks and a scale for each
@@ -314,8 +314,8 @@ def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any],
 
 
 def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any]) -> Launch:
-    """Returns the launch for given scales. The records of few matrices are among its arguments. If all
-    matrices have equally many blocks, it needs no table."""
+    """Return the launch for given scales. Records of few matrices are passed as kernel arguments; if all
+    matrices also have equally many thread blocks, it needs no table."""
     x, tile = matrices[0].x.array, _tile(matrices)
     table = _table(matrices, tile)
     packed = _packed(matrices, table)

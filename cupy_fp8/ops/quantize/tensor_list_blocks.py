@@ -66,8 +66,8 @@ class _BlockList(Op[_Inputs]):
         return reference.multi_quantize(xs, inputs.recipe, **inputs.directions)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        """Yields one launch for all arrays of a dtype. An array has launches of its own if its last two axes
-        are swapped in memory, or if blocks are whole rows or columns: kernels for lists do not take these."""
+        """Yield one launch for all arrays of a dtype. An array has its own launches if its last two axes are
+        swapped in memory, or if blocks are whole rows or columns, which kernels for lists do not take."""
         assert isinstance(call.result, ListResult)
         listed: dict[np.dtype[Any], list[_ListedArray]] = {}
         alone: list[Launch] = []
@@ -88,7 +88,7 @@ QUANTIZE = _BlockList()
 
 # ---- launches ----
 class _ListedArray(NamedTuple):
-    """Describes an array of a launch, its quantisation, and the members of its record except x."""
+    """An array of a launch, its quantisation, and the members of its record except x."""
 
     x: Input
     quantization: grouped_blocks.AnyQuantization
@@ -96,7 +96,7 @@ class _ListedArray(NamedTuple):
 
     @property
     def allows_wide(self) -> bool:
-        """True if it allows wide accesses. The program for these checks the rows of transposed data itself.
+        """Whether it allows wide accesses. The program for these checks the rows of transposed data itself.
         """
         axes, _ = grouped_blocks.axes_of(self.quantization)
         vector = self.members["vector"]
@@ -105,7 +105,7 @@ class _ListedArray(NamedTuple):
                                     (WIDE_COLUMNS, axes[1].stored)))
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int, int]:
-        """Returns (tiles of all matrices, tiles across a matrix, tiles down a matrix)."""
+        """Return (tiles of all matrices, tiles across a matrix, tiles down a matrix)."""
         (*batch, down, across) = self.quantization.shape
         across, down = cdiv(across, columns), cdiv(down, rows)
         return prod(batch) * across * down, across, down
@@ -120,7 +120,7 @@ def _members(quantization: grouped_blocks.AnyQuantization, written: Sequence[int
 
 
 def _launch(call: Call, arrays: list[_ListedArray]) -> Launch:
-    """Returns the launch for arrays of one dtype. It takes the program for any memory unless all arrays allow
+    """Return the launch for arrays of one dtype. It uses the program for any memory unless all arrays allow
     wide accesses."""
     quantization, wide = arrays[0].quantization, all(each.allows_wide for each in arrays)
     (along_rows, along_columns), _ = grouped_blocks.axes_of(quantization)

@@ -25,7 +25,7 @@ _COMPUTE_AMAX = Kernel("scales/amax", "compute_amax", block=_THREADS)
 _BLOCKS_PER_SM = 4
 _CHUNKS_PER_STEP = 4
 _BLOCKS_ON_CPU = 4
-#: The workspace has so many u32 words: the amax, blocks_done, and the scale of current scaling.
+#: u32 words of the workspace: the amax, blocks_done, and the scale of current scaling
 _WORDS = 4
 _SCALE_OFFSET = 8
 
@@ -52,7 +52,7 @@ class _Inputs(NamedTuple):
 
 
 class _Result(Description):
-    """Describes one element in an array of any shape."""
+    """Description of one element in an array of any shape."""
 
     def __init__(self) -> None:
         super().__init__(Written("out", (1,), float32))
@@ -84,8 +84,8 @@ _AMAX, _RESULT = _ComputeAmax(), _Result()
 
 
 def current_scale(call: Call, x: Input, rule: TensorScaleRule) -> tuple[Launch, int]:
-    """Returns the launch that finds the scale from x's own amax, as `compute_scale` defines it, and the
-    address where later launches on this stream find the scale."""
+    """Return the launch that finds the scale from x's own amax, as defined by `compute_scale`, and the
+    address of the scale for later launches on this stream."""
     words = call.workspace("amax", _WORDS)
     scale_at = words + _SCALE_OFFSET
     return _launch(x, words, "ignore", out=scale_at, noop=call.noop_at, rule=rule._asdict(),

@@ -103,7 +103,7 @@ def convert_scales(scale_inv: Array, *, source: ScaleLayout, target: ScaleLayout
 
 
 def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input]:
-    """Returns the Scaled, which the call has read, with compact scales in new memory; and these scales."""
+    """Return the Scaled, which the call has read, with compact scales in new memory; and these scales."""
     given: Array = s.scale_inv
     if not isinstance(given, np.ndarray) and kernels.capturing(given.data.device_id):
         raise ValueError(f"{name}: {s.scale_layout} scales are made compact in new memory, which cannot be "
@@ -115,7 +115,7 @@ def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input
 
 
 def row_scale_strides(scales: Array, layout: str) -> tuple[int, int]:
-    """Returns (from row to row, from block to block) in elements, of scales of blocks (1, B) in one of
+    """Return the row and block strides, in elements, of scales of blocks (1, B) in one of
     LAYOUTS_WITH_STRIDES."""
     strides = validate.matrix_strides(scales)
     assert strides is not None
@@ -173,8 +173,8 @@ def _as_tuple(shape: Any) -> tuple[int, ...]:
 
 
 def _check_powers_of_two(scale_inv: Array, used: int) -> None:
-    """Raises ValueError unless E8M0 has every f32 scale among the first `used` of the last axis. Waits for
-    the device."""
+    """Raise ValueError unless E8M0 represents every f32 scale among the first `used` of the last axis. Waits
+    for the device."""
     validate.may_wait(scale_inv)
     scales = asnumpy(scale_inv)[..., :used]
     wrong = ~(is_in_e8m0(scales) | np.isnan(scales))
@@ -187,27 +187,27 @@ def _check_powers_of_two(scale_inv: Array, used: int) -> None:
 
 # ---- launches, which other ops use too ----
 class Conversion(NamedTuple):
-    """Says what follows from layouts, dtypes, the shape of the data and their blocks."""
+    """What follows from layouts, dtypes, the shape of the data and their blocks."""
 
     source_shape: tuple[int, ...]
     shape: tuple[int, ...]          # the result's shape
     dtype: np.dtype[Any]
     used: int                       # elements along the source's last axis before its padding
     may_be_wrong: bool              # some f32 scales have no value in the result's dtype
-    aligned_for: str                # the layout that must lie at a multiple of 16 bytes, or ''
-    swizzles: bool | None           # whether swizzle_scales (True) or unswizzle_scales does the same
+    aligned_for: str                # the layout that must be 16-byte aligned, or ''
+    swizzles: bool | None           # swizzle_scales (True) or unswizzle_scales (False) does the same
     columnwise: bool
     lines: tuple[int, ...]          # the shape of the scales, […, lines, blocks]
     variant: Variant
-    grid: int                       # blocks of threads; 0: there are no scales
-    members: dict[str, Any]         # members of the struct ScaleLayoutParams, but for addresses
+    grid: int                       # thread blocks; 0: there are no scales
+    members: dict[str, Any]         # members of the struct ScaleLayoutParams, except addresses
 
 
 @functools.lru_cache(maxsize=4096)
 def conversion(source: str, target: str, shape: tuple[int, ...], block: Block, held: np.dtype[Any],
                dtype: np.dtype[Any] | None = None, strides: tuple[int, int, int] | None = None) -> Conversion:
-    """held, dtype: the dtypes before and after. strides: those of compact scales that are not C-contiguous,
-    from matrix to matrix, row to row, column to column."""
+    """held, dtype: the dtypes before and after. strides: of compact scales that are not C-contiguous, by
+    matrix, row, column."""
     source_shape = _scale_shape("source", source, shape, block)
     target_shape = _scale_shape("target", target, shape, block)
     if held not in SCALE_DTYPES[source]:
@@ -254,7 +254,7 @@ def conversion_launches(call: Call, plan: Conversion, scales: Input, to_at: int)
 
 
 def _adjacent_lines(plan: Conversion, scales: Input) -> bool | None:
-    """Returns whether the lines of compact scales are adjacent in memory. It is None if the kernels of
+    """Return whether the lines of compact scales are adjacent in memory. None if the kernels of
     swizzle_scales and unswizzle_scales cannot do the conversion."""
     if plan.swizzles is None or (not plan.swizzles and scales.at % 16):
         return None
@@ -271,9 +271,9 @@ def _scale_shape(name: str, layout: str, shape: tuple[int, ...], block: Block) -
 
 
 class _StoredScales(NamedTuple):
-    """Says where a layout has the scale of (line, block). strides: the members of ScaleStrides; lines,
-    blocks: their numbers with padding; order: which scales a thread takes; shift: log2 of the lines that
-    share a line of scales."""
+    """Place of the scale of (line, block) in a layout. strides: the members of ScaleStrides; lines, blocks:
+    their numbers with padding; order: which scales a thread takes; shift: log2 of the lines that share a line
+    of scales."""
 
     strides: dict[str, int]
     lines: int
@@ -284,7 +284,7 @@ class _StoredScales(NamedTuple):
 
 def _stored_scales(layout: str, grid: ScaleGrid, block: Block, rows: int,
                    strides: tuple[int, int, int] | None) -> _StoredScales:
-    """strides: those of compact scales that are not C-contiguous."""
+    """strides: of compact scales that are not C-contiguous."""
     lines, blocks = grid.outer, grid.blocks
     if layout == "swizzled":
         tiles = cdiv(blocks, SWIZZLE_COLUMNS)

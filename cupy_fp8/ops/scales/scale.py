@@ -56,8 +56,7 @@ def compute_scale(amax: Array, *, dtype: FP8DType = float8_e4m3fn, margin: int =
 
 
 class TensorScaleRule(NamedTuple):
-    """Holds the members of the TensorScaleRule of kernels_cu/include/scale/scale.cuh: a scale is target /
-    amax."""
+    """Members of the TensorScaleRule of kernels_cu/include/scale/scale.cuh: a scale is target / amax."""
 
     target: float
     eps: float
@@ -203,8 +202,8 @@ def _target(dtype: np.dtype[Any], margin: int) -> float:
 
 @functools.lru_cache
 def _columns_log2(length: int, n: int, processors: int) -> int:
-    """Returns log2 of the columns that a block owns: 32 of them, or as many as there are. A block owns fewer
-    if a thread's rows take more than one round of loads while multiprocessors are idle."""
+    """Return log2 of the columns per thread block: 32, or as many as there are. Fewer if a thread's rows take
+    more than one round of loads while SMs are idle."""
     log2 = _MOST_COLUMNS_LOG2
     while log2 and (1 << log2 >= 2 * n or (length << log2 > _THREADS * _IN_FLIGHT and (n - 1 >> log2)
                                            + 1 < processors)):

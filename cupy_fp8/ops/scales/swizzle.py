@@ -1,5 +1,5 @@
-"""The layout of block scales: compact, or swizzled as block-scaled matrix products read them.
-Kernels: kernels_cu/scales/swizzle.cu."""
+"""Layout of block scales: compact, or swizzled as block-scaled matrix products read them. Kernels:
+kernels_cu/scales/swizzle.cu."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from ...typed_array import TypedArray
 
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales", block=64)
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales", block=64)
-_TILES = 8                  # tiles that a block of threads takes along a line
-_ALIGNMENT = 16             # bytes of swizzled scales that are moved at a time
-#: The define GROUPED has these values.
+_TILES = 8                  # tiles along a line per thread block
+_ALIGNMENT = 16             # bytes of swizzled scales moved at a time
+#: values of the define GROUPED
 _NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2
 
 
@@ -111,9 +111,9 @@ def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, ax
 
 # ---- the calls ----
 class _Inputs(NamedTuple):
-    given: Array            # s as it was given
+    given: Array            # s as given
     s: Input                # the same memory, C-contiguous
-    adjacent: bool          # whether the last two axes are swapped for that
+    adjacent: bool          # the last two axes are swapped for that
     groups: Groups
     axis: int
     extents: _Extents
@@ -144,7 +144,7 @@ class _UnswizzleScales(Op[_Inputs]):
     def arguments(self, call: Call, s: Any, shape: Any, splits: Any, axis: Any, check: Any) -> _Inputs:
         _check_dtype(s)
         scales = call.read("s", s, (float8_e8m0fnu,))
-        if call.xp is np and scales.at % _ALIGNMENT:                # Only arrays on a GPU have to be aligned.
+        if call.xp is np and scales.at % _ALIGNMENT:                # only arrays on a GPU have to be aligned
             copy = scales.array.copy()
             scales, call.repeatable = Input(copy, address(copy)), False
         groups = _groups(call, splits, axis, shape, check)
@@ -167,8 +167,8 @@ class _UnswizzleScales(Op[_Inputs]):
 
 
 class _CompactResult(Description):
-    """Describes compact scales. If `out` has its lines adjacent instead of its blocks, it is written as the
-    C-contiguous array with its last two axes swapped."""
+    """Description of compact scales. If `out` has adjacent lines instead of adjacent blocks, it is written as
+    the C-contiguous array with its last two axes swapped."""
 
     def __init__(self, shape: tuple[int, ...], adjacent: bool = False) -> None:
         super().__init__(Written("out", swap_last(shape) if adjacent else shape, float8_e8m0fnu))
@@ -194,7 +194,7 @@ def _check_dtype(s: Any) -> None:
 
 
 def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: Any) -> Groups:
-    """Validates the options for compact scales of this shape, and the sizes if Python knows them."""
+    """Validate the options for compact scales of this shape, and the sizes if Python knows them."""
     flag(check, "check")
     is_axis = isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)
     if splits is None:
@@ -215,7 +215,7 @@ def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: A
 
 
 def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
-    """Raises ValueError if sizes on the host are negative, or add up to more lines or blocks than there are.
+    """Raise ValueError if sizes on the host are negative, or add up to more lines or blocks than there are.
     """
     given = none_negative(sizes)
     covered = sum(cdiv(size, SWIZZLE_ELEMENTS) for size in given) if axis == 1 else sum(given)
@@ -242,7 +242,7 @@ def _swizzled_shape(shape: tuple[int, ...], groups: int | None, axis: int) -> tu
 
 
 def lines_adjacent(s: Array) -> bool:
-    """Returns whether s is C-contiguous only with its last two axes swapped."""
+    """Return whether s is C-contiguous only with its last two axes swapped."""
     if is_contiguous(s) or s.ndim < 2:
         return False
     shape, strides, size = s.shape, s.strides, s.itemsize
@@ -252,7 +252,7 @@ def lines_adjacent(s: Array) -> bool:
 
 # ---- launches ----
 class _Extents(NamedTuple):
-    """Says what follows from the shape of the compact scales. Most are members of the struct LayoutParams."""
+    """What follows from the shape of the compact scales; most are members of the struct LayoutParams."""
 
     shape: tuple[int, ...]
     swizzled: tuple[int, ...]
@@ -281,7 +281,7 @@ def _extents(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) 
 
 
 def check_aligned(name: str, at: int, layout: str = "swizzled") -> None:
-    """Raises ValueError if scales that are read 16 bytes at a time are not aligned to that."""
+    """Raise ValueError for unaligned scales that are read 16 bytes at a time."""
     if at % _ALIGNMENT:
         raise ValueError(f"{name}: address {at:#x} is not a multiple of {_ALIGNMENT}, as that of {layout} "
                          "scales has to be")
@@ -298,7 +298,7 @@ def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swiz
     grouped = _GROUPS_OF_BLOCKS if inputs.axis else _GROUPS_OF_LINES
     words = (kernel is _SWIZZLE and grouped == _GROUPS_OF_LINES
              and _are_words(inputs.extents, compact_at, adjacent))
-    # An empty array's sizes are examined too.
+    # an empty array's sizes are examined too
     yield _variant(kernel, adjacent, grouped, words).bind(
         inputs.s.array, inputs.extents.grid or 1, splits=splits,
         **_members(inputs.extents, compact_at, swizzled_at, adjacent))
@@ -306,8 +306,8 @@ def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swiz
 
 def matrix_launches(swizzles: bool, x: Array, extents: _Extents, compact_at: int, swizzled_at: int,
                     adjacent: bool) -> Iterator[Launch]:
-    """Yields the launch that swizzles or unswizzles whole matrices. adjacent: whether their lines are
-    adjacent in compact memory."""
+    """Yield the launch that swizzles or unswizzles whole matrices. adjacent: their lines are adjacent in
+    compact memory."""
     if extents.grid:
         kernel = _SWIZZLE if swizzles else _UNSWIZZLE
         words = swizzles and _are_words(extents, compact_at, adjacent)
@@ -316,12 +316,12 @@ def matrix_launches(swizzles: bool, x: Array, extents: _Extents, compact_at: int
 
 
 def matrix_extents(shape: tuple[int, ...]) -> _Extents:
-    """Returns the extents that `matrix_launches` takes, for compact scales of this shape."""
+    """Return the extents for `matrix_launches`, for compact scales of this shape."""
     return _extents(shape, None, 0, 0)
 
 
 def _are_words(extents: _Extents, compact_at: int, adjacent: bool) -> bool:
-    """Returns whether all compact words of four blocks exist and are aligned."""
+    """Return whether all compact words of four blocks exist and are aligned."""
     return not adjacent and extents.blocks % 4 == 0 and compact_at % 4 == 0
 
 

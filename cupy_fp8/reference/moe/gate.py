@@ -15,7 +15,7 @@ _EPSILON = np.float32(1e-20)
 
 def topk_gate(logits: np.ndarray, k: int, *, score: str = "softmax", bias: np.ndarray | None = None,
               groups: int | None = None, group_topk: int | None = None, normalize: bool = True,
-              factor: float = 1.0, indices: np.ndarray | None = None, scores: bool = False,
+              factor: float = 1.0, indices: np.ndarray | None = None, return_scores: bool = False,
               sequences: int | None = None) -> Gate:
     tokens, experts = logits.shape
     values = np.ascontiguousarray(numerics.widen(logits))
@@ -29,7 +29,7 @@ def topk_gate(logits: np.ndarray, k: int, *, score: str = "softmax", bias: np.nd
     length = max(1, tokens // (sequences or 1))
     np.add.at(counts, (token // length, chosen[token, slot]), 1)
     return Gate(chosen, _weights(_of_slots(s, chosen), normalize, factor),
-                counts if sequences else counts[0], s if scores else None,
+                counts if sequences else counts[0], s if return_scores else None,
                 _by_sequence(_shares(s, score), sequences) if sequences else None, score, normalize, factor)
 
 

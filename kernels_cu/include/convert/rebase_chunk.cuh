@@ -1,11 +1,10 @@
-// A chunk of rebase.cu is 16 FP8 elements. It is multiplied by a power of two in f16 and rounded to FP8 once.
+// A chunk of rebase.cu: 16 FP8 elements, multiplied by a power of two in f16 and rounded to FP8 once.
 //
-// v * 2^k is exact for kLeastExactExponent <= k <= kMostExactExponent. Other k, which are rare, take several
-// steps, whose roundings lose only what becomes 0 anyway.
+// v * 2^k is exact for kLeastExactExponent <= k <= kMostExactExponent. Other k (rare) take several steps,
+// whose roundings lose only what becomes 0 anyway.
 //
-// Changed values are counted in a word that holds two counts, as the f16 numbers 1024 + count, whose last
-// bits are the count. Integers would take two more instructions for each word of codes, on the pipeline that
-// conversions need.
+// Changed values are counted two at a time in a word, as the f16 numbers 1024 + count, whose low bits are the
+// count. Integers would take two more instructions per word of codes, on the pipeline that conversions need.
 #pragma once
 #include "memory/chunks.cuh"
 #include "scale/power_of_two.cuh"
@@ -13,7 +12,8 @@
 using Pack = Pairs<IN>;
 using Chunk16 = Chunk<IN, 16>;
 
-// All values are multiples of the smallest one, which f16 has down to this power of two.
+// All values are multiples of the format's smallest one, whose product is then still a multiple of f16's
+// smallest.
 constexpr int kLeastExactExponent = Pack::kEmax == 8 ? -15 : -8, kMostExactExponent = 15;
 constexpr u32 kFourNan = kNanFp8 * 0x1010101u;
 
@@ -33,15 +33,15 @@ __device__ __forceinline__ u32 largest_magnitude(const Chunk16& chunk) {
     return as_bits(f16::widen(low > high ? low : high));
 }
 
-// Counts the products that are not what their codes stand for.
+// Counts the products that differ from the values of their codes.
 __device__ __forceinline__ void count_different(const u32 (&product)[2], u32 codes, u32& changed) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
         changed = Halves::plus(changed, Halves::different(product[half], Pack::widen(codes, half)));
 }
 
-// Multiplies a chunk by a power of two, two of which are in `power`, or by 0. Every product is exact.
-// kCounts: counts the values that change.
+// Multiplies a chunk by a power of two, held twice in `power`, or by 0. Every product is exact. kCounts:
+// counts the values that change.
 template <bool kCounts>
 __device__ __forceinline__ Chunk16 times_power(const Chunk16& from, u32 power, u32& changed) {
     Chunk16 made;
@@ -57,9 +57,8 @@ __device__ __forceinline__ Chunk16 times_power(const Chunk16& from, u32 power, u
     return made;
 }
 
-// Multiplies a chunk by any 2^k in three steps, and counts the values that change. A product that is not
-// exact is far below half the smallest code, so it becomes 0, and its value changed. Some such products are 0
-// themselves.
+// Multiplies a chunk by any 2^k in three steps, and counts the values that change. An inexact product is far
+// below half the smallest code, so it becomes 0 and counts as changed; some such products are 0 themselves.
 __device__ __forceinline__ Chunk16 times_power_in_steps(const Chunk16& from, int k, u32& changed) {
     Chunk16 made;
     u32 power[3];

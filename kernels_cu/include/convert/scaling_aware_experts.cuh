@@ -1,14 +1,14 @@
-// The parameters of the scaling-aware transpose (scaling_aware.cu), and the search for the tiles and experts
-// of a block of threads. scaling_aware.cu explains the defines.
+// Parameters of the scaling-aware transpose (scaling_aware.cu, which explains the defines), and the search
+// for a thread block's tiles and experts.
 #pragma once
 #include "groups/row_groups.cuh"
 
-// GATHER: each row is a copy of a token, or zeros, and is written too.
+// GATHER: each row is a copy of a token, or zeros; the rows are written too.
 struct GatheredRows {
     const i32* sources;          // [all rows]: token * topk + slot, or -1
     u8* to;                      // the rows
     u32 tokens;
-    u32 multiplier, shift;       // slot * multiplier >> shift is its token, for slots below 2^31
+    u32 multiplier, shift;       // token = slot * multiplier >> shift, for slots below 2^31
 };
 
 struct ScalingAwareParams {
@@ -17,19 +17,19 @@ struct ScalingAwareParams {
     u8* out;
     void* target_scales;
     float* row_scales;
-    const RowSegment* segments;  // with splits: the segment of each row of tiles; an earlier launch wrote it
-    Splits splits;               // groups -1: nothing is split, one expert has all rows
-    void* sizes_out;             // [groups], as wide as the sizes: a copy of them
+    const RowSegment* segments;  // with splits: the segment of each row of tiles, from an earlier launch
+    Splits splits;               // groups -1: no splits, one expert has all rows
+    void* sizes_out;             // [groups]: copy of the sizes, in their type
     i64 rows, columns;
-    i64 scale_columns;           // scales of a row
-    i64 scale_row, scale_block;  // from the scale of a row to that of the next row, and of the next block
+    i64 scale_columns;           // scales per row
+    i64 scale_row, scale_block;  // strides: to the next row's scale, and to the next block's
     i64 target_pitch, target_rows;
     i64 row_scale_rows;
-    i64 down;                    // rows of tiles; with splits more than all experts take
+    i64 down;                    // rows of tiles; with splits an upper bound
     u32 strips;                  // strips of TILE_COLUMNS columns
-    u32 tiles;                   // tiles per block of threads, one after the other
-    u32 vector;                  // without ALIGNED: 1 if rows of the data allow 8-byte loads
-    u32 ahead;                   // ONE_TILE: fetch_ahead() fetches the tile so many blocks ahead
+    u32 tiles;                   // consecutive tiles per thread block
+    u32 vector;                  // without ALIGNED: 1 = rows of the data allow 8-byte loads
+    u32 ahead;                   // ONE_TILE: fetch_ahead() prefetches the tile this many thread blocks ahead
     GatheredRows gathered;       // GATHER
 };
 
@@ -39,39 +39,39 @@ constexpr int kTileRows = 128, kWarpColumns = 16;
 constexpr int kWarps = TILE_COLUMNS / kWarpColumns, kThreads = kWarps * 32;
 constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kRowBlocks = kTileRows / BLOCK;
 constexpr int kUnits = kRowBlocks * kColumnBlocks;                   // blocks of BLOCK x BLOCK
-constexpr int kPatches = kTileRows / 16;                             // threads below one another
+constexpr int kPatches = kTileRows / 16;                             // threads in a column of patches
 constexpr bool kStacks = (kMx || TARGET == 0) && !GATHER;
 static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 
-// Describes a tile of an expert, and where it is in memory.
+// A tile of an expert, and its place in memory.
 struct ExpertTile {
-    i64 group_start, group_rows;    // the expert's first row in the data, and how many rows it has
+    i64 group_start, group_rows;    // the expert's first row in the data, and its rows
     i64 group_tile, group_down;      // rows of tiles before the expert, and its own
     i64 group_block, group_scales;   // the expert's first rows of target scales and of row scales
-    int stack;                       // log2 of how many strips are below one another in a tile
-    i64 index;                       // which of the expert's group_down rows of tiles
-    int offset;                      // which of the block's tiles, counted as if none were stacked
-    bool exists;                     // the block has such a tile
-    // settle() computes the rest from these:
+    int stack;                       // log2 of the strips stacked in a tile
+    i64 index;                       // row of tiles within the expert, below group_down
+    int offset;                      // index among the thread block's tiles, counted as if none were stacked
+    bool exists;                     // the thread block has such a tile
+    // computed from these by settle():
     const u8* from;                  // GATHER: of token 0
-    const u8* scales;                // the scale of the tile's first row and block
-    u8* to;                          // where its first column goes; the next one is group_rows bytes on
-    u8* targets;                     // the target scale of its first block and column
-    u32* row_scales;                 // where the scale of its first row and block goes, or null
-    i64 row_scale_pitch;             // distance to the scale of the next block
+    const u8* scales;                // scale of the tile's first row and block
+    u8* to;                          // destination of its first column; columns are group_rows bytes apart
+    u8* targets;                     // target scale of its first block and column
+    u32* row_scales;                 // destination of the scale of its first row and block, or null
+    i64 row_scale_pitch;             // stride to the next block's scale
     u32 strip;
-    int rows, columns;               // how many rows and columns exist
-    int scale_blocks;                // how many blocks along a row exist
-    bool past_groups;                // it follows the last expert
-    bool aligned;                    // columns go to multiples of 16 bytes
-    bool whole_targets;              // all target scales exist, and four of them are one store
-    int above;                       // the block's tiles above it in the same columns
-    bool continues;                  // the block's next tile is the one below
+    int rows, columns;               // existing rows and columns
+    int scale_blocks;                // existing blocks along a row
+    bool past_groups;                // follows the last expert
+    bool aligned;                    // columns begin at multiples of 16 bytes
+    bool whole_targets;              // all target scales exist, and four of them can be stored at once
+    int above;                       // the thread block's tiles above it in the same columns
+    bool continues;                  // the thread block's next tile is the one below
 
     __device__ __forceinline__ i64 start() const { return group_start + index * kTileRows; }
     __device__ __forceinline__ i64 column() const { return (i64)strip * TILE_COLUMNS; }
     __device__ __forceinline__ bool is_last_down() const { return index + 1 == group_down; }
-    // Returns how many strips of the tile exist.
+    // Strips in the tile.
     __device__ __forceinline__ u32 own_strips(const ScalingAwareParams& p) const {
         const u32 left = p.strips - strip;
         return left >> stack ? 1u << stack : left;
@@ -82,17 +82,17 @@ struct ExpertTile {
     __device__ __forceinline__ int next_offset(const ScalingAwareParams& p) const {
         return offset + (int)own_strips(p);
     }
-    // Strips are below one another in a tile. Returns which row of its strip a row of the tile is.
+    // Stacked strips lie below one another in a tile. Returns the row within its strip of a row of the tile.
     __device__ __forceinline__ int row_in_strip(int row) const {
         return kStacks ? row & (kTileRows >> stack) - 1 : row;
     }
-    // Returns which strip of the tile has a row of the tile.
+    // Returns the strip, within the tile, of a row of the tile.
     __device__ __forceinline__ int strip_of(int row) const {
         return kStacks ? (int)(((u32)row << stack) / kTileRows) : 0;
     }
 
-    // Computes everything that follows from the expert, the index and the strip. tiles: how many the block
-    // of threads has.
+    // Computes everything that follows from the expert, the index and the strip. tiles: tiles of the thread
+    // block.
     __device__ __forceinline__ void settle(const ScalingAwareParams& p, int tiles) {
         const i64 first_column = column();
         rows = left_of(group_rows - index * kTileRows, kTileRows);
@@ -124,7 +124,7 @@ struct ExpertTile {
     }
 };
 
-// Loads the RowSegment of a row of tiles, a word per lane. One whole warp calls it.
+// Loads the RowSegment of a row of tiles, a word per lane. Call from one whole warp.
 __device__ __forceinline__ u32 load_segment_word(const ScalingAwareParams& p, i64 row_of_tiles) {
     static_assert(sizeof(RowSegment) == 16 * sizeof(u32), "half a warp");
     return threadIdx.x % 32 < 16
@@ -132,8 +132,8 @@ __device__ __forceinline__ u32 load_segment_word(const ScalingAwareParams& p, i6
                : 0;
 }
 
-// Returns the expert that has this row of tiles. One whole warp calls it. segment_word: a word of the segment
-// per lane.
+// Returns the expert of this row of tiles. Call from one whole warp. segment_word: a word of the segment per
+// lane.
 __device__ __forceinline__ ExpertTile expert_of(const ScalingAwareParams& p, i64 row_of_tiles,
                                                 u32 segment_word) {
     ExpertTile found{};
@@ -156,7 +156,7 @@ __device__ __forceinline__ ExpertTile expert_of(const ScalingAwareParams& p, i64
     found.group_tile = row_of_tiles - segment.index, found.group_scales = 4 * segment.units_before[1];
     found.group_block = kMx ? segment.units_before[0] : found.group_tile;
     found.past_groups = segment.group < 0;
-    if (found.past_groups) {                                         // result_start has its rows.
+    if (found.past_groups) {                                         // result_start holds its rows
         found.group_start = p.segments[found.group_tile].result_start;
         found.group_rows = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
     } else {
@@ -174,8 +174,8 @@ __device__ __forceinline__ u32 load_next_segment(const ScalingAwareParams& p, co
     return needed ? load_segment_word(p, tile.group_tile + tile.group_down) : 0;
 }
 
-// Finds the block's tile after `tile`, if there is one. One whole warp calls it. tiles: how many the block
-// has.
+// Finds the thread block's tile after `tile`, if there is one. Call from one whole warp. tiles: tiles of the
+// thread block.
 __device__ __forceinline__ void find_next(const ScalingAwareParams& p, const ExpertTile& tile,
                                           u32 segment_word, int tiles, ExpertTile* next) {
     const bool exists = tile.exists && tile.next_offset(p) < tiles, of_next = exists && tile.is_last(p);
@@ -194,8 +194,8 @@ __device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Exp
     *next = found;
 }
 
-// GATHER: finds tile `offset` of a block's tiles, which are neighbouring rows of tiles of one strip. One
-// whole warp calls it.
+// GATHER: finds tile `offset` of a thread block's tiles, which are consecutive rows of tiles of one strip.
+// Call from one whole warp.
 __device__ __forceinline__ void find_below(const ScalingAwareParams& p, u32 strip, i64 first_row, int offset,
                                            int tiles, ExpertTile* to) {
     const i64 row = first_row + offset;
@@ -209,12 +209,12 @@ __device__ __forceinline__ void find_below(const ScalingAwareParams& p, u32 stri
     if (threadIdx.x % 32 == 0) *to = found;
 }
 
-// Finds the block's first tile, which has this index among all tiles and belongs to the expert `found`. One
-// whole warp calls it. before: room for the tile that begins the stack of strips, if another block has it.
+// Finds the thread block's first tile: `index` is its index among all tiles, `found` its expert. Call from
+// one whole warp. before: room for the tile that begins the stack of strips, if another thread block has it.
 __device__ __forceinline__ void find_first(const ScalingAwareParams& p, ExpertTile found, i64 index,
                                            int tiles, ExpertTile* first, ExpertTile* before) {
     const i64 in_group = index - found.group_tile * p.strips, strip = in_group / found.group_down;
-    // If the block before has begun this stack of strips, it does all of it.
+    // A stack belongs to the thread block that has its first strip.
     const int strips_before = (int)strip & (1 << found.stack) - 1;
     found.index = in_group - strip * found.group_down;
     found.strip = (u32)strip - strips_before, found.offset = -strips_before;
@@ -234,8 +234,8 @@ __device__ __forceinline__ void clear(u8* to, i64 bytes) {
     for (i64 i = head + units * 16 + threadIdx.x; i < bytes; i += kThreads) to[i] = 0;
 }
 
-// Writes zeros for the tiles first to end - 1 after the last expert: their part of everything that no expert
-// has. tile: the first one after the last expert.
+// Writes zeros to what no expert covers: the share of tiles first to end - 1, after the last expert. tile:
+// the first one after the last expert.
 __device__ __forceinline__ void clear_rest(const ScalingAwareParams& p, const ExpertTile& tile, i64 first,
                                            i64 end) {
     const i64 rest = (p.down - tile.group_tile) * p.strips;

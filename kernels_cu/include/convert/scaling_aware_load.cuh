@@ -1,13 +1,13 @@
-// The scaling-aware transpose (scaling_aware.cu) copies the bytes of a tile into shared memory here.
+// Copies of a tile's bytes to shared memory, for the scaling-aware transpose (scaling_aware.cu).
 #pragma once
 #include "convert/scaling_aware_experts.cuh"
 
 constexpr int kRawBytes = kTileRows * TILE_COLUMNS + 16;             // one tile; see raw_unit()
 
-// Returns where a 16-byte unit of a tile is in shared memory. A row has TILE_COLUMNS bytes, whose pairs of
-// units are XOR-swizzled such that the lanes of a warp, which read from rows 16 apart, meet no bank twice.
-// The second half of the rows is 16 bytes further on. Units of a pair stay neighbours, since copies of 16
-// bytes from one sector to two places took 6 % longer.
+// Returns the place of a tile's 16-byte unit in shared memory. A row has TILE_COLUMNS bytes; pairs of units
+// are XOR-swizzled so that a warp's lanes, which read rows 16 apart, have no bank conflicts. The second half
+// of the rows is shifted by 16 bytes. Units of a pair stay adjacent: copying a sector's two halves to
+// different places took 6 % longer.
 __device__ __forceinline__ int raw_unit(int row, int unit) {
     return row * TILE_COLUMNS + (unit ^ (row / 16 * 2 & 6)) * 16 + row / 64 * 16;
 }
@@ -15,7 +15,7 @@ __device__ __forceinline__ int raw_unit(int row, int unit) {
 constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits;
 constexpr int kUnitsPerThread = kTileRows / kStep;
 
-// GATHER: where the rows of this thread's units come from. They are loaded while the tile before is copied.
+// GATHER: source tokens of this thread's units, loaded while the tile before is copied.
 struct Sources {
     i32 slot[kUnitsPerThread];
 
@@ -29,14 +29,14 @@ struct Sources {
                     slot[n] = load_read_only(p.gathered.sources + tile.start() + row);
             }
     }
-    // Returns the token of unit n; p.gathered.tokens or more if there is none, since slots are below 2^31.
+    // Returns the token of unit n; p.gathered.tokens or more if there is none (slots are below 2^31).
     __device__ __forceinline__ u32 token(const ScalingAwareParams& p, int n) const {
         return (u32)((u64)(u32)slot[n] * p.gathered.multiplier >> p.gathered.shift);
     }
 };
 
-// Starts the copies of this thread's units. Units and rows that do not exist become zeros. kStacked: strips
-// may be below one another.
+// Starts the copies of this thread's units. Absent units and rows become zeros. kStacked: strips may be
+// stacked.
 template <bool kStacked>
 __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw,
                                               const Sources& sources) {
@@ -44,8 +44,8 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
     const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
     const int stack = kStacked ? tile.stack : 0, left = tile.columns - unit * 16;
     const int rows = kStacked || left > 0 ? tile.rows - first : 0;
-    // `next` is the step in memory from even groups of 32 rows of the tile to odd ones, `after` from odd to
-    // even.
+    // Steps in memory between groups of 32 rows of the tile: `next` from even to odd ones, `after` from odd
+    // to even.
     const i64 down = kStep * p.columns, next = stack == 2 ? TILE_COLUMNS : down;
     const i64 after = stack == 0 ? down : stack == 1 ? TILE_COLUMNS - down : TILE_COLUMNS;
     const u8* from = tile.from + ((GATHER ? 0 : first * p.columns) + unit * 16);
@@ -80,16 +80,16 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
     }
 }
 
-// Starts the copy of a tile into shared memory.
+// Starts the copy of a tile to shared memory.
 __device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const ExpertTile& tile, u8* raw,
                                          const Sources& sources) {
     if (tile.past_groups) return;
-    // Without stacks the copies take fewer instructions.
+    // fewer instructions without stacks
     if (ALIGNED && (!kStacks || tile.stack == 0)) prefetch_rows<false>(p, tile, raw, sources);
     else prefetch_rows<kStacks>(p, tile, raw, sources);
 }
 
-// GATHER: writes the tile's rows, whose bytes are in shared memory: each thread those that it has copied.
+// GATHER: writes the tile's rows from shared memory; each thread those that it has copied.
 __device__ __forceinline__ void store_rows(const ScalingAwareParams& p, const ExpertTile& tile,
                                            const u8* raw) {
     const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
@@ -104,7 +104,8 @@ __device__ __forceinline__ void store_rows(const ScalingAwareParams& p, const Ex
     }
 }
 
-// Fetches the tile of a later block into the L2. That block is so near that the bytes wait only shortly.
+// Prefetches the tile of a later thread block into the L2; that block is near enough that the bytes do not
+// stay there long.
 __device__ __forceinline__ void fetch_ahead(const ScalingAwareParams& p) {
     const u32 block = blockIdx.x + p.ahead, strip = block / (u32)p.down;
     if (block >= gridDim.x) return;

@@ -1,49 +1,48 @@
-// The scaling-aware transpose (scaling_aware.cu) loads the scales of a tile here and computes f16 factors
-// from them.
+// Scales of a tile, for the scaling-aware transpose (scaling_aware.cu): loads them and computes f16 factors.
 #pragma once
 #include "convert/scaling_aware_store.cuh"
 #include "numerics/e8m0.cuh"
 #include "scale/power_of_two.cuh"
 
 using Pack = Pairs<IN>;
-constexpr int kTilesAhead = 1;                           // tiles that are in flight beside the current one
-// Beside these there is the tile before, which some warps still have. GATHER: there are all of a block's
-// tiles, and those after the last one that it looks for.
+constexpr int kTilesAhead = 1;                           // tiles in flight beside the current one
+// Plus the tile before, which some warps still use. GATHER: all of a thread block's tiles, and one past the
+// last, for which it searches too.
 constexpr int kMostTiles = 4, kTilePlaces = kTilesAhead + (GATHER ? kMostTiles + 1 : 2);
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
 
 constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;      // 448 * 2^7 has f16's largest exponent
-constexpr int kMostDoublings = 15, kMostHalvings = 24 + kLift;       // f16 has these powers of two
+constexpr int kMostDoublings = 15, kMostHalvings = 24 + kLift;       // powers of two that f16 has
 constexpr int kLeastNormal = -14 - kLift;
 constexpr int kUnitGap = 8;                              // between scale 1 of rows of zeros and other scales
 
-// These are facts about a unit's scales. e_ref is the exponent that its elements are computed relative to.
+// Facts about a unit's scales. e_ref: the exponent that its elements are computed relative to.
 enum UnitFacts : u32 {
-    kGeneral = 1,                // f16 does not have all powers of two that the unit needs.
-    // Rows with scale 1 do not count for e_ref, because all other scales are far smaller and a row of zeros
+    kGeneral = 1,                // f16 lacks some power of two that the unit needs
+    // Rows with scale 1 do not count for e_ref, because all other scales are far smaller, and a row of zeros
     // usually has scale 1. If such a row holds anything but zeros, the unit is kGeneral.
     kExcluded = 2,
-    // Another fact holds or was not examined. TARGET 1 then knows no row with the largest scale.
+    // Another fact holds or was not examined. With TARGET 1 no row with the largest scale is known then.
     kUnusual = 4,
-    // A scale of the first strip is no power of two. The next three bits say so of the other strips.
+    // A scale of the first strip is no power of two; the next three bits are those of the other strips.
     kWrong = 16,
 };
 struct Unit {
     int e_ref;
-    u32 facts;                   // UnitFacts; with TARGET 1 bits 8 and above are a row with scale 2^e_ref
+    u32 facts;                   // UnitFacts; with TARGET 1, bits from 8 on: a row with scale 2^e_ref
 };
 
 struct Shared {
     Unit unit[2][kUnits];                                // ordered by row of blocks, then by column of blocks
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
-    // A word has 2^(e - e_ref) of two rows as f16, or NaN for a wrong scale.
+    // 2^(e - e_ref) of two rows per word, as f16; NaN for a wrong scale
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];
     ExpertTile tile[kTilePlaces];
     __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // halves of sectors, see store_aligned()
 };
 
-// The scales of a tile are kept in registers here until they go to shared memory. A warp has the scales of a
-// unit or two, and a lane kLaneRows rows of each.
+// The scales of a tile in registers, until they go to shared memory. A warp has the scales of one or two
+// units, a lane kLaneRows rows of each.
 struct TileScales {
     u32 bits[kUnitsPerWarp][kLaneRows];
 
@@ -54,7 +53,7 @@ struct TileScales {
     }
     static __device__ __forceinline__ bool has(int n) { return kUnits % kWarps == 0 || unit(n) < kUnits; }
 
-    // Loads the scales of a tile. Scales that do not exist are 0.
+    // Loads the scales of a tile; absent ones are 0.
     __device__ __forceinline__ void load(const ScalingAwareParams& p, const ExpertTile& tile) {
 #pragma unroll
         for (int n = 0; n < kUnitsPerWarp; n++) {
@@ -75,7 +74,7 @@ struct TileScales {
         }
     }
 
-    // Writes factors and exponents to shared memory, and the scales themselves to the row-wise result.
+    // Writes factors and exponents to shared memory, and the scales to the row-wise result.
     __device__ __forceinline__ void write(const ScalingAwareParams& p, const ExpertTile& tile, int buffer,
                                           Shared& shared) const {
 #pragma unroll
@@ -103,8 +102,8 @@ struct TileScales {
     }
 
 private:
-    // Finds log2 of this lane's scales of unit n, and the largest one of the unit. Returns true unless all
-    // scales are powers of two whose factors f16 has. exist: how many rows exist from the lane's first on.
+    // Finds log2 of this lane's scales of unit n, and the unit's largest one. Returns true unless all scales
+    // are powers of two whose factors f16 represents. exist: existing rows from the lane's first on.
     __device__ __forceinline__ bool find_exponents(int n, int exist, int (&e)[kLaneRows], int& most) const {
         int least = kNoScale;
         bool unusual = false;
@@ -124,7 +123,7 @@ private:
         return __any_sync(~0u, unusual);
     }
 
-    // Writes the facts of a unit and finds its factors, unless find_exponents() returns true.
+    // Writes the facts of a unit and computes its factors, unless find_exponents() returns true.
     static __device__ __forceinline__ void write_usual(const int (&e)[kLaneRows], int most,
                                                        u32 (&factor)[kLaneRows], Unit* to) {
         u32 facts = 0;
@@ -142,14 +141,14 @@ private:
             factor[r] = e[r] == kNothing ? 0 : (u32)(e[r] - most + 15 + kLift) << 10;
     }
 
-    // Returns which row of the unit is row `at` of the first of these lanes.
+    // Returns the unit's row for row `at` of the first of these lanes.
     static __device__ __forceinline__ u32 first_row(u32 lanes, int at) {
         const int lane = __ffs(lanes) - 1;
         return lane * kLaneRows + (u32)__shfl_sync(~0u, at, lane);
     }
 
-    // Stores this lane's scales of a block to the row-wise result. Its rows are rounded up to four, and the
-    // scales of absent rows are 0. first: the lane's first row in its strip.
+    // Stores this lane's scales of a block to the row-wise result: rows rounded up to four, with scale 0 for
+    // absent ones. first: the lane's first row in its strip.
     __device__ __forceinline__ void store_row_scales(const ExpertTile& tile, int n, int block,
                                                      int first) const {
         u32* const to = tile.row_scales + (block * tile.row_scale_pitch + first);
@@ -160,7 +159,7 @@ private:
             for (int r = 0; r < 4; r++) to[r] = bits[n][r];
     }
 
-    // Writes the facts of a unit and finds its factors, for any scales and any number of rows.
+    // Writes the facts of a unit and computes its factors, for any scales and any number of rows.
     __device__ __forceinline__ void write_unusual(const ScalingAwareParams& p, const ExpertTile& tile, int n,
                                                   int exist, int (&e)[kLaneRows], u32 (&factor)[kLaneRows],
                                                   Unit* to) const {
@@ -181,7 +180,7 @@ private:
             const bool general = least < e_ref - kMostHalvings || e_ref - kMostDoublings <= kLowest;
             u32 facts = (general ? kGeneral : 0u) | (excludes ? kExcluded : 0u) | kUnusual;
 #pragma unroll
-            for (int part = 0; part < 4; part++)                     // A lane has rows of one strip.
+            for (int part = 0; part < 4; part++)                     // a lane's rows are of one strip
                 if (wrong_lanes >> part * 8 & 0xffu) facts |= kWrong << tile.strip_of(part * 8 * kLaneRows);
             *to = {e_ref, facts};
             if (!kMx && wrong_lanes) report(p.splits.errors, kScaleNotPowerOfTwo);
@@ -194,9 +193,8 @@ private:
         }
     }
 
-    // Finds the largest and the least exponent of rows with other scales than 1, where 1 is the largest scale
-    // and usually that of rows of zeros. Returns true, and takes these as the unit's, if the largest one is
-    // far smaller.
+    // If 1 is the largest scale (usually that of rows of zeros): finds the largest and the least exponent of
+    // the other rows. Returns true, and makes these the unit's, if that largest one is far smaller.
     static __device__ __forceinline__ bool exclude_scale_1(const int (&e)[kLaneRows], int& e_ref,
                                                            int& least) {
         int most_but_0 = kNothing, least_but_0 = kNoScale;

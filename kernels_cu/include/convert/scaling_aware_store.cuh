@@ -1,23 +1,23 @@
-// The scaling-aware transpose (scaling_aware.cu) stores the columns of a tile here, wherever they begin.
+// Stores the columns of a tile at any alignment, for the scaling-aware transpose (scaling_aware.cu).
 #pragma once
 #include "convert/scaling_aware_experts.cuh"
 
-constexpr int kColumnBytes = kTileRows + kSector;        // a staged column and rows of the tile above
-// True if parts of sectors wait: for the other part in the tile below, or until the block's last tile, when
-// another block stores the other part as well, so that the L2 still has the sector. Four blocks per
-// multiprocessor leave no shared memory for it, and MX gains nothing.
+constexpr int kColumnBytes = kTileRows + kSector;        // a staged column, and rows of the tile above
+// Parts of sectors wait in shared memory: for the other part, in the tile below, or for the thread block's
+// last tile, when another thread block stores the other part as well, so that the L2 still has the sector.
+// Four blocks per SM leave no shared memory for that, and MX gains nothing.
 constexpr bool kWaits = BLOCKS < 4 && !kMx;
-constexpr int kFirstBytes = kWaits ? kSector : 0;        // the first rows of a column of the block's tiles
+constexpr int kFirstBytes = kWaits ? kSector : 0;        // first rows of a column of the thread block's tiles
 constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes);                   // per warp
 constexpr int kHalvesBytes = kWarpColumns * 16;                                              // per warp
 static_assert(kWarps * kShiftedBytes >= kTileRows * TILE_COLUMNS + 32, "room for what store_range() makes");
 
-// A thread has 16 rows of four columns of a tile.
+// 16 rows of four columns per thread
 using Codes = u32[4][4];
 
-// Stores columns that begin at multiples of 16 bytes. row, column: of this thread's first code in the strips
-// and columns of the expert. If the last 16 bytes of a tile's column are half a sector, they wait in `halves`
-// for the other half, which the tile below has. `halves` has 16 bytes for each of the warp's columns.
+// Stores columns that begin at multiples of 16 bytes. row, column: this thread's first code, within the
+// expert's strips and columns. If the last 16 bytes of a tile's column are half a sector, they wait in
+// `halves` (16 bytes per column of the warp) for the other half, from the tile below.
 __device__ __forceinline__ void store_aligned(const ExpertTile& tile, const Codes& codes, int row, int column,
                                               u8* halves) {
     const i64 stride = tile.group_rows;
@@ -54,20 +54,20 @@ __device__ __forceinline__ void stage_column(u8* to, const u32 (&codes)[4]) {
     store_shared_whole(to, codes[0], codes[1], codes[2], codes[3]);
 }
 
-// store_columns() stages the columns of a warp in shared memory. They begin at any byte.
+// Stages a warp's columns, which begin at any byte, in shared memory for store_columns().
 struct WarpColumns {
-    u8* to;                      // where the first column's rows of this tile go
+    u8* to;                      // destination of the first column's rows of this tile
     u8* stage;                   // the staged columns
-    i64 stride;                  // bytes from a column to the next one in memory
-    int rows, columns;           // how many exist
+    i64 stride;                  // bytes between columns in memory
+    int rows, columns;           // existing ones
     int lane;
-    // The rows of the block's first tile, of which the last tile stores the parts of sectors: where those of
-    // the first column go, and where they are in shared memory.
+    // The rows of the thread block's first tile, whose parts of sectors the last tile stores: destination of
+    // those in the first column, and their place in shared memory.
     u8* first_row;
     const u8* first_rows;
 
-    // Stores whole sectors of this thread's columns. column: where the first of them goes. staged: its staged
-    // codes. own: which of the warp's columns it is. continued: the rows above are in the stage, too.
+    // Stores whole sectors of this thread's columns. column: destination of the first one. staged: its staged
+    // codes. own: its index among the warp's columns. continued: the rows above are staged, too.
     __device__ __forceinline__ void store_sectors(u8* column, const u8* staged, int own,
                                                   bool continued) const {
         const int patch = lane % kPatches, sector = patch / 2 * kSector;
@@ -91,7 +91,7 @@ struct WarpColumns {
     enum Ends { kStart, kEnd, kStartAndEnd };
 
     // Stores the parts of sectors at the start of the columns, at their end, or at both if the columns are
-    // whole sectors long. It stores two columns at a time, a byte per lane, `bytes` at most.
+    // whole sectors long; two columns at a time, a byte per lane, `bytes` at most.
     template <Ends kEnds>
     __device__ __forceinline__ void store_parts(u32 bytes) const {
         constexpr int kPitch = kWaits ? kFirstBytes : kColumnBytes;
@@ -118,7 +118,7 @@ struct WarpColumns {
         }
     }
 
-    // Stores the parts of sectors that no other tile of the block stores.
+    // Stores the parts of sectors that no other tile of the thread block stores.
     __device__ __forceinline__ void store_ends(bool continued, bool continues) const {
         const u32 most = continued || rows > kSector ? kSector : rows;
         if (kWaits && !continues && rows % kSector == 0) {
@@ -130,10 +130,10 @@ struct WarpColumns {
     }
 };
 
-// Stores columns that begin at any byte, group_rows bytes apart. It stores whole sectors of memory, since
-// the L2 takes parts of them at a fraction of its speed. The warp stages the columns in its own `stage`. If
-// the block's next tile is the one below, the last 32 rows wait there for it. If parts of sectors wait, the
-// first 32 rows of the block's tiles are behind them.
+// Stores columns that begin at any byte, group_rows bytes apart, by whole sectors, since the L2 takes parts
+// of them at a fraction of its speed. The warp stages the columns in its own `stage`. If the thread block's
+// next tile is the one below, the last 32 rows wait there for it. If parts of sectors wait, the first 32 rows
+// of the thread block's tiles follow them.
 __device__ __forceinline__ void store_columns(const ExpertTile& tile, const Codes& codes, u8* stage) {
     const u32 thread = thread_again();
     const int first_column = thread / 32 * kWarpColumns, lane = thread % 32;
@@ -161,8 +161,8 @@ __device__ __forceinline__ void store_columns(const ExpertTile& tile, const Code
         for (int c = 0; c < 4; c++) stage_column(staged + c * kColumnBytes - kTileRows, codes[c]);
 }
 
-// Stages this thread's codes of columns of three rows at most, byte by byte. The thread's first code goes to
-// stage[first], and row is its row.
+// Stages this thread's codes of columns of three rows at most, byte by byte. The first code goes to
+// stage[first]; row: its row.
 __device__ __forceinline__ void stage_bytes(const Codes& codes, u8* stage, int first, int row, int rows) {
     if (row == 0)
 #pragma unroll
@@ -172,8 +172,8 @@ __device__ __forceinline__ void stage_bytes(const Codes& codes, u8* stage, int f
                 if (r < rows) stage[first + c * rows + r] = (u8)(codes[c][0] >> 8 * r);
 }
 
-// Stages this thread's codes of columns of four rows or more, word by word. It has a barrier, because the
-// first word of a column also holds the end of the column before.
+// Stages this thread's codes of columns of four rows or more, word by word. Contains __syncthreads(), because
+// the first word of a column also holds the end of the column before.
 __device__ __forceinline__ void stage_words(const Codes& codes, u8* stage, int first, int row, int rows) {
     const int left = rows - row;
     u32 above[4];
@@ -200,14 +200,14 @@ __device__ __forceinline__ void stage_words(const Codes& codes, u8* stage, int f
         }
 }
 
-// Stores columns that follow one another without gaps, as they do in an expert of one row of tiles. The whole
-// block of threads stages them in shared memory in the order of global memory, and stores units of 16 bytes.
+// Stores columns without gaps between them (an expert of one row of tiles). The whole thread block stages
+// them in shared memory in the order of global memory, and stores units of 16 bytes.
 __device__ __forceinline__ void store_range(const ExpertTile& tile, const Codes& codes, u8* stage) {
     const int lane = threadIdx.x % 32, tile_row = lane % kPatches * 16, row = tile.row_in_strip(tile_row);
     const int rows = tile.rows;
     const int column = threadIdx.x / 32 * kWarpColumns + lane / kPatches * 4
                        + tile.strip_of(tile_row) * TILE_COLUMNS;
-    // The columns are bytes [before, end) of the units.
+    // the columns are bytes [before, end) of the units
     const int before = (int)(reinterpret_cast<u64>(tile.to) & 15), end = before + tile.columns * rows;
     u8* const to = as_global(tile.to) - before;
     const int first = before + column * rows + row;
@@ -219,7 +219,7 @@ __device__ __forceinline__ void store_range(const ExpertTile& tile, const Codes&
         const int at = ((int)threadIdx.x + n * kThreads + (before != 0)) * 16;
         if (at + 16 <= end) Chunk<IN, 16>::load_shared(stage + at).store_whole(to + at);
     }
-    // The first and the last unit share bytes with neighbours in memory, so a lane stores each byte.
+    // The first and the last unit share bytes with neighbours in memory, so a lane stores single bytes.
     if (threadIdx.x >= 32) return;
     const int at = lane < 16 ? lane : end / 16 * 16 + lane % 16;
     if (at < end && (lane < 16 ? before && at >= before : before == 0 || end >= 16)) to[at] = stage[at];

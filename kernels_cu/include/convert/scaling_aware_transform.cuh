@@ -1,21 +1,20 @@
-// The scaling-aware transpose (scaling_aware.cu) computes the codes and the target scales of a tile here,
-// by the arithmetic that scaling_aware.cu explains.
+// Computes a tile's codes and target scales, by the arithmetic that scaling_aware.cu explains.
 #pragma once
 #include "convert/scaling_aware_load.cuh"
 #include "convert/scaling_aware_scales.cuh"
 
-constexpr int kUnitPatches = BLOCK / 16;                             // threads below one another in a unit
+constexpr int kUnitPatches = BLOCK / 16;                             // threads in a unit's column of patches
 
-// A patch is what a thread transforms: 16 rows of four of its warp's columns, in shared memory.
+// A thread's patch: 16 rows of four of its warp's columns, in shared memory.
 struct Patch {
     int warp, lane;
-    int index;                   // which of the threads below one another has it
-    int row, column;             // its first row in the tile, and its first column in the warp's
-    int column_block;            // which of the tile's columns of units has it
+    int index;                   // index in the column of patches
+    int row, column;             // first row in the tile, first column in the warp's columns
+    int column_block;            // index of its unit along the tile's row
     const u8* codes;             // its first row
     const short* exponents;      // log2 of its rows' scales
     Unit unit;
-    int patches;                 // how many threads below one another share a target
+    int patches;                 // patches below one another that share a target
 
     __device__ __forceinline__ Patch(const ExpertTile& tile, const Shared& shared, int buffer, const u8* raw)
         : warp(threadIdx.x / 32), lane(threadIdx.x % 32), index(lane % kPatches), row(index * 16),
@@ -32,17 +31,17 @@ struct Patch {
     __device__ __forceinline__ u32 magnitudes(int r) const { return word(r) & 0x7f7f7f7fu; }
 };
 
-// A word has the factors of two of a patch's rows as f16. They are relative to the unit's e_ref.
+// factors of two of the patch's rows per word, as f16, relative to the unit's e_ref
 using Factors = u32[8];
-// A word has two rows of a column of a patch as f16.
+// two rows of a column of a patch per word, as f16
 using Values = u32[4][8];
 
-// A patch's columns have these targets.
+// targets of a patch's columns
 struct Targets {
-    u32 stored[4];                                               // the bits of the target scales
+    u32 stored[4];                                               // bits of the target scales
     u32 of_columns[2] = {0x3c003c00u, 0x3c003c00u};              // 2^(e_ref - kLift - t) of two columns each
     int of_tile = 0;                                             // TARGET 1: log2 of the unit's target
-    bool general;                // f16 does not have all factors, so the patch is computed in f32
+    bool general;                // f16 lacks some factor, so the patch is computed in f32
 };
 
 // Finds the targets of a patch's columns for any scales. t: log2 of the targets.
@@ -70,8 +69,8 @@ __device__ __forceinline__ void find_any_targets(const Patch& patch, int (&t)[4]
     }
 }
 
-// Transforms a patch element by element, for any scales. t: log2 of the columns' targets, which are found
-// here for TARGET 0.
+// Transforms a patch element by element, for any scales. t: log2 of the columns' targets, which TARGET 0
+// computes here.
 __device__ __forceinline__ void transform_any(const Patch& patch, int (&t)[4], Codes& codes) {
     if constexpr (TARGET == 0) find_any_targets(patch, t);
 #pragma unroll
@@ -114,9 +113,9 @@ __device__ __forceinline__ void load_values(const Patch& patch, Values& values) 
 }
 
 // ---- TARGET 1: a target for each unit ----
-// Returns the largest exponent of the rows of a unit that hold anything but zeros, or kNothing. first_row:
-// the unit's first row. column: the first of the four columns that this lane tests. row_lanes: the lanes
-// that test the same row. exponents: log2 of the rows' scales.
+// Returns the largest exponent of a unit's rows that hold anything but zeros, or kNothing. first_row: the
+// unit's first row. column: first of the four columns that this lane tests. row_lanes: the lanes that test
+// the same row. exponents: log2 of the rows' scales.
 __device__ __forceinline__ int find_largest(const u8* raw, const short* exponents, int first_row, int column,
                                             u32 row_lanes) {
     int amax = kNothing;
@@ -161,8 +160,8 @@ __device__ __forceinline__ void find_unit_target(const u8* raw, const Patch& pat
 }
 
 // ---- TARGET 0: a target for each column ----
-// Finds the exponents of the targets of two columns each, as f16 has them. The values become products if
-// there is a lift.
+// Computes the target exponents of two columns each, in f16's exponent bits. With a lift, values become
+// products.
 __device__ __forceinline__ void find_target_exponents(const Patch& patch, const Factors& factors,
                                                       Values& values, u32 (&exponent)[2]) {
     u32 amax[4] = {};
@@ -188,16 +187,16 @@ __device__ __forceinline__ void find_target_exponents(const Patch& patch, const 
     }
 }
 
-// Returns true if f16 does not have the factor of one of two columns. It has all of them if the exponent is
-// kEmax + kLift to kEmax + kLift + 15.
+// Returns true if f16 lacks the factor of one of two columns. It has the factors for exponents kEmax + kLift
+// to kEmax + kLift + 15.
 __device__ __forceinline__ bool is_out(u32 exponents) {
     return ((exponents + ((16 - Pack::kEmax - kLift) << 10) * 0x10001u) & 0xc000c000u) != 0x40004000u;
 }
 
-// Columns of zeros, whose factor f16 does not have, get the target 1. Other such columns are computed in f32.
+// Columns of zeros whose factor f16 lacks get the target 1; other such columns are computed in f32.
 __device__ __forceinline__ void replace_targets(const Patch& patch, const u32 (&exponent)[2],
                                                 Targets& targets) {
-    u32 anything = 0;                                            // a byte per column
+    u32 anything = 0;                                            // one byte per column
 #pragma unroll
     for (int r = 0; r < 16; r++) anything |= patch.magnitudes(r);
 #pragma unroll
@@ -217,7 +216,7 @@ __device__ __forceinline__ void find_column_targets(const Patch& patch, const Fa
         for (int r = 0; r < 16; r++) targets.general |= patch.exponents[r] == 0 && patch.magnitudes(r);
     u32 exponent[2];
     find_target_exponents(patch, factors, values, exponent);
-    // These bits and the exponent of a target as f16 has it add up to the target.
+    // Added to a target's f16 exponent, this gives the bits of the target.
     const u32 zero = (u32)(patch.unit.e_ref - kLift - 15 - Pack::kEmax + 127) << (kMx ? 0 : 23);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -246,8 +245,8 @@ __device__ __forceinline__ void narrow_codes(const Values& values, const Factors
     }
 }
 
-// Stores the target scales of a patch's columns. Those in the padding are 0. row, column: of the patch in its
-// strip and in the tile's columns.
+// Stores the target scales of a patch's columns; 0 in the padding. row, column: of the patch, in its strip
+// and in the tile's columns.
 __device__ __forceinline__ void store_targets(const ScalingAwareParams& p, const ExpertTile& tile, int row,
                                               int column, const u32 (&stored)[4]) {
     u8* const targets = as_global(tile.targets);
@@ -268,7 +267,7 @@ __device__ __forceinline__ void store_targets(const ScalingAwareParams& p, const
     }
 }
 
-// Transposes a tile, whose bytes and scales are in shared memory. buffer: which of the two has its scales.
+// Transposes a tile whose bytes and scales are in shared memory. buffer: index of its scales, 0 or 1.
 // shifted: room for columns that begin anywhere.
 __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, const ExpertTile& tile,
                                                Shared& shared, int buffer, u8* raw, u8* shifted) {

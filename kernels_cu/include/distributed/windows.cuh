@@ -1,32 +1,31 @@
-// Ranks write into each other's windows: memory that each has for what the others send. A launch is an
-// exchange. All ranks make the same ones in the same order, and each ends when everything for its rank has
-// come.
+// A window is memory of a rank that the other ranks write to. A launch is one exchange: all ranks make the
+// same ones in the same order, and each ends when everything for its rank has arrived.
 //
-// A window's flags say how far its peers are: flag [0, r] the last exchange whose rows rank r has sent here,
-// flag [1, r] the last one that rank r has begun. Numbers of exchanges count up from 1.
+// Flags of a window: flag [0, r] is the last exchange whose rows rank r has sent here, flag [1, r] the last
+// one that rank r has begun. Exchanges are numbered from 1.
 //
 // What an exchange leaves in a window is read by later launches of its rank's stream, before the rank's next
-// exchange. So whoever has sent the rows of a later exchange no longer reads those of an earlier one, and a
-// part of the windows may be written again if any exchange, of another part, lies between. If none does,
+// exchange. So a rank that has sent the rows of a later exchange no longer reads those of an earlier one, and
+// a part of the windows may be written again if any exchange, of another part, lies between. If none does,
 // ranks first tell each other that they have begun.
 #pragma once
 #include "memory/errors.cuh"
 #include "moe/routes.cuh"
 #include "numerics/amax.cuh"
 
-// Words of Windows::state, which are 0 at first.
+// words of Windows::state, initially 0
 constexpr int kDone = 0, kExchanges = 1, kFailed = 2, kUsed = 3;
 
 struct Windows {
-    const u64* at;               // [ranks] addresses of the windows of all ranks
-    u32* state;                  // this rank's: blocks done, exchanges done, whether one has failed, and for
-                                 // each direction its last exchange
-    u32* late;                   // [ranks] in the host's memory: the exchange for which a rank did not come
+    const u64* at;               // [ranks] addresses of all ranks' windows
+    u32* state;                  // this rank's: blocks done, exchanges done, whether one has failed, and the
+                                 // last exchange of each direction
+    u32* late;                   // [ranks] in host memory: exchange for which a rank did not come in time
     u32* errors;
-    i64 flags;                   // where a window has its flags [2, ranks]
+    i64 flags;                   // offset of the flags [2, ranks] in a window
     u64 timeout;                 // nanoseconds
     i32 me, ranks;
-    u32 direction;               // which part of the windows is written
+    u32 direction;               // index of the part of the windows that is written
     u32 staged;                  // 1: `at` is memory of this rank, from which NCCL sends; nobody waits
 };
 
@@ -65,12 +64,12 @@ __device__ __forceinline__ bool has_come(const u32* flag, u32 exchange, u64 time
 }
 
 // ---- an exchange ----
-// A kernel's whole blocks call begin(), write rows, and call end().
+// Whole blocks call begin(), write rows, and call end().
 class Exchange {
 public:
     __device__ __forceinline__ explicit Exchange(const Windows& windows) : w(windows) {}
 
-    // Returns whether rows may be written.
+    // Returns true if rows may be written.
     __device__ __forceinline__ bool begin() {
         if (w.staged) return true;
         const u32 before = load_relaxed(w.state + kExchanges);
@@ -83,7 +82,7 @@ public:
         return __syncthreads_and(fine);
     }
 
-    // Returns true in the one block that goes on when the rows of all ranks have come.
+    // Returns true in the one block that continues once the rows of all ranks have arrived.
     __device__ __forceinline__ bool end(bool fine) {
         if (w.staged) return false;
         __shared__ bool last;
@@ -93,7 +92,7 @@ public:
         __syncthreads();
         if (!last) return false;
         __threadfence_system();
-        // Another block may have waited for a rank in vain, and sent nothing.
+        // Another block may have waited for a rank in vain and sent nothing.
         fine = fine && !load_relaxed(w.state + kFailed);
         if (fine) {
             tell(0);
@@ -134,11 +133,11 @@ private:
     }
 };
 
-// ---- what a warp does ----
-// Rows are cut into pieces of 128 items.
+// ---- work of a warp ----
+// items per lane, items per piece of a row
 constexpr int kItems = 4, kPieceItems = 32 * kItems;
 
-// A piece of a row is a unit of work, of which warps take every n-th one. Rows are fewer than 2^31.
+// Work units are pieces of rows; warps take every n-th one. There are fewer than 2^31 rows.
 class WarpUnits {
 public:
     u32 row, piece;
@@ -157,10 +156,10 @@ private:
     u32 pieces, row_step, piece_step;
 };
 
-// Rows go to ranks by turns, from the one after this rank on, as long as they have any.
+// Ranks take turns in receiving rows, beginning with the one after this rank, while they have any left.
 struct Turn {
     int to;
-    u32 i;                       // which row of that rank
+    u32 i;                       // index of the row for that rank
 
     __device__ __forceinline__ Turn(const Windows& w, u32 row) {
         const u32 ranks = (u32)w.ranks;
@@ -169,7 +168,7 @@ struct Turn {
         to = (int)(after < ranks ? after : after - ranks);
     }
 };
-// Returns how many turns there are.
+// Returns the number of turns.
 __device__ __forceinline__ u32 turns(const Windows& w, const i32* sizes) {
     i32 most = 0;
     for (int rank = 0; rank < w.ranks; rank++) {
@@ -178,7 +177,7 @@ __device__ __forceinline__ u32 turns(const Windows& w, const i32* sizes) {
     }
     return (u32)most * w.ranks;
 }
-// Returns the row of another rank's window that is the i-th one from this rank.
+// Returns the row of another rank's window for the i-th row from this rank.
 __device__ __forceinline__ i64 landing(const Windows& w, i64 region, const Turn& turn) {
     return (w.staged ? turn.to : w.me) * region + turn.i;
 }
@@ -194,7 +193,7 @@ __device__ __forceinline__ void copy_items(u8* to, const u8* from, i64 item_step
     for (int u = 0; u < kItems; u++)
         if (lane + 32 * u < items) *reinterpret_cast<T*>(to + (lane + 32 * u) * sizeof(T)) = item[u];
 }
-// A warp copies a piece of a row: items of `step` bytes, which lie item_step apart in `from`.
+// Copies a piece of a row by one warp: items of `step` bytes, item_step apart in `from`.
 __device__ __forceinline__ void copy_piece(u8* to, const u8* from, i64 row_bytes, u32 step, i64 item_step,
                                            u32 piece) {
     const i64 first = (i64)piece * kPieceItems;

@@ -1,10 +1,9 @@
-// f32_blocks.cuh and mx_blocks.cuh take amaxes of blocks with this.
+// Amaxes of blocks, for f32_blocks.cuh and mx_blocks.cuh.
 #pragma once
 #include "fused/store.cuh"
 #include "fused/stream.cuh"
 
-// A subblock is the smallest block: kSubblock elements along a row or a column. Larger blocks are two or
-// four.
+// A subblock, the smallest block: kSubblock elements along a row or a column. Larger blocks are two or four.
 constexpr int kSubblock = 32, kSubblocks = Tile::kColumns / kSubblock;
 
 template <bool kNan>
@@ -30,7 +29,7 @@ __device__ __forceinline__ void keep(float (&y)[kThreadChunks][8], int r, const 
 #pragma unroll
         for (int i = 0; i < 8; i++) y[part * kThreadRows + r][i] = values[part][i];
 }
-// With options: clears rows that do not exist, which have only biases. left: how many exist.
+// With options: clears absent rows, which hold only biases. left: existing rows.
 __device__ __forceinline__ void clear_absent_rows(float (&y)[kThreadChunks][8], int left) {
     if (kBackward || left >= kThreadRows) return;
 #pragma unroll
@@ -40,7 +39,7 @@ __device__ __forceinline__ void clear_absent_rows(float (&y)[kThreadChunks][8], 
             for (float& v : y[r]) v = 0.0f;
 }
 
-// Finds the amaxes of four chunks over the lanes of a subblock; each lane gets that of chunk owned<4>().
+// Reduces four chunks over the lanes of a subblock; each lane gets the amax of chunk owned<4>().
 template <bool kNan>
 __device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
     u32 amaxes[4];
@@ -52,13 +51,13 @@ __device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
     }
     return fold(amaxes, larger<u32>);
 }
-// Gives all lanes of a subblock the value of the lane that owns this chunk.
+// Broadcasts the value of this chunk's owner to the lanes of its subblock.
 __device__ __forceinline__ float broadcast(float own, int chunk) {
     return as_float(__shfl_sync(~0u, as_bits(own), owner(chunk)));
 }
 
-// The amaxes of the columns of a tile, of which a thread has four rows, are words in shared memory: the 32
-// rows of a subblock lie in lanes that do not meet in banks.
+// Column amaxes of a tile in shared memory; a thread has four rows. Laid out so that the 32 rows of a
+// subblock have no bank conflicts.
 struct ColumnAmaxes {
     static constexpr int kWordsPerSubblock = 8 * Tile::kColumns + 8;
     static constexpr int kWords = Tile::kRows / 32 * kWordsPerSubblock;
@@ -77,7 +76,7 @@ struct ColumnAmaxes {
         store_shared_whole(to, amax[0], amax[1], amax[2], amax[3]);
         store_shared_whole(to + 4, amax[4], amax[5], amax[6], amax[7]);
     }
-    // A thread has one subblock of one column: lanes that are 8 apart have the column's four subblocks.
+    // One subblock of one column per thread: lanes 8 apart have the column's four subblocks.
     static __device__ __forceinline__ int subblock(int thread) { return thread % 32 / 8; }
     static __device__ __forceinline__ int column(int thread) { return thread / 32 * 8 + thread % 8; }
     __device__ __forceinline__ u32 read(int subblock, int column) const {
@@ -103,7 +102,7 @@ private:
 };
 
 // ---- patches of patch.cuh ----
-// Finds the largest magnitudes of the rows and columns of a patch, as bits.
+// Amaxes of the rows and columns of a patch, as bits.
 struct PatchAmaxes {
     u32 row[8], column[8];
 
@@ -125,8 +124,8 @@ struct PatchAmaxes {
             for (int r = 0; r < 8; r++) column[c] = raised<kNan>(column[c], y[r][c]);
         }
     }
-    // Combines the four lanes of a subblock: row[0] and row[1] are then whole, those of rows owned() and the
-    // next. Each exchange halves the rows that a lane has a part of.
+    // Reduces over the four lanes of a subblock; row[0] and row[1] are then the complete amaxes of rows
+    // owned() and owned() + 1. Each exchange halves the rows of which a lane has a part.
     __device__ __forceinline__ void reduce_rows() {
         halve<1, 4>(row, larger<u32>);
         halve<2, 2>(row, larger<u32>);
@@ -134,7 +133,7 @@ struct PatchAmaxes {
     static __device__ __forceinline__ int owned() { return threadIdx.x % 2 * 4 + threadIdx.x / 2 % 2 * 2; }
 };
 
-// Stores the amaxes of the columns of every row of patches: [16][128] words.
+// Stores the column amaxes of every row of patches: [16][128] words.
 __device__ __forceinline__ void store_column_amaxes(u32* amaxes, const u32 (&column)[8]) {
     u32* to = amaxes + Tile::row_patch() * Tile::kColumns + Tile::patch_column();
     *reinterpret_cast<uint4*>(to) = make_uint4(column[0], column[1], column[2], column[3]);
@@ -142,7 +141,7 @@ __device__ __forceinline__ void store_column_amaxes(u32* amaxes, const u32 (&col
 }
 __device__ __forceinline__ u32 column_amax(const u32* amaxes, int first, int patches, int column) {
     u32 amax = 0;
-    // The loads of a subblock are in flight together.
+    // the loads of a subblock are in flight together
     for (int i = first; i < first + patches; i += kSubblock / 8)
 #pragma unroll
         for (int u = 0; u < kSubblock / 8; u++) {

@@ -1,15 +1,15 @@
-// This file says which row and part a chunk of stream.cuh has, and stores chunks.
+// Row and part of each chunk of stream.cuh, and stores of chunks.
 #pragma once
 #include "fused/store.cuh"
 #include "fused/stream_shape.cuh"
 
-// Says where chunks go that are stored as y is, in elements of an array: so two arrays have one position.
+// Position of chunks stored in the order of y, in elements, so that two arrays share it.
 struct ChunkPosition {
     i64 at;                      // of the first chunk of a group
 
     __device__ __forceinline__ ChunkPosition(const SourceCall& call, const TilePosition& to)
         : at((to.row + row_in_step(0)) * call.columns + to.column + Tile::patch_column()) {}
-    // Finds the position of one tile when the tile is stored: until then it takes no registers.
+    // Computes a tile's position when the tile is stored; until then it takes no registers.
     __device__ __forceinline__ ChunkPosition(const SourceCall& call, const TilePosition& to, int thread)
         : at((to.row + thread / Tile::kColumnPatches * kThreadRows) * call.columns + to.column +
              thread % Tile::kColumnPatches * 8) {}
@@ -19,7 +19,7 @@ struct ChunkPosition {
 // Chunk i of a group belongs to row i % kThreadRows, and to da or db.
 __device__ __forceinline__ int row_of(int chunk) { return chunk % kThreadRows; }
 __device__ __forceinline__ int part_of(int chunk) { return chunk / kThreadRows; }
-// Returns the four chunks of a part, or all chunks if there are four.
+// The four chunks of a part, or all chunks if there are four.
 __device__ __forceinline__ float (&four_chunks(float (&y)[kThreadChunks][8], int part))[4][8] {
     return *reinterpret_cast<float(*)[4][8]>(&y[part * 4]);
 }
@@ -40,11 +40,11 @@ __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* w
     }
 }
 
-// Stores codes(chunk) of four chunks to `data`. left: how many rows exist from the group's first on.
+// Stores codes(chunk) of four chunks to `data`. left: existing rows from the group's first on.
 template <class Codes>
 __device__ __forceinline__ void store_chunks(const SourceCall& call, u8* data, const ChunkPosition& position,
                                              int left, Codes codes) {
-    constexpr int kPartsAtOnce = 4 / kThreadRows;                    // da and db, or one of these
+    constexpr int kPartsAtOnce = 4 / kThreadRows;                    // da and db, or one of them
     const i64 half = call.half();
     u8* to = data + position.at;
 #pragma unroll
@@ -66,7 +66,7 @@ template <int kRows>
 __device__ __forceinline__ void write_rows(const Tile& tile, int row, const Chunk<OUT, 8> (&codes)[kRows]) {
     if constexpr (kRows == 4) write_half_patch(tile.byte_at(row, Tile::patch_column()), codes);
 }
-// Stores the transposed tile as store_transposed() does, by kStreamThreads. end: the column after the last.
+// Stores the transposed tile like store_transposed(), with kStreamThreads. end: the column after the last.
 __device__ __forceinline__ void store_tile(const SourceCall& call, const TilePosition& at, const i64& end,
                                            const Tile& tile, u8* data, bool vector) {
     if (!vector) {

@@ -1,21 +1,21 @@
-// The ways through the tiles of a result. Each hands the values of rows to an output of the scaling, which
-// quantises and stores them:
+// Drivers: the ways through the tiles of a result. Each hands the values of rows to an output of the scaling,
+// which quantises and stores them:
 //
 //   Output(p, …)              p: the kernel's parameters
 //   take(…, values)           takes eight values of a row: those of the result's kParts parts
 //   store(p, …)               stores what it has taken: of a tile, of a group of rows, or of a patch
 //
-// Outputs get p anew each time: with references to it, programs with options spilled on sm_100. Rows come
-// through registers in a way of its own (cast_rows in one_scale.cuh).
+// Outputs get p anew each time: with references to it, programs with options spilled on sm_100. Rows through
+// registers have a driver of their own (cast_rows in one_scale.cuh).
 #pragma once
 #include "fused/patch_position.cuh"
 #include "fused/stream.cuh"
 #include "fused/tile_sums.cuh"
 
-// What rows stream through comes first in dynamic shared memory.
+// the stages come first in dynamic shared memory
 constexpr int kStreamBytes = kStages * kStageBytes;
 
-// The paths from options on: every tile of a block, in every direction. Call: SourceCall, of a source that
+// Paths from options on: every tile of a thread block, in every direction. Call: SourceCall, of a source that
 // declares an OptionStream.
 template <class Output, class Call, class Params, class... More>
 __device__ __forceinline__ u32 stream_with_options(const Params& p, const Call& call, More... more) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ u32 stream_with_options(const Params& p, const Call& 
 #pragma unroll 1
     for (bool more_tiles = at.down * (i64)Tile::kRows < call.rows; more_tiles;
          more_tiles = at.advance(call, p.tiles), weights += kStepRows) {
-        // f32 blocks have no register for this from tile to tile; the others have none to find it anew.
+        // f32 blocks have no register to keep this from tile to tile; the others have none to recompute it.
         if (kScaling == Scaling::f32_blocks) weights = first_weight + at.down % p.tiles * Tile::kRows;
         rows.each(at, weights, [&](int r, const float (&values)[kParts][8]) {
             output.take(r, values, rows.left);
@@ -39,7 +39,7 @@ __device__ __forceinline__ u32 stream_with_options(const Params& p, const Call& 
     return output.amax();
 }
 
-// The paths rows, tiles and plain: every group of rows of a block, which is a tile where columns have scales.
+// Paths rows, tiles and plain: every group of rows of a thread block; a tile where columns have scales.
 template <class Output, class Call, class Params, class... More>
 __device__ __forceinline__ u32 stream(const Params& p, const Call& call, More... more) {
     extern __shared__ __align__(16) u8 shared[];
@@ -65,10 +65,10 @@ __device__ __forceinline__ u32 stream(const Params& p, const Call& call, More...
     return output.amax();
 }
 
-// Path any: a patch for each thread.
+// Path any: one patch per thread.
 template <class Output, class Call, class Params, class... More>
 __device__ __forceinline__ u32 patches(const Params& p, const Call& call, More... more) {
-    // One scale has a block of threads even if there are no elements.
+    // With one scale, one thread block is launched even if there are no elements.
     const bool empty = kOneScale && (!call.rows || !call.columns);
     const auto at =
         empty ? TilePosition{} : TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);

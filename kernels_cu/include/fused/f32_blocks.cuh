@@ -1,8 +1,8 @@
 // Blocks with f32 scales (docs/numerics.md, section 3; scale/block_scale.cuh); column-wise data are
 // transposed.
 //
-// Launch and bytes moved are as for one_scale.cuh, and each block has 4 bytes more for its scale. Every path
-// but any streams.
+// Launch and bytes moved: as in one_scale.cuh, plus 4 bytes per block for its scale. Every path but any
+// streams.
 #pragma once
 #include "fused/block_amaxes.cuh"
 #include "fused/drivers.cuh"
@@ -15,9 +15,9 @@ struct FusedBlockParams {
     u8 *data, *data_t;           // or null
     ScaleGrid row_scales, column_scales;             // of row-wise and column-wise blocks
     BlockRule rule;
-    u32 subblocks_per_block;     // of 32 elements in a block: 1, 2 or 4
+    u32 subblocks_per_block;     // block length in subblocks of 32 elements: 1, 2 or 4
     u32 vector;                  // every row of data_t allows 16-byte stores
-    u32 tiles;                   // of a block of threads, one below the other, where rows stream
+    u32 tiles;                   // tiles per thread block, one below the other, where rows stream
     u32 divides;                 // path any: elements are divided by scale_inv, not multiplied by the scale
 };
 
@@ -34,27 +34,27 @@ __device__ __forceinline__ Chunk<OUT, 8> quantized(const FusedBlockParams& p, co
                                                    float by) {
     return narrowed<OUT>(y, [&](float v, int) { return scaled(p, v, by); });
 }
-// Quantises a chunk with an operand for each column.
+// Quantises a chunk with one operand per column.
 __device__ __forceinline__ Chunk<OUT, 8> quantized(const FusedBlockParams& p, const float (&y)[8],
                                                    const float (&by)[8]) {
     return narrowed<OUT>(y, [&](float v, int i) { return scaled(p, v, by[i]); });
 }
 
-// ---- rows that stream ----
-// These are the scales along rows. A block is one, two or four subblocks of four lanes. A lane writes the
-// scale of the chunk that it owns.
+// ---- streamed rows ----
+// Scales along rows. A block is one, two or four subblocks of four lanes. A lane writes the scale of the
+// chunk that it owns.
 struct BlockRowScales {
-    u32 at_scale;                // where it goes, from p.row_scales.to on: the op refuses 2^32 scales
-    int given;                   // how many rows there are from this one on
-    // Gradients with options: true if the block lies in the first part, and in the other.
+    u32 at_scale;                // its index from p.row_scales.to on; the op refuses 2^32 scales
+    int given;                   // rows from this one to the end
+    // gradients with options: the block lies in the first part, in the other
     bool has, has_other;
 
-    // at: the position of the tile's results.
+    // at: position of the tile's results.
     __device__ __forceinline__ BlockRowScales(const FusedBlockParams& p, const TilePosition& at, int thread)
         : BlockRowScales(
               p, at.row + thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2,
               at.column + thread % Tile::kColumnPatches / (kSubblock / 8) * kSubblock) {}
-    // row: that of the chunk that this lane owns; column: that of its subblock.
+    // row: of the chunk that this lane owns; column: of its subblock.
     __device__ __forceinline__ BlockRowScales(const FusedBlockParams& p, i64 row, i64 column) {
         const i64 subblock = column / kSubblock, block = subblock >> p.subblocks_per_block / 2;
         if constexpr (kOptions && kBackward) {
@@ -66,22 +66,22 @@ struct BlockRowScales {
         given = !has ? -kRowLimit : rows < kRowLimit ? (int)rows : kRowLimit;
         at_scale = (u32)(row * p.row_scales.row + block * p.row_scales.column);
     }
-    // Moves to the chunk that is this many rows below.
+    // Moves down by this many rows.
     __device__ __forceinline__ void advance(const FusedBlockParams& p, int rows) {
         at_scale += (u32)(rows * p.row_scales.row);
         given -= rows;
     }
-    // Returns the operand by which the elements of this lane's chunk are multiplied (or divided). columns:
-    // how far to the right of this one the chunk is.
+    // Returns the operand that multiplies (or divides) the elements of this lane's chunk. columns: offset of
+    // the chunk to the right of this one.
     __device__ __forceinline__ float scale(const FusedBlockParams& p, const float (&y)[4][8],
                                            i64 columns = 0) const {
         const BlockScale s = p.rule.quick_of(amax(p, y));
         if (!(kOptions && kBackward) || (columns ? has_other : has)) store(p, s, columns);
         return operand(p, s);
     }
-    // Returns it for u, which has not been multiplied by the rows' weights yet. Where all scales are powers
-    // of two and no number is extreme, the weight is multiplied into the scale: a product with a power of two
-    // is rounded only where FP8 makes it 0.
+    // The same for u, before multiplication by the rows' weights. If all scales are powers of two and no
+    // number is extreme, the weight is multiplied into the scale: a product with a power of two is rounded
+    // only where FP8 makes it 0.
     __device__ __forceinline__ float scale_weighted(const FusedBlockParams& p, float (&u)[4][8],
                                                     const float* weights) const {
         const float weight = weights[row_of(owned<4>()) * kRowStride];
@@ -96,11 +96,11 @@ struct BlockRowScales {
     }
 
 private:
-    static constexpr int kRowLimit = 1 << 16;                        // more rows than a block of threads has
+    static constexpr int kRowLimit = 1 << 16;                        // more than a thread block's rows
 
     static __device__ __forceinline__ u32 amax(const FusedBlockParams& p, const float (&y)[4][8]) {
         u32 amax = fold_chunks<false>(y);
-        // Without branches: at distance 0 a lane finds itself.
+        // no branches: at distance 0 a lane reads itself
         amax = larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 1 ? 4 : 0));
         return larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 2 ? 8 : 0));
     }
@@ -131,7 +131,7 @@ __device__ __forceinline__ void quantize_columns(const FusedBlockParams& p, cons
     const i64 to_column = at.column + column;
     const bool first = !(subblock & (p.subblocks_per_block - 1));
     if constexpr (kOptions) {
-        // Wide rows need no padding; the other part may begin after the end.
+        // Wide rows need no padding; the other part may begin past the end.
         if (first && p.column_scales.has(to_block, to_column) && to_column < end)
             *p.column_scales.at(0, to_block, to_column) = s.scale_inv;
     } else {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void quantize_columns(const FusedBlockParams& p, cons
     store_tile(call, at, end, tile, p.data_t, p.vector);
 }
 
-// Stores four chunks as they are. by: the operand of the chunk that this lane owns.
+// Stores four chunks in the order of y. by: operand of the chunk that this lane owns.
 __device__ __forceinline__ void store_quantized(const FusedBlockParams& p, u8* data,
                                                 const ChunkPosition& position, int left,
                                                 const float (&four)[4][8], float by) {
@@ -163,7 +163,7 @@ struct OptionBlocks {
     const Tile tile;
     float y[kThreadChunks][8];
 
-    // behind: shared memory behind the stages.
+    // behind: shared memory after the stages.
     __device__ __forceinline__ OptionBlocks(const FusedBlockParams&, u8* behind)
         : amaxes{reinterpret_cast<u32*>(behind)}, tile{behind + ColumnAmaxes::kWords * 4} {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8], int) { keep(y, r, values); }
@@ -177,7 +177,7 @@ struct OptionBlocks {
             const auto& four = four_chunks(y, part);
             const i64 columns = part * columns_between_parts(call);
             if (p.data) {
-                // Nothing derived from `thread` takes registers before this.
+                // nothing derived from `thread` takes registers before this
                 const int thread = thread_again();
                 const float by = BlockRowScales(p, at.results(call), thread).scale(p, four, columns);
                 const ChunkPosition position(call, at.results(call), thread);
@@ -198,7 +198,7 @@ struct StreamBlocks {
     BlockRowScales scales;
     float y[kThreadChunks][8];
 
-    // first: the block's first tile.
+    // first: the thread block's first tile.
     __device__ __forceinline__ StreamBlocks(const FusedBlockParams& p, const TilePosition& first, u8* behind)
         : amaxes{reinterpret_cast<u32*>(behind)}, tile{behind + ColumnAmaxes::kWords * 4},
           scales(p, first.row + row_in_step(row_of(owned<4>())),
@@ -231,7 +231,7 @@ struct StreamBlocks {
 };
 
 // ---- path any ----
-// Subblocks of a warp's rows are so many words apart, which is free of bank conflicts.
+// stride of the subblocks of a warp's rows, in words; padded against bank conflicts
 constexpr int kSubblockStride = 16 + 4;
 
 // Quantises a tile column by column. amaxes: [16][128] words.
@@ -264,15 +264,15 @@ __device__ __forceinline__ void quantize_columns(const FusedBlockParams& p, cons
     store_transposed(call, at, tile, p.data_t, p.vector);
 }
 
-// Finds and stores the scales of the 16 rows of a warp. of_rows has their amaxes, subblock by subblock, and
-// gets the operands in their place: one for every subblock of a block, so that readers index by subblock.
-// Only this lane reads and writes its blocks.
+// Computes and stores the scales of a warp's 16 rows. of_rows: their amaxes, subblock by subblock; replaced
+// by the operands, one for every subblock of a block, so that readers index by subblock. Only this lane reads
+// and writes its blocks.
 __device__ __forceinline__ void find_row_scales(const FusedBlockParams& p, const TilePosition& at,
                                                 float* of_rows) {
     const int lane = threadIdx.x % 32, subblocks = (int)p.subblocks_per_block;
     const int blocks = kSubblocks / subblocks;
 #pragma unroll 1
-    for (int i = lane; i < 16 * blocks; i += 32) {                   // Each lane has a block.
+    for (int i = lane; i < 16 * blocks; i += 32) {                   // one block per lane
         const int r = i % 16, b = i / 16;
         u32 bits = 0;
         for (int k = b * subblocks; k < (b + 1) * subblocks; k++) {

@@ -1,8 +1,8 @@
 // MX blocks of 32 elements with E8M0 scales (docs/numerics.md, section 2; numerics/e8m0.cuh); column-wise
-// data are stored as values are.
+// data are not transposed.
 //
-// Launch and bytes moved are as for one_scale.cuh, and each block has a byte more for its scale. Every path
-// but any streams.
+// Launch and bytes moved: as in one_scale.cuh, plus a byte per block for its scale. Every path but any
+// streams.
 #pragma once
 #include "fused/block_amaxes.cuh"
 #include "fused/drivers.cuh"
@@ -15,11 +15,11 @@ struct FusedMxParams {
     u8 *data, *column_data;      // row-wise and column-wise; or null
     ScaleDestination row_scales, column_scales;
     MXScaleRule rule;
-    u32 tiles;                   // of a block of threads, one below the other, where rows stream
+    u32 tiles;                   // tiles per thread block, one below the other, where rows stream
 };
 
-// A thread stores a word of the scales' bytes in shared memory: four blocks of a row or of a column
-// (swizzled), or a block of each of four columns. Swizzled, a warp's words are neighbours in the result.
+// A thread stores a word of scale bytes that are in shared memory: four blocks of a row or of a column
+// (swizzled), or one block of each of four columns. Swizzled, a warp's words are adjacent in the result.
 struct ScaleWord {
     int word, swizzled;
 
@@ -34,7 +34,7 @@ struct ScaleWord {
     }
 };
 
-// Stores the scales' bytes of a tile; call __syncthreads() before.
+// Stores a tile's scale bytes; call __syncthreads() before.
 __device__ __forceinline__ void store_scales(const FusedMxParams& p, const TilePosition& at,
                                              const u8* of_rows, const u8* of_columns) {
     const SourceCall& call = p.call;
@@ -59,8 +59,8 @@ __device__ __forceinline__ void store_scales(const FusedMxParams& p, const TileP
     }
 }
 
-// Stores the bytes of row-wise scales of a tile of one part, whose columns end at `end`. last: nothing but
-// padding follows.
+// Stores the row-wise scale bytes of a tile of one part, whose columns end at `end`. last: only padding
+// follows.
 __device__ __forceinline__ void store_part_of_rows(const FusedMxParams& p, const TilePosition& at, i64 end,
                                                    bool last, const ScaleWord& own, const u8* of_rows) {
     const i64 all = (p.call.columns + kSubblock - 1) / kSubblock;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_part_of_rows(const FusedMxParams& p, const
             b < block + kSubblocks ? (u8)(four >> (int)(b - block) * 8) : 0;
 }
 
-// Stores column-wise scales in the same way.
+// The same for column-wise scales.
 __device__ __forceinline__ void store_part_of_columns(const FusedMxParams& p, const TilePosition& at,
                                                       i64 end, bool last, const ScaleWord& own,
                                                       const u8* of_columns) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_part_of_columns(const FusedMxParams& p, co
                                      column_blocks);
 }
 
-// Stores the scales' bytes of a tile of one part.
+// Stores the scale bytes of a tile of one part.
 __device__ __forceinline__ void store_part_scales(const FusedMxParams& p, const TilePosition& at, i64 end,
                                                   const u8* of_rows, const u8* of_columns) {
     const bool last = end == p.call.columns && at.column < end && at.column + Tile::kColumns >= end;
@@ -115,28 +115,26 @@ __device__ __forceinline__ void store_part_scales(const FusedMxParams& p, const 
 __device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&y)[8], float by) {
     return narrowed<OUT>(y, [&](float v, int) { return mul_rn(v, by); });
 }
-// Quantises a chunk with a factor for each column.
+// Quantises a chunk with one factor per column.
 __device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&y)[8], const float (&by)[8]) {
     return narrowed<OUT>(y, [&](float v, int i) { return mul_rn(v, by[i]); });
 }
-// Loads the factors of eight columns from their scales' bytes.
+// Loads the factors of eight columns from their scale bytes.
 __device__ __forceinline__ void load_factors(const u8* of_columns, float (&by)[8]) {
     const uint2 bytes = *reinterpret_cast<const uint2*>(of_columns);
 #pragma unroll
     for (int c = 0; c < 8; c++) by[c] = inverse_e8m0((c < 4 ? bytes.x : bytes.y) >> c % 4 * 8 & 0xffu);
 }
 
-// ---- rows that stream ----
-// These are the scales along rows. A lane writes the byte of the chunk that it owns, 0 where the chunk has no
-// elements.
+// ---- streamed rows ----
+// Scales along rows. A lane writes the byte of the chunk that it owns; 0 where the chunk has no elements.
 struct MxRowScales {
     const FusedMxParams& p;
     bool given;                  // the chunk's subblock has columns (0 times a weight may be NaN)
 
-    // Returns the factor of the elements of this lane's chunk. to: where the byte goes.
+    // Returns the factor of this lane's chunk. to: destination of its byte.
     __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
-    // Returns it for u, which has not been multiplied by the rows' weights yet, as BlockRowScales in
-    // f32_blocks.cuh does it.
+    // The same for u, before multiplication by the rows' weights (see BlockRowScales in f32_blocks.cuh).
     __device__ __forceinline__ float scale_weighted(float (&u)[4][8], const float* weights,
                                                     u8* to) const {
         const float weight = weights[row_of(owned<4>()) * kRowStride];
@@ -158,7 +156,7 @@ private:
     }
 };
 
-// Quantises the subblocks down the columns. of_columns: a row of bytes for each of them.
+// Quantises the subblocks down the columns. of_columns: a row of bytes per row of subblocks.
 __device__ __forceinline__ void quantize_columns(const FusedMxParams& p, const TilePosition& at,
                                                  const i64& end, const float (&y)[4][8],
                                                  const ColumnAmaxes& amaxes, u8* of_columns, u8* data,
@@ -179,7 +177,7 @@ __device__ __forceinline__ void quantize_columns(const FusedMxParams& p, const T
     store_chunks(call, data, position, left, [&](int r) { return quantized(y[r], by); });
 }
 
-// Stores four chunks as they are. by: the factor of the chunk that this lane owns.
+// Stores four chunks in the order of y. by: factor of the chunk that this lane owns.
 __device__ __forceinline__ void store_quantized(const FusedMxParams& p, u8* data,
                                                 const ChunkPosition& position, int left,
                                                 const float (&four)[4][8], float by) {
@@ -187,15 +185,15 @@ __device__ __forceinline__ void store_quantized(const FusedMxParams& p, u8* data
                  [&](int chunk) { return quantized(four[chunk], broadcast(by, chunk)); });
 }
 
-// With options: quantises the chunks of one part row-wise. columns: how far to the right of the results'
-// first tile the part is; end: the column after its last; bytes: where its scales go.
+// With options: quantises the chunks of one part row-wise. columns: offset of the part from the first tile of
+// the results; end: the column after its last; bytes: destination of its scales.
 __device__ __forceinline__ void quantize_rows(const FusedMxParams& p, const StreamPosition& at, i64 columns,
                                               i64 end, const float (&four)[4][8], int left, u8* bytes) {
     const SourceCall& call = p.call;
-    // Nothing derived from `thread` takes registers before this.
+    // nothing derived from `thread` takes registers before this
     const int thread = thread_again();
     const int subblock = thread % Tile::kColumnPatches / (kSubblock / 8);
-    // This lane owns a chunk of this row.
+    // row of the chunk that this lane owns
     const int row = thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2;
     const MxRowScales scales{p, at.results(call).column + columns + subblock * kSubblock < end};
     const float by = scales.scale(four, bytes + row * kSubblocks + subblock);
@@ -207,14 +205,14 @@ struct OptionMx {
     const ColumnAmaxes amaxes;
     float y[kThreadChunks][8];
 
-    // behind: shared memory behind the stages.
+    // behind: shared memory after the stages.
     __device__ __forceinline__ OptionMx(const FusedMxParams&, u8* behind)
         : amaxes{reinterpret_cast<u32*>(behind)} {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8], int) { keep(y, r, values); }
     template <class Rows>
     __device__ __forceinline__ void store(const FusedMxParams& p, const StreamPosition& at,
                                           const Rows& rows) {
-        // Each row has a word; two tiles take turns.
+        // a word per row; double-buffered
         __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
         __shared__ __align__(16) u8 of_columns[kSubblocks * Tile::kColumns];     // a row of bytes per 32 rows
         const SourceCall& call = p.call;
@@ -251,10 +249,10 @@ struct StreamMx {
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8]) { keep(y, r, values); }
     __device__ __forceinline__ void store(const FusedMxParams& p, const StreamPosition& at, int step,
                                           const ChunkPosition& position, int left, const float* weights) {
-        // Each row has a word; two tiles take turns.
+        // a word per row; double-buffered
         __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSubblocks];
         const int own = owned<4>(), subblock = Tile::column_patch() / (kSubblock / 8);
-        const int row = step * kStepRows + row_in_step(0);           // from the block's first row on
+        const int row = step * kStepRows + row_in_step(0);           // from the thread block's first row on
         const MxRowScales scales{p, at.tile().column + subblock * kSubblock < p.call.half()};
         u8* const bytes = of_rows[step / kSteps % 2][0];
         const int own_row = part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kRowStride;
@@ -273,8 +271,8 @@ struct StreamMx {
     static __device__ __forceinline__ u32 amax() { return 0; }
 
 private:
-    // Quantises a tile in the directions that the call wants. bytes: where the scales of its rows go; to:
-    // where that of the chunk goes that this lane owns.
+    // Quantises a tile in the directions of the call. bytes: destination of its rows' scales; to: destination
+    // of the scale of the chunk that this lane owns.
     __device__ __forceinline__ void store_tile(const FusedMxParams& p, const StreamPosition& at,
                                                const MxRowScales& scales, const ChunkPosition& position,
                                                int left, u8* bytes, u8* to) {
@@ -309,7 +307,7 @@ private:
 };
 
 // ---- path any ----
-// Quantises the 32 rows of each subblock down the columns. of_columns: a row of bytes for each of them.
+// Quantises the 32 rows of each subblock down the columns. of_columns: a row of bytes per row of subblocks.
 __device__ __forceinline__ void quantize_columns(const FusedMxParams& p, const TilePosition& at,
                                                  const PatchPosition& patch, const float (&y)[8][8],
                                                  u32* amaxes, u8* of_columns) {

@@ -2,16 +2,16 @@
 //
 //   data = cast(y * scale)        amax = max(amax, max |y|)
 //
-// To find current scaling's scale first a launch finds the amax of all blocks, and the last one to finish
-// stores the scale; nothing else is written then (but dprobs).
+// For current scaling, a first launch finds the amax over all blocks, and the last block to finish stores the
+// scale; it writes nothing else (but dprobs).
 //
-// Launch: path any: a block of 256 threads for each tile of 128 x 128 elements of the result; otherwise a
-// block for a tile of each part of the result, or for some of these one below the other (`tiles`), by 512
-// threads where rows stream through shared memory (stream.cuh). Path rows, and path tiles of gradients, take
-// rows through registers.
+// Launch: path any: a block of 256 threads per tile of 128 x 128 elements of the result; otherwise a thread
+// block for a tile of each part of the result, or for several of these one below the other (`tiles`), with
+// 512 threads where rows stream through shared memory (stream.cuh). Path rows, and path tiles of gradients,
+// take rows through registers.
 //
-// Bytes moved: what the source reads, and 1 per element and direction. Path any reads what both parts of a
-// gradient are made of twice, in blocks that are neighbours as far as the L2 is concerned.
+// Bytes moved: what the source reads, and 1 per element and direction. Path any reads the inputs of both
+// parts of a gradient twice, in thread blocks that run close enough together to share the L2.
 #pragma once
 #include "fused/drivers.cuh"
 #include "scale/scale.cuh"
@@ -20,8 +20,8 @@ static_assert(kOneScale);
 constexpr bool kStreamed =
     kOptions || kPath == Path::plain || (kPath == Path::tiles && !kBackward);
 constexpr int kFusedThreads = kStreamed ? kStreamThreads : kThreads;
-// Path rows keeps only the codes of four rows, and takes no more registers than these blocks leave. On an
-// H200 more blocks are faster than more rows in flight (docs/lab-notes).
+// Path rows keeps only the codes of four rows, and takes no more registers than this many thread blocks
+// leave. On an H200 more thread blocks are faster than more rows in flight (docs/lab-notes).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kRowsBlocks = kBackward ? 2 : sizeof(IN::storage) == 2 ? 4 : 3;
 #else
@@ -34,14 +34,14 @@ struct FusedCastParams {
     u8 *data, *data_t;           // or null
     const float* scale;          // one element, or null: scale_value
     float* scale_inv;            // one element
-    float* scale_inv_copy;       // a second place for it, or null
-    float* amax;                 // one element, raised, or null
+    float* scale_inv_copy;       // a second destination, or null
+    float* amax;                 // one element, raised to the amax; or null
     AmaxOfBlocks* workspace;     // to find a scale; or null
-    float* found_scale;          // where it goes
+    float* found_scale;          // destination of the scale found
     float scale_value;
     TensorScaleRule rule;        // of found_scale
     u32 vector;                  // every row of data_t allows 16-byte stores
-    u32 tiles;                   // of a block, one below the other, where rows stream
+    u32 tiles;                   // tiles per thread block, one below the other, where rows stream
 };
 
 __device__ __forceinline__ u32 raised_by(u32 amax, const float (&values)[8]) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ Chunk<OUT, 8> quantized(const float (&values)[8], flo
     return narrowed<OUT>(values, [&](float v, int) { return mul_rn(v, scale); });
 }
 
-// Casts values where they are made, and keeps their codes.
+// Casts values as they are computed, and keeps their codes.
 template <int kCount>
 struct CastCodes {
     const float scale;
@@ -73,13 +73,13 @@ struct CastCodes {
 
 class OptionCast : public CastCodes<kThreadRows> {
 public:
-    // behind: shared memory behind the stages.
+    // behind: shared memory after the stages.
     __device__ __forceinline__ OptionCast(const FusedCastParams&, u8* behind, float scale)
         : CastCodes(scale), behind(behind) {}
     __device__ __forceinline__ void take(int r, const float (&values)[kParts][8], int left) {
         const u32 before = largest;
         CastCodes::take(r, values);
-        // A row that does not exist has only biases.
+        // absent rows hold only biases
         if (!kBackward && r >= left) largest = before;
     }
     template <class Rows>
@@ -96,7 +96,7 @@ public:
         }
         if (!p.data_t) return;
         const auto tile = [&](int part) { return Tile{behind + part * Tile::kRows * Tile::kColumns}; };
-        __syncthreads();                                             // All threads have stored the last tile.
+        __syncthreads();                                             // all threads have stored the last tile
 #pragma unroll
         for (int part = 0; part < kParts; part++) write_rows(tile(part), row_in_step(0), codes[part]);
         __syncthreads();
@@ -122,7 +122,7 @@ public:
         const SourceCall& call = p.call;
         if (p.data) store_chunks(call, p.data, position, left, [&](int chunk) { return codes[0][chunk]; });
         if (!p.data_t) return;
-        __syncthreads();                                             // All threads have stored the last tile.
+        __syncthreads();                                             // all threads have stored the last tile
         write_rows(tile, row_in_step(0), codes[0]);
         __syncthreads();
         store_tile(call, at.tile(), call.columns, tile, p.data_t, p.vector);
@@ -160,7 +160,7 @@ private:
     Chunk<OUT, 8> codes[8];
 };
 
-// Casts the tiles of a block whose rows come through registers: y row-wise alone, or gradients in either
+// Casts a thread block's tiles whose rows come through registers: y row-wise alone, or gradients in either
 // direction. Returns the thread's amax, as bits.
 template <class S>
 __device__ __forceinline__ u32 cast_rows(const FusedCastParams& p, float scale) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ u32 cast_rows(const FusedCastParams& p, float scale) 
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
                 amax = raised_by(amax, values[part]);
-                // The chunk is a variable of its own, since NVRTC for sm_80 leaves the loop over rows rolled,
-                // and the arrays in local memory, where integer conversions write into codes[][] directly.
+                // The chunk is a variable of its own: where integer conversions write into codes[][]
+                // directly, NVRTC for sm_80 leaves the loop over rows rolled, and the arrays in local memory.
                 const Chunk<OUT, 8> of_row = quantized(values[part], scale);
                 codes[part][r] = of_row;
                 store.put(group * kRows, r, part, of_row);

@@ -1,16 +1,16 @@
-// Path any computes patches of results from any memory and with any options, all of them run-time values.
+// Path any: patches of results from any memory and with any options, all of them run-time values.
 //
 // A block of 256 threads owns 128 x 128 elements of the result, a thread 8 x 8 of them. An element of a
-// gradient is of one part or of the other, and its term is computed for either. x and grad are loaded before
+// gradient belongs to one part or the other; the same term is computed for both. x and grad are loaded before
 // anything is computed.
 //
-// The source declares SourceRow: what a thread loads for a row of its patch, by load(), and the eight values
-// that become of it, by compute().
+// The source declares SourceRow: load() loads a thread's inputs for a row of its patch, and compute()
+// computes the eight values.
 #pragma once
 #include "fused/patch_position.cuh"
 
-// Appends a row to the last rows of an array, which has no index at run time: the loop over rows is rolled,
-// since unrolled it would be most of a program.
+// Shift register of rows, for arrays that cannot be indexed at run time: the loop over rows is rolled, since
+// unrolled it would be most of a program.
 template <class T>
 __device__ __forceinline__ void append(T (&rows)[8], const T& row) {
 #pragma unroll
@@ -19,7 +19,7 @@ __device__ __forceinline__ void append(T (&rows)[8], const T& row) {
 }
 struct EightValues { float of[8]; };
 
-// use(r, values) is called for each row of the patch. Values of rows and columns that do not exist are 0.
+// Calls use(r, values) for each row of the patch. Values of absent rows and columns are 0.
 template <class Use>
 __device__ __forceinline__ void each_row(const SourceCall& call, const PatchPosition& patch, Use use) {
     __shared__ float probs[Tile::kRows];

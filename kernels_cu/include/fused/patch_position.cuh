@@ -1,8 +1,8 @@
-// A thread has a patch of 8 x 8 elements of the result on path any, and where rows come through registers.
+// Patches of 8 x 8 elements of the result: on path any, and where rows come through registers.
 #pragma once
 #include "fused/program.cuh"
 
-// Says where a thread's patch of 8 x 8 elements lies.
+// Position of a thread's patch.
 struct PatchPosition {
     i64 row, column;
     int rows_left, columns_left;

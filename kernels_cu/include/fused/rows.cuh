@@ -1,19 +1,19 @@
-// Rows of calls without options come through registers here. A tile of y, or one of either part of a
-// gradient, comes from one read and one term, by instructions without branches.
+// Rows of calls without options, through registers. A tile of y, or one of each part of a gradient, comes
+// from one read and one term, without branches.
 #pragma once
 #include "fused/patch_position.cuh"
 #include "numerics/tree_sum.cuh"
 
-// One scale has so many rows in flight while it computes one.
+// rows in flight during the computation of one, with one scale
 constexpr int kRowsAhead = sizeof(IN::storage) == 2 && kBackward ? 2 : 1;
 
-// A thread loads these elements for a row of its patch.
+// A thread's elements for a row of its patch.
 struct RawRow {
     Eight array[kArrays];        // a, b and (BACKWARD) grad
 };
 
-// Combines kCount values of every lane over the four lanes of a subblock: each lane is left with one of them,
-// the owned()-th. Each exchange halves the values that a lane has a part of.
+// Reduces kCount values of every lane over the four lanes of a subblock; each lane is left with one of them,
+// the owned()-th. Each exchange halves the values of which a lane has a part.
 template <int kCount, class Combine>
 __device__ __forceinline__ u32 fold(const u32 (&v)[kCount], Combine combine) {
     static_assert(kCount == 2 || kCount == 4, "at most one for each lane");
@@ -33,10 +33,10 @@ template <int kCount>
 __device__ __forceinline__ int owned() {
     return kCount == 2 ? threadIdx.x % 2 : threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2;
 }
-// Returns which lane of this lane's subblock owns value i of four.
+// The lane of this lane's subblock that owns value i of four.
 __device__ __forceinline__ int owner(int i) { return threadIdx.x % 32 / 4 * 4 + i / 2 + i % 2 * 2; }
 
-// Makes the compiler compute v here, not where it is used.
+// Makes the compiler compute v here instead of at its use.
 __device__ __forceinline__ void pin(float (&v)[8]) {
 #ifndef CUPY_FP8_HOST
 #pragma unroll
@@ -44,8 +44,8 @@ __device__ __forceinline__ void pin(float (&v)[8]) {
 #endif
 }
 
-// Computes the values of eight elements of calls without options. Returns the sum of the terms of dp where
-// these are wanted. weight: 1 without probs, which changes no bit.
+// Computes eight elements' values in calls without options. Returns the sum of the terms of dp if these are
+// wanted. weight: 1 without probs, which changes no bit.
 template <class S>
 __device__ __forceinline__ float compute(const float* sums, float weight, float (&v)[kArrays][8],
                                          const float (&terms)[8], float (&values)[kParts][8]) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ float compute(const float* sums, float weight, float 
 }
 
 __device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
-// Stores the sums of kRows rows over the columns of a tile, the tile-th across. The rows are `row` and those
-// that follow it, `row_stride` rows from one another. left: how many rows there are from `row` on.
+// Stores the sums of kRows rows over the columns of tile `tile` across: row, row + row_stride, ... left:
+// existing rows from `row` on.
 template <int kRows>
 __device__ __forceinline__ void store_sums(const SourceCall& call, const u32 (&sums)[kRows], i64 row,
                                            int row_stride, i64 tile, int left) {
@@ -76,10 +76,9 @@ __device__ __forceinline__ void store_sums(const SourceCall& call, const u32 (&s
         call.sums[tile * call.rows + row + r] = as_float(f32::narrow(total));
 }
 
-// A thread goes through the rows of a patch in groups of kRows, with kAhead of them in flight while one is
-// computed. A row that does not exist repeats the row whose registers it has, times 0: what is not NaN
-// becomes 0. (Gradients without weights are not multiplied by anything: a repeated row is in the same maxima
-// already.)
+// Iterates over the rows of a patch in groups of kRows, with kAhead rows in flight during the computation of
+// one. An absent row repeats the row that its registers hold, with weight 0: what is not NaN becomes 0.
+// (Gradients without weights are not multiplied by anything: a repeated row is in the same maxima already.)
 template <class S, int kRows, int kAhead>
 class Rows {
 public:
@@ -101,7 +100,7 @@ public:
         if (threadIdx.x < Tile::kRows) probs[threadIdx.x] = prob;
         __syncthreads();
     }
-    // use(r, values) is called for the rows of a group. Groups are taken in their order.
+    // Calls use(r, values) for the rows of a group. Take groups in order.
     template <class Use>
     __device__ __forceinline__ void each(const SourceCall& call, const PatchPosition& patch, int group,
                                          Use use) {
@@ -134,7 +133,7 @@ public:
     }
 
 private:
-    // How many rows exist; none where the columns do not.
+    // existing rows; 0 if the columns do not exist
     int left;
     i64 half;
     const IN::storage* a;                                            // the next row to be loaded

@@ -1,4 +1,4 @@
-// This file stores results, and says how many blocks of threads share a multiprocessor.
+// Stores of results, and thread blocks per SM.
 #pragma once
 #include "fused/patch.cuh"
 #include "fused/rows.cuh"
@@ -6,12 +6,12 @@
 #include "scale/cast.cuh"
 
 constexpr int kWarps = kThreads / 32;
-// A multiprocessor has so many blocks of kThreads threads, for 128 registers. Gradients in f32 do not fit
-// these; on sm_120 other kernels do not either.
+// thread blocks of kThreads threads per SM, for 128 registers. Gradients in f32 need more; on sm_120 so do
+// other kernels.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBlocks = sizeof(IN::storage) == 2 && !kBackward ? 2 : 1;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-// Conversions by integers take more registers.
+// conversions by integers take more registers
 constexpr int kBlocks = (kPath != Path::any || sizeof(IN::storage) == 4) && kBackward ? 1 : 2;
 #else
 constexpr int kBlocks = sizeof(IN::storage) == 2 || !kBackward ? 2 : 1;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_transposed(const SourceCall& call, const T
     }
 }
 
-// Stores the rows of a patch of Rows as they are, group by group.
+// Stores the rows of a patch of Rows in the order of y, group by group.
 struct RowStore {
     u8* to;                      // the first row of a group
     i64 half;
@@ -63,8 +63,8 @@ struct RowStore {
     }
 };
 
-// Returns the tile of a block of threads; blocks follow rows of tiles. A grid has fewer than 2^32 blocks, so
-// u32 holds the numbers of tiles: a division of i64 is a call, which costs registers.
+// Returns the tile of a thread block; thread blocks follow rows of tiles. A grid has fewer than 2^32 thread
+// blocks, so u32 holds the numbers of tiles: an i64 division is a call, which costs registers.
 __device__ __forceinline__ TilePosition position(const SourceCall& call, u32 block) {
     const u32 across = (u32)((call.half() + Tile::kColumns - 1) / Tile::kColumns);
     const u32 row = across ? block / across : 0;

@@ -1,22 +1,22 @@
-// A thread computes rows of results in chunks of eight elements. x and grad come through shared memory
-// (cp.async): copies in flight take no registers, and fetch the next tile while this one is stored.
+// Computes rows of results in chunks of eight elements. x and grad come through shared memory (cp.async):
+// copies in flight take no registers, and fetch the next tile while this one is stored.
 //
-// A block of kStreamThreads threads owns 128 columns of each part of the result and some tiles of 128 rows,
-// one below the other. A thread reads the elements that it has copied itself, so it waits only for its own
-// copies. Rows and columns that do not exist are zeros.
+// A block of kStreamThreads threads owns 128 columns of each part of the result, and several tiles of 128
+// rows one below the other. A thread reads only elements that it has copied itself, so it waits only for its
+// own copies. Absent rows and columns are zeros.
 #pragma once
 #include "fused/chunks.cuh"
 
-// What a thread has in shared memory: kStages rows of kArrays arrays.
+// A thread's shared memory: kStages rows of kArrays arrays.
 class StagedRows {
 public:
-    // How many rows exist from this thread's next one on.
+    // rows from this thread's next one to the end
     int left;
 
-    // Waits, after the last group, for the copies requested beyond it, before another block has the shared
-    // memory.
+    // Waits, after the last group, for the copies requested beyond it, before another thread block gets the
+    // shared memory.
     static __device__ __forceinline__ void finish() { copy_async_wait(); }
-    // Returns shared memory with the weights of the block's rows, 1 without probs.
+    // Weights of the thread block's rows in shared memory; 1 without probs.
     static __device__ __forceinline__ float* shared_probs() {
         __shared__ __align__(16) float probs[kMostRows];
         return probs;
@@ -25,7 +25,7 @@ public:
 protected:
     i64 half;
     u8* staged;                                                      // this thread's part of the stages
-    const IN::storage *x, *grad;                                     // the next row to be requested
+    const IN::storage *x, *grad;                                     // next row to request
     int stage;                                                       // of the group's first row
     const SourceCall& call;
 
@@ -49,8 +49,8 @@ protected:
     }
 };
 
-// Multiplies eight elements of y by the weight of their row. One scale, which instructions limit, saves these
-// where rows have no weights.
+// Multiplies eight elements of y by their row's weight. With one scale, which is bound by instructions,
+// skipped where rows have no weights.
 template <class S>
 __device__ __forceinline__ void multiply_by_weight(const SourceCall& call, const float* of_row,
                                                    float (&y)[8]) {
@@ -60,11 +60,11 @@ __device__ __forceinline__ void multiply_by_weight(const SourceCall& call, const
     for (float& v : y) v = S::weighted(v, weight);
 }
 
-// The rows of calls without options. `left` is 0 where the columns do not exist. S: the Source.
+// Rows of calls without options. `left` is 0 where the columns do not exist. S: the Source.
 template <class S>
 class Stream : public StagedRows {
 public:
-    // at: the block's first tile.
+    // at: the thread block's first tile.
     __device__ __forceinline__ Stream(const SourceCall& call, const TilePosition& at, int tiles, u8* shared)
         : StagedRows(call, shared) {
         const i64 row = at.row + row_in_step(0), column = at.column + Tile::patch_column();
@@ -77,8 +77,8 @@ public:
         shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
         __syncthreads();
     }
-    // Computes the rows of a group: use(r, values) is called for each. at: the block's tile; step: the
-    // group's number in it; weights: those of the group's rows.
+    // Computes the rows of a group, calling use(r, values) for each. at: the thread block's tile; step: index
+    // of the group in it; weights: those of the group's rows.
     template <class Use>
     __device__ __forceinline__ void each(const StreamPosition& at, int step, const float* weights, Use use) {
         u32 sums[kThreadRows];
@@ -120,11 +120,11 @@ private:
             widen_eight(raw, v[k]);
         }
     }
-    // Requests kRowsPerRequest rows from r on, of this group or of those that follow.
+    // Requests kRowsPerRequest rows from r on, of this or the following groups.
     __device__ __forceinline__ void request(int begin) {
-        // Copies go through the L1 where those of a thread are halves of sectors.
+        // through the L1 where a thread's copies are halves of sectors
         constexpr bool kThroughL1 = kLoads > 1;
-        // f32 reads it anew: with one more value in registers its gradients spill on sm_120 (CUDA 12).
+        // f32 re-reads it: with one more value in registers its gradients spill on sm_120 (CUDA 12)
         const i64 half = kLoads > 1 ? call.half() : this->half;
 #pragma unroll
         for (int r = begin; r < begin + kRowsPerRequest; r++) {
@@ -151,5 +151,5 @@ private:
     }
 };
 
-// The rows of calls with options, which a source may declare.
+// Rows of calls with options; optional in a source.
 template <class Call> class OptionStream;

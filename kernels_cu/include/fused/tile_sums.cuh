@@ -1,15 +1,15 @@
-// Gradients of the weights of rows are sums over columns (docs/numerics.md, rule 11). Every tile has stored
-// its own sums; the last block of a row of tiles to finish adds them up, without another launch.
+// Gradients of the rows' weights: sums over columns (docs/numerics.md, rule 11). Every tile has stored its
+// own sums; the last thread block of a row of tiles to finish adds them up, without another launch.
 #pragma once
 #include "fused/stream_shape.cuh"
 #include "numerics/amax.cuh"
 #include "numerics/tree_sum.cuh"
 
-// Returns the sum of a row's sums, of which there are `tiles`, `stride` floats from one another. Other blocks
-// have stored them, so they come from the L2. Two rounds are a subtree, and there are four at most:
+// Returns the sum of a row's `tiles` sums, `stride` floats apart, which other thread blocks have stored (so
+// they are read from the L2). Two rounds are a subtree, and there are at most four:
 // ops/quantize/swiglu_launches.py leaves more tiles to another launch.
 __device__ __forceinline__ float sum_over_tiles(const float* from, i64 stride, int tiles) {
-    // With 32, rows of MX spill on sm_90.
+    // with 32, rows of MX spill on sm_90
     constexpr int kLoadsInFlight = 16;
     float sum = as_float(kAbsentTerm), even = sum;
 #pragma unroll 1
@@ -31,7 +31,7 @@ __device__ __forceinline__ float sum_over_tiles(const float* from, i64 stride, i
     return add_rn(sum, even);
 }
 
-// Hides from the compiler where a number is from: what is found from it takes no registers before.
+// Hides the origin of a value from the compiler, so that nothing derived from it takes registers earlier.
 template <class T>
 __device__ __forceinline__ T found_anew(T v) {
 #ifndef CUPY_FP8_HOST
@@ -41,9 +41,9 @@ __device__ __forceinline__ T found_anew(T v) {
     return v;
 }
 
-// Writes the gradients of the weights of a block's rows, in the last block that has these, a thread for each
-// row: few tiles are one for each block, or two (ops/quantize/swiglu_launches.py). A loop over rows would
-// cost the main loop instructions. The whole block calls it, at its end.
+// Writes the gradients of the weights of a thread block's rows, in the last thread block that has these rows,
+// one thread per row: thread blocks have one tile, or two (ops/quantize/swiglu_launches.py). A loop over rows
+// would cost the main loop instructions. Call from all threads, at the end.
 template <class Call>
 __device__ __forceinline__ void add_up_sums(const Call& call, u32 tiles) {
     if constexpr (kBackward && Source::kGated) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_up_sums(const Call& call, u32 tiles) {
         const u32 sums = in_tiles(call.interleaved() ? 2 * half : half);
         const u32 across = in_tiles(kPath == Path::any ? 2 * half : half);
         const u32 row = block_again() / across;
-        // On path any, tiles of db alone have none.
+        // on path any, tiles of db alone have no sums
         const u32 blocks = kPath == Path::any ? sums : across;
         if (block_again() - row * across >= blocks || !is_last_block(last, call.done + row, blocks)) return;
         const i64 at = (i64)row * (found_anew(tiles) * Tile::kRows) + thread_again();

@@ -1,20 +1,20 @@
-// Groups are stored one after the other in whole tiles here. One warp of a block finds the groups of the
-// block's tiles by a scan over all sizes, which only the device knows.
+// Groups stored one after the other in whole tiles. One warp of a block finds the groups of the block's tiles
+// by a scan over all sizes, which only the device knows.
 //
-// A tile is kUnits units of kElements elements of a size, rounded up. For swizzled scales a unit is a line of
-// the scale grid, or one of its blocks.
+// A tile is kUnits units; a unit is kElements elements of a size, rounded up. For swizzled scales a unit is a
+// line of the scale grid, or one of its blocks.
 #pragma once
 #include "groups/splits.cuh"
 
-// Describes a tile and its group.
+// A tile and its group.
 struct GroupTile {
-    i64 start;                   // the tile's first unit
-    i64 group_tile, group_tiles; // the group's first tile, and how many tiles the group has
-    int units;                   // how many of the tile's units exist
-    bool past_groups;            // the tile follows the last group; no group has its units
+    i64 start;                   // first unit of the tile
+    i64 group_tile, group_tiles; // the group's first tile, and its tiles
+    int units;                   // existing units of the tile
+    bool past_groups;            // the tile follows the last group; its units belong to none
 };
 
-// A lane has these groups in a round of the scan.
+// A lane's groups in a round of the scan.
 template <int kElements, int kUnits>
 struct TiledGroups {
     static constexpr int kCount = 4;
@@ -28,15 +28,15 @@ struct TiledGroups {
             const i64 elements = splits.load(round + threadIdx.x % 32 * kCount + u);
             negative |= elements < 0;
             const i64 whole = elements > 0 ? (elements - 1) / kElements + 1 : 0;
-            size[u] = whole > total ? total + 1 : whole;     // Sums stay small and still exceed total.
+            size[u] = whole > total ? total + 1 : whole;     // sums stay small and still exceed total
             sum += size[u];
         }
         return sum;
     }
     static __device__ __forceinline__ i64 tiles_of(i64 units) { return (units + kUnits - 1) / kUnits; }
 
-    // Ends at `total` the groups that go past it. Returns how many tiles all of them have. start: the first
-    // unit of the first group.
+    // Clamps groups that go past `total`. Returns the number of tiles of all of them. start: first unit of
+    // the first group.
     __device__ __forceinline__ i64 clamp_to(i64 total, i64 start) {
         i64 tiles = 0;
 #pragma unroll
@@ -48,8 +48,8 @@ struct TiledGroups {
         return tiles;
     }
 
-    // Writes those of the groups' tiles that are among tiles first to first + kTiles - 1. start, tile: the
-    // first unit and the first tile of the first group.
+    // Writes the groups' tiles that are among tiles first to first + kTiles - 1. start, tile: first unit and
+    // first tile of the first group.
     template <int kTiles>
     __device__ __forceinline__ void write(i64 start, i64 tile, i64 first, GroupTile* found) const {
 #pragma unroll
@@ -68,9 +68,9 @@ struct TiledGroups {
     }
 };
 
-// Writes tiles first to first + kTiles - 1 of `tiles` to shared memory. One whole warp calls it, before a
-// barrier. All groups have at most `total` units: a negative size counts as 0, and a group that goes past
-// `total` ends there. check: reports such sizes.
+// Writes tiles first to first + kTiles - 1 of `tiles` to shared memory. Call from one whole warp, before a
+// barrier. Groups have at most `total` units together: a negative size counts as 0, and a group that goes
+// past `total` ends there. check: reports such sizes.
 template <int kElements, int kUnits, int kTiles>
 __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64 first, i64 tiles, bool check,
                                             GroupTile* found) {

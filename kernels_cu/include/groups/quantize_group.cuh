@@ -1,23 +1,23 @@
-// A block of threads quantises its tile of a group of rows, or of an array in a list, in blocks of elements
-// with scales of their own. It finds the matrix and the tile here, and clears the rows that no group has.
+// A thread block quantises its tile of a group of rows, or of an array in a list, with block scales. Here it
+// finds its matrix and tile, and clears the rows outside all groups.
 #pragma once
 #include "groups/row_groups.cuh"
 
 // ---- arrays in a list ----
-// Each array is a batch of matrices and has no groups of rows. ops/quantize/tensor_list_blocks.py packs this.
+// Each array is a batch of matrices, without groups of rows. Packed by ops/quantize/tensor_list_blocks.py.
 template <class Params>
 struct ListedArray {
     Params array;                // noop: unused
-    u32 first;                   // the array's first block in the launch
+    u32 first;                   // first thread block of the array in the launch
     u32 across, down;            // tiles of a matrix
 };
 
 template <class Params>
 struct ArrayList {
-    const ListedArray<Params>* arrays;                   // null: there is no list
-    const u32* array_of;         // which array each block belongs to
+    const ListedArray<Params>* arrays;                   // null: no list
+    const u32* array_of;         // array of each thread block
 
-    // Writes this block's matrix and its place there to shared memory. One whole warp calls it.
+    // Writes the matrix of this thread block and its place there to shared memory. Call from one whole warp.
     template <class Tile>
     __device__ __forceinline__ void find(Params& matrix, TilePosition& at) const {
         constexpr int kWords = sizeof(Params) / sizeof(u64);
@@ -45,8 +45,8 @@ struct ArrayList {
 };
 
 // ---- groups of rows ----
-// Turns `group`, which has the parameters of all groups in shared memory, into those of one group as a matrix
-// of the results. One thread calls it. move_scales: see quantize_group().
+// Turns `group`, in shared memory with the parameters of all groups, into those of one group as a matrix of
+// the results. Call from one thread. move_scales: see quantize_group().
 template <class Matrix, class MoveScales>
 __device__ __forceinline__ void point_at_group(Matrix& group, const RowSegment& found,
                                                MoveScales move_scales) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void point_at_group(Matrix& group, const RowSegment& 
     if (group.rows_data) group.rows_data += found.result_start;
     if (group.columns_data) group.columns_data += found.result_start;
     move_scales(found);
-    // Transposed data has rows of found.rows bytes.
+    // transposed data have rows of found.rows bytes
     const auto allows_wide = [&](const u8* data) {
         return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0;
     };
@@ -63,8 +63,9 @@ __device__ __forceinline__ void point_at_group(Matrix& group, const RowSegment& 
     if (group.stored >> 2 == 2 && !allows_wide(group.columns_data)) group.vector &= ~4u;
 }
 
-// Clears this block's share of the data that no group has, and of the scales past the last group. The same
-// bytes are cleared in both directions, since rows of no group have no layout. column: the block's first one.
+// Clears this thread block's share of the data outside all groups, and of the scales past the last group. The
+// same bytes are cleared in both directions, since rows outside groups have no layout. column: the thread
+// block's first one.
 template <class Tile, class Params, class Matrix>
 __device__ __forceinline__ void clear_past_groups(const Params& p, const Matrix& group,
                                                   const RowSegment& found, u32 across, i64 column) {
@@ -81,9 +82,9 @@ __device__ __forceinline__ void clear_past_groups(const Params& p, const Matrix&
                                                   shares);
 }
 
-// Writes to shared memory this block's group as a matrix of the results, and the block's tile (the first of
-// up to kTiles tiles, one below the other). A whole block calls it, and it ends after a barrier. Returns
-// false if there is no tile. A block whose rows belong to no group clears its share of the results.
+// Writes to shared memory this thread block's group as a matrix of the results, and its tile (the first of up
+// to kTiles tiles, one below the other). Call from all threads; ends after a barrier. Returns false if there
+// is no tile. A thread block whose rows belong to no group clears its share of the results.
 template <class Tile, int kTiles = 1, class Params, class Matrix, class MoveScales>
 __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at,
                                                 RowSegment& found, MoveScales move_scales) {
@@ -111,13 +112,13 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
     return false;
 }
 
-// Quantises this block's tiles of a group of rows, or of an array in a list.
-//   p            the parameters: `all` describes an array. Beside it are `groups`, with
-//                `along_rows` and `along_columns`, which place the scales of each direction, or `list`.
+// Quantises this thread block's tiles of a group of rows, or of an array in a list.
+//   p            the parameters: `all` describes an array. Beside it are `groups`, with `along_rows` and
+//                `along_columns` (places of the scales of each direction), or `list`.
 //   group        room in shared memory for the parameters of one matrix
 //   move_scales  move_scales(found) moves the addresses of scales to those of the group
-//   quantize     quantize(at, given, tiles) quantises the tiles from that place down: as many of kTiles as
-//                the matrix has, or one for an array in a list. x has `given` rows of the matrix, and the
+//   quantize     quantize(at, given, tiles) quantises `tiles` tiles from that place down: kTiles, or fewer at
+//                the end of the matrix, or one for an array in a list. x has `given` rows of the matrix; the
 //                rest are zeros.
 template <class Tile, int kTiles = 1, class Params, class Matrix, class MoveScales, class Quantize>
 __device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, MoveScales move_scales,

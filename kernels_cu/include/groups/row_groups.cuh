@@ -1,29 +1,29 @@
-// Groups of consecutive rows are matrices of their own, whose sizes only the device knows. Their rows are
-// divided into row segments, none of which has rows of two groups. The places of a group's scales depend on
-// all groups before it.
+// Groups of consecutive rows, whose sizes only the device knows, are matrices of their own. Their rows are
+// divided into row segments, each within one group. The places of a group's scales depend on all groups
+// before it.
 //
-// find_segment: the first warp of a block finds the block's segment by a scan over the sizes, and the block
-// waits. load_segment: before a launch of many blocks, another launch (row_segments.cu) has found all
-// segments.
+// find_segment: the first warp of a block finds the block's segment by a scan over the sizes, while the block
+// waits. load_segment: another launch (row_segments.cu) has found all segments before a launch of many
+// blocks.
 #pragma once
 #include "groups/splits.cuh"
 #include "memory/chunks.cuh"
 
 struct RowSegment;
-// Describes groups of the rows of an array x [rows, columns]. In the results each group is followed by rows
-// of zeros up to a multiple of `align` (1: by none). Wrong sizes and offsets are made harmless: a negative
-// size counts as 0, a group that goes past the last row ends there, and a group whose given offset is not a
-// row start, or points past the end, is skipped.
+// Groups of the rows of an array x [rows, columns]. In the results each group is padded with rows of zeros to
+// a multiple of `align` (1: no padding). Wrong sizes and offsets are made harmless: a negative size counts as
+// 0, a group that goes past the last row ends there, and a group whose given offset is not a row start, or
+// points past the end, is skipped.
 struct RowGroups {
-    const i64* offsets;          // [groups + 1] in elements, with align 1; or null: sums of the sizes
+    const i64* offsets;          // [groups + 1] in elements, with align 1; null: sums of the sizes
     i64* offsets_out;            // [groups + 1] in the results: `offsets` or the sums; or null
-    void* sizes_out;             // [groups] the sizes (align > 1: rows in the results), as wide; or null
+    void* sizes_out;             // [groups]: sizes (align > 1: rows in the results), in their type; or null
     Splits splits;
     i64 rows, columns;           // shape of x
-    i64 result_rows;             // rows of the results, which suffice for any sizes
+    i64 result_rows;             // rows of the results, enough for any sizes
     u32 across;                  // tiles along a row
     u32 align;                   // a power of two
-    const RowSegment* segments;  // segments of the results; or null: a block finds its own
+    const RowSegment* segments;  // segments of the results; null: a block finds its own
 
     __device__ __forceinline__ i64 aligned(i64 size) const { return (size + align - 1) & -(i64)align; }
     __device__ __forceinline__ i64 size(i64 group) const {
@@ -32,28 +32,28 @@ struct RowGroups {
     }
 };
 
-// A segment is neighbouring rows of a group, or neighbouring rows after the last group.
+// Consecutive rows of a group, or consecutive rows after the last group.
 struct RowSegment {
     i64 group;                   // -1: none
     i64 start;                   // the group's first element in x
-    i64 result_start;            // the group's first element in the results; without a group the segment's
-    i64 rows_in_x;               // rows of the group in x
-    i64 rows;                    // rows of the group in the results; without a group rows of the segment
-    i64 index;                   // which segment of the group, or of the rows after the last group
-    i64 units_before[2];         // how many units all groups before this one have, for each direction
+    i64 result_start;            // the group's first element in the results; without a group, the segment's
+    i64 rows_in_x;               // the group's rows in x
+    i64 rows;                    // the group's rows in the results; without a group, the segment's
+    i64 index;                   // index of the segment in the group, or after the last group
+    i64 units_before[2];         // units of all groups before this one, for each direction
 };
 
 // Searches for a segment of 2^rows_log2 rows: rows of the results if kAligns, else of x. A group has a unit
-// for every 2^shift rows that it begins; units are counted if kCounts.
+// per 2^shift rows, rounded up; units are counted if kCounts.
 template <bool kCounts, bool kAligns>
 struct SegmentSearch {
-    static constexpr int kPerLane = 4;           // groups of a lane in a round
+    static constexpr int kPerLane = 4;           // groups per lane and round
     const RowGroups& p;
     i64 segment;
     u32 rows_log2, first_shift, second_shift;
 
-    // Unsigned numbers take fewer instructions. With a few more, NVRTC no longer advances a pointer from row
-    // to row of the tile that follows, but keeps the offsets of its 32 rows in 64 registers.
+    // Unsigned: fewer instructions. With a few more, NVRTC no longer advances a pointer from row to row of
+    // the following tile, but keeps the offsets of its 32 rows in 64 registers.
     static __device__ __forceinline__ i64 units(i64 rows, u32 shift) {
         return (i64)(((u64)rows + ((u64)1 << shift) - 1) >> shift);
     }
@@ -75,8 +75,8 @@ struct SegmentSearch {
             own_units[0] += units(written, first_shift), own_units[1] += units(written, second_shift);
         }
     }
-    // Describes the segment if it is one of this lane's groups, of which `group` is the first, and begins at
-    // row `start` and with segment own_segment. before: the units of all groups before it.
+    // Describes the segment if it belongs to one of this lane's groups: `group` is the first of these,
+    // beginning at row `start` and segment own_segment. before: units of all groups before it.
     __device__ __forceinline__ void look(i64 group, const i64 (&size)[kPerLane], i64 start, i64 own_segment,
                                          i64 (&before)[2], RowSegment& found) const {
 #pragma unroll
@@ -92,8 +92,8 @@ struct SegmentSearch {
             if (kCounts) before[0] += units(written, first_shift), before[1] += units(written, second_shift);
         }
     }
-    // Returns this lane's part of the result rows of the groups before a group that the search has reached. x
-    // has rows beyond these groups, so all of them are whole.
+    // Returns this lane's share of the result rows of the groups before one that the search has reached; they
+    // lie in x completely.
     __device__ __forceinline__ i64 lane_rows_before(i64 group) const {
         i64 to = 0;
         for (i64 g = threadIdx.x % 32; g < group; g += 32) to += p.aligned(p.size(g));
@@ -107,8 +107,8 @@ struct SegmentSearch {
         found = {-1, 0, to * p.columns, 0, left_of(all - to, 1 << rows_log2), own_segment,
                  {before[0], before[1]}};
     }
-    // Completes the description of a segment of a group. to: the group's first row in the results, where
-    // `aligns` is true.
+    // Completes the description of a segment of a group. to: the group's first row in the results, if
+    // `aligns`.
     __device__ __forceinline__ void complete(bool aligns, i64 to, RowSegment& found) const {
         found.rows = in_results(found.rows_in_x);
         found.result_start = aligns ? to * p.columns : found.start;
@@ -120,7 +120,7 @@ struct SegmentSearch {
     }
 };
 
-// Writes the segment that SegmentSearch describes to shared memory. One whole warp calls it.
+// Writes the segment that SegmentSearch describes to shared memory. Call from one whole warp.
 template <bool kCounts, bool kAligns>
 __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u32 rows_log2, u32 first_shift,
                                              u32 second_shift, RowSegment& found) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
     const Search search{p, segment, rows_log2, first_shift, second_shift};
     const int lane = threadIdx.x % 32;
     i64 round_start = 0, round_segment = 0, round_units[2] = {};     // sums over all earlier rounds
-    i64 to = 0;                                          // this lane's part of the result rows in them
+    i64 to = 0;                                          // this lane's share of their result rows
     bool reached = false;
     for (i64 round = 0; round < p.splits.groups && !reached; round += 32 * Search::kPerLane) {
         i64 size[Search::kPerLane], rows = 0, segments = 0, own_units[2] = {};
@@ -155,7 +155,7 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
     }
     __syncwarp();
     const bool aligns = kAligns && p.align > 1;
-    if (aligns) {                                // Here the registers of the other sums are free.
+    if (aligns) {                                // here the registers of the other sums are free
         if (reached) to = search.lane_rows_before(found.group);
         to = __shfl_sync(~0u, warp_prefix_sum(to), 31);
     }
@@ -175,23 +175,24 @@ __device__ __forceinline__ void load_segment(const RowGroups& p, i64 segment, Ro
     __syncwarp();
 }
 
-// Says where the scales of groups of rows are. The scales of one group follow those of another, and each
-// group is padded by itself. A group has a row of scales for every row of its blocks.
+// Places of the scales of groups of rows: the scales of the groups follow one another, each group padded
+// separately. A group has a row of scales per row of its blocks.
 struct GroupScales {
     u32 block_shift;             // a block has 2^block_shift rows
     u32 unit_shift;              // a group is padded to a multiple of 2^unit_shift rows
     i64 unit;                    // scales per 2^unit_shift rows
-    i64 all;                     // all stored scales, also those past the last group
+    i64 all;                     // all stored scales, including those past the last group
 
     __device__ __forceinline__ i64 units(i64 rows) const {
         return (rows + ((i64)1 << unit_shift) - 1) >> unit_shift;
     }
-    // Returns how many rows of blocks a group has, with its padding.
+    // Rows of blocks of a group, with its padding.
     __device__ __forceinline__ i64 block_rows(i64 rows) const {
         return units(rows) << (unit_shift - block_shift);
     }
 
-    // Writes zeros after the scales of `before` units. Each of `blocks` blocks of kThreads threads calls it.
+    // Writes zeros after the scales of `before` units. Call from all kThreads threads of each of `blocks`
+    // blocks.
     template <int kThreads, class T>
     __device__ __forceinline__ void clear_rest(T* to, i64 before, i64 block, i64 blocks) const {
         if (!to) return;
@@ -200,8 +201,8 @@ struct GroupScales {
     }
 };
 
-// Writes zeros to `rows` rows of `width` bytes, which are `stride` bytes apart. A whole block of kThreads
-// threads calls it.
+// Writes zeros to `rows` rows of `width` bytes, `stride` bytes apart. Call from all kThreads threads of a
+// block.
 template <int kThreads>
 __device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stride) {
     const bool whole = (reinterpret_cast<u64>(to) | (u64)stride | (u64)width) % 16 == 0;
@@ -213,8 +214,7 @@ __device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stri
     }
 }
 
-// Writes offsets and sizes if there are arrays for them, and reports wrong sizes and offsets. One
-// whole warp calls it.
+// Writes offsets and sizes if there are arrays for them, and reports wrong ones. Call from one whole warp.
 __device__ __forceinline__ void write_offsets(const RowGroups& p) {
     const int lane = threadIdx.x % 32;
     const bool aligns = p.align > 1;

@@ -1,4 +1,4 @@
-// Only the device knows the sizes of groups.
+// Sizes of groups, which only the device knows.
 #pragma once
 #include "memory/errors.cuh"
 #include "tile/tile.cuh"
@@ -12,13 +12,13 @@ __device__ __forceinline__ i64 load_size(const void* sizes, u32 wide, i64 i) {
 struct Splits {
     const void* sizes;           // [groups] i32, or i64 if `wide`; in elements
     i64 groups;
-    u32* errors;                 // the device's sticky word
+    u32* errors;                 // the device's sticky error word
     u32 wide;
 
     __device__ __forceinline__ i64 load(i64 i) const {
         return i < groups ? load_size(sizes, wide, i) : 0;
     }
-    // Stores a size in a copy of the sizes, which has their type.
+    // Stores a size in a copy of the sizes, in their type.
     __device__ __forceinline__ void store(void* copy, i64 i, i64 size) const {
         if (wide) static_cast<i64*>(copy)[i] = size;
         else static_cast<i32*>(copy)[i] = (i32)size;
@@ -36,7 +36,7 @@ __device__ __forceinline__ i64 warp_prefix_sum(i64 value) {
     return value;
 }
 
-// Reports negative sizes, and sizes that add up to more than `total`. One whole warp calls it.
+// Reports negative sizes, and sizes whose sum exceeds `total`. Call from one whole warp.
 __device__ __forceinline__ void check_sizes(const Splits& splits, i64 total) {
     bool negative = false;
     i64 sum = 0;                                 // clamped to total + 1 after every round
@@ -51,12 +51,13 @@ __device__ __forceinline__ void check_sizes(const Splits& splits, i64 total) {
         report(splits.errors, (any_negative ? kSplitNegative : 0u) | (sum > total ? kSplitSum : 0u));
 }
 
-// Keeps the sizes that a result is laid out by. One whole warp calls it.
+// Copies the sizes that a result is laid out by. Call from one whole warp.
 __device__ __forceinline__ void copy_sizes(const Splits& splits, void* copy) {
     for (i64 g = threadIdx.x % 32; g < splits.groups; g += 32) splits.store(copy, g, splits.load(g));
 }
 
-// Reports sizes that are not those that an operand is laid out by, if it is. One whole warp calls it.
+// Reports sizes that differ from `own`, those an operand is laid out by (may be null). Call from one whole
+// warp.
 __device__ __forceinline__ void compare_sizes(const Splits& splits, const void* own, u32 wide) {
     if (!own) return;
     bool differs = false;
@@ -65,8 +66,8 @@ __device__ __forceinline__ void compare_sizes(const Splits& splits, const void* 
     if (differs) report(splits.errors, kSplitOther);
 }
 
-// Reports offsets [groups + 1] of rows of `columns` elements that are not those of the sizes, if there are
-// any. Sizes that check_sizes reports tell nothing. One whole warp calls it.
+// Reports offsets [groups + 1] (may be null) of rows of `columns` elements that do not match the sizes. Not
+// meaningful for sizes that check_sizes reports. Call from one whole warp.
 __device__ __forceinline__ void compare_offsets(const Splits& splits, const i64* offsets, i64 columns,
                                                 i64 total) {
     if (!offsets) return;

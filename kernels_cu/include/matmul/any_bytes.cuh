@@ -1,15 +1,15 @@
-// Rows that begin at any address are loaded 16 bytes at a time.
+// Loads rows at any address, 16 bytes at a time.
 #pragma once
 #include "memory/chunks.cuh"
 
 constexpr int kChunkBytes = 16;
 
-// Returns true if the bytes that share words with chunk `at` of a row belong to the row, too.
+// Returns true if the words that chunk `at` of a row overlaps lie inside the row.
 __device__ __forceinline__ bool has_neighbours(i64 at, i64 row_bytes) {
     return at >= 4 && at + kChunkBytes + 4 <= row_bytes;
 }
 
-// Loads 16 bytes at any address. The bytes that share words with them exist, too.
+// Loads 16 bytes at any address. The words that they overlap exist completely.
 __device__ __forceinline__ uint4 load_inner_16(const u8* from) {
     const u32 odd = (u32)(u64)from % 4;
     const u32* const words = reinterpret_cast<const u32*>(from - odd);
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint4 load_inner_16(const u8* from) {
                       __funnelshift_r(word[2], word[3], 8 * odd), __funnelshift_r(word[3], word[4], 8 * odd));
 }
 
-// Loads 16 bytes at any address, of which `bytes` exist. inner: so do the bytes that share words with them.
+// Loads `bytes` of 16 bytes at any address. inner: the words that they overlap exist completely.
 __device__ __forceinline__ uint4 load_16(const u8* from, int bytes, bool inner) {
     const u32 odd = (u32)(u64)from % 4;
     if (bytes < kChunkBytes || (odd && !inner)) {

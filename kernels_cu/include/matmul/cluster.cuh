@@ -1,5 +1,5 @@
-// Two neighbouring blocks run as a cluster: each can copy into the other's shared memory and arrive at its
-// barriers. For sm_90 and later. `rank`: which of the two blocks.
+// Clusters of two neighbouring thread blocks: each can copy to the other's shared memory and arrive at its
+// barriers. For sm_90 and later. `rank`: which of the two.
 #pragma once
 #include "matmul/tensor_copy.cuh"
 
@@ -7,7 +7,7 @@ constexpr int kClusterBlocks = 2;
 
 __device__ __forceinline__ int cluster_rank() { return (int)(blockIdx.x % kClusterBlocks); }
 
-// Waits for all threads of both blocks. Warps are whole.
+// Barrier of all threads of both blocks. Call from whole warps.
 __device__ __forceinline__ void sync_cluster() {
 #ifdef CUPY_FP8_HOST
     host_cluster_barrier(kClusterBlocks);
@@ -24,21 +24,20 @@ __device__ __forceinline__ T* of_block(T* own, int rank) {
 }
 #endif
 
-// Arrives at the barrier that block `rank` has at the same place, after it has read its own block's memory:
-// whoever waits there may copy to that again.
+// Arrives at block `rank`'s barrier at the same address, after this block has read its own memory: whoever
+// waits there may copy to that again.
 __device__ __forceinline__ void arrive_at(PhaseBarrier* barrier, int rank) {
 #ifdef CUPY_FP8_HOST
     host_mbarrier_arrive(of_block(barrier, rank), 0);
 #else
-    // This is not .release.cluster, for which the assembler would add a MEMBAR to every block of K.
+    // not .release.cluster, for which the assembler would add a MEMBAR per block of K
     asm volatile("{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; "
                  "mbarrier.arrive.shared::cluster.b64 _, [at];}"
                  :: "r"(shared_address(barrier)), "r"(rank) : "memory");
 #endif
 }
 
-// Stores a number to the same place in block `rank`, at whose barrier its 4 bytes are counted as those of a
-// copy.
+// Stores a number to the same address in block `rank`, whose barrier counts its 4 bytes like those of a copy.
 __device__ __forceinline__ void send(int* to, int value, PhaseBarrier* barrier, int rank) {
 #ifdef CUPY_FP8_HOST
     host_store_async(of_block(to, rank), value, of_block(barrier, rank));
@@ -50,8 +49,8 @@ __device__ __forceinline__ void send(int* to, int value, PhaseBarrier* barrier, 
 #endif
 }
 
-// Starts a copy as copy_box() does, but into both blocks: each gets it at the same place, and its barrier at
-// that place counts the bytes.
+// Like copy_box(), but multicast to both blocks: each gets the box at the same address, and its barrier at
+// that address counts the bytes.
 __device__ __forceinline__ void copy_box_to_cluster(u8* shared, const TensorMap* map, int row, int column,
                                                     PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST

@@ -1,7 +1,7 @@
-// FP8 fragments are multiplied by mma.sync with f16 operands, for sm_80 and later. f16 holds every e4m3fn and
+// Products of FP8 fragments by mma.sync with f16 operands, for sm_80 and later. f16 holds every e4m3fn and
 // e5m2 value, and products of two of them are exact in f32.
 //
-// A fragment has 16 rows and 32 of K, and a lane has four words of it, each with four neighbours along K. The
+// A fragment is 16 rows by 32 of K; a lane has four words of it, each of four adjacent bytes along K. The
 // tensor core adds all products of 16 of K, so the order of K within these does not matter, as long as A and
 // B have the same one: the first two bytes of a word are taken for elements 2t and 2t + 1, the other two for
 // elements 2t + 8 and 2t + 9 (t: lane % 4).
@@ -19,8 +19,8 @@ __device__ __forceinline__ void host_exchange(u64 value, int first, int step, u6
 }
 #endif
 
-// Loads four matrices of 8 rows of 16 bytes from shared memory. Lane 8 * i + r gives the address of row r of
-// matrix i; lane l gets word l % 4 of row l / 4 of each.
+// ldmatrix: loads four matrices of 8 rows of 16 bytes from shared memory. Lane 8 * i + r passes the address
+// of row r of matrix i; lane l gets word l % 4 of row l / 4 of each.
 __device__ __forceinline__ void load_matrices(u32 (&words)[4], const u8* row) {
 #ifdef CUPY_FP8_HOST
     u64 rows[4];
@@ -45,8 +45,8 @@ __device__ __forceinline__ float add_dot(float sum, u32 a, u32 b) {
 #endif
 
 // Adds the products of 16 rows of A and 8 rows of B over 16 of K. Lane l has rows l / 4 and l / 4 + 8 of A,
-// row l / 4 of B, and of the sums those of its rows of A with rows l % 4 * 2 and l % 4 * 2 + 1 of B. One
-// whole warp calls it.
+// row l / 4 of B, and the sums of its rows of A with rows l % 4 * 2 and l % 4 * 2 + 1 of B. Call from one
+// whole warp.
 __device__ __forceinline__ void add_products(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef CUPY_FP8_HOST
     u64 low[4], high[4], of_b[8];
@@ -69,11 +69,11 @@ __device__ __forceinline__ void add_products(float (&sums)[4], const u32 (&a)[4]
 #endif
 }
 
-// Widens 16 rows of A and 32 of K to f16: the operands of two instructions.
+// 16 rows of A and 32 of K, widened to f16: operands of two instructions.
 struct FragmentOfA {
     u32 halves[2][4];
 
-    // row: the lane's row and chunk, that of row lane % 16 and K from lane / 16 * 16 on.
+    // row: address of the lane's row (lane % 16) and chunk (K from lane / 16 * 16 on).
     template <class F>
     __device__ __forceinline__ void load(const u8* row) {
         u32 words[4];
@@ -86,11 +86,11 @@ struct FragmentOfA {
     }
 };
 
-// Widens 16 rows of B and 32 of K to f16: the operands of two instructions for each 8 rows.
+// 16 rows of B and 32 of K, widened to f16: operands of two instructions per 8 rows.
 struct FragmentOfB {
     u32 halves[2][2][2];           // by 8 rows, by 16 of K
 
-    // row: the lane's row and chunk, that of row lane / 16 * 8 + lane % 8 and K from lane / 8 % 2 * 16 on.
+    // row: address of the lane's row (lane / 16 * 8 + lane % 8) and chunk (K from lane / 8 % 2 * 16 on).
     template <class F>
     __device__ __forceinline__ void load(const u8* row) {
         u32 words[4];

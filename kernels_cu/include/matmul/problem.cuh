@@ -1,38 +1,38 @@
-// Kernels compute products of FP8 matrices, D = A · Bᵀ, one for each group. A has M rows and B has N rows;
-// the rows of both run along K, and so do their bytes. Sizes of groups are either rows of A ("m") or lengths
-// of K ("k"), and only the device may know them.
+// Products of FP8 matrices, D = A · Bᵀ, one per group. A has M rows and B has N rows, both along K, which is
+// contiguous. Sizes of groups are rows of A ("m") or lengths of K ("k"); they may be known to the device
+// alone.
 #pragma once
 #include "groups/splits.cuh"
 
-constexpr int kScaleBlock = 128;   // A scale of a block belongs to so many elements of K.
+constexpr int kScaleBlock = 128;   // elements of K per block scale
 
-// Says where a group begins by the sums of the sizes of all groups before it, as they are and rounded up.
+// Start of a group: sums of the sizes of all groups before it, as they are and rounded up.
 struct GroupStart {
     i64 group;
     i64 start;                     // the sum of the sizes
-    i64 padded;                    // of the sizes, each rounded up to 4
-    i64 blocks;                    // of the sizes in blocks of 128, each rounded up
+    i64 padded;                    // sum of the sizes, each rounded up to 4
+    i64 blocks;                    // sum of the sizes in blocks of 128, each rounded up
     i64 size;                      // of this group
 };
 
-// Describes FP8 rows and their scales. The first row of group g, and its first scale, lie so many bytes and
-// f32 scales from the pointers:
+// FP8 rows and their scales. Offsets of group g's first row (bytes) and first scale (f32 elements) from the
+// pointers:
 //     g * group_bytes + start * start_bytes
 //     g * scale_group + start * scale_start + padded * scale_padded + blocks * scale_blocks
 struct Operand {
     const u8* data;
     const float* scale;
     i64 group_bytes, start_bytes;
-    i64 pitch;                     // bytes from row to row; 0: the group's size
+    i64 pitch;                     // bytes between rows; 0: the group's size
     i64 scale_group, scale_start, scale_padded, scale_blocks;
-    i64 scale_row;                 // scales from row to row, or from 128 rows to the next 128
-    i64 scale_block;               // from one 128 of K to the next; -1: the group's size rounded up to 4
-    u32 scale_shift;               // log2 of the rows that share a scale
-    u32 e5m2;                      // the format is e5m2, else e4m3fn
-    const void* own_sizes;         // [groups] sizes that it is laid out by; null: those of `splits`, or none
-    u32 own_wide;                  // they are i64, else i32
-    u8* copies;                    // of groups of "k" that tensor copies cannot read (matmul/align_rows.cu);
-                                   // null: none are made
+    i64 scale_row;                 // scales between rows, or between blocks of 128 rows
+    i64 scale_block;               // scales between blocks of K; -1: the group's size rounded up to 4
+    u32 scale_shift;               // log2 of the rows per scale
+    u32 e5m2;                      // 1: e5m2; 0: e4m3fn
+    const void* own_sizes;         // [groups] sizes it is laid out by; null: those of `splits`, or none
+    u32 own_wide;                  // 1: own_sizes are i64; 0: i32
+    u8* copies;                    // copies of groups of "k" that tensor copies (TMA) cannot read
+                                   // (matmul/align_rows.cu); null: none
     const i64* own_offsets;        // [groups + 1] elements before each group of a Grouped; or null
 
     __device__ __forceinline__ const u8* first(const GroupStart& g) const {
@@ -46,8 +46,8 @@ struct Operand {
     __device__ __forceinline__ bool is_copied(const GroupStart& g) const {
         return copies && g.size > 0 && !in_16_bytes(g);
     }
-    // A copied group has rows of whole chunks of 16 bytes. With 15 bytes more for each group before it,
-    // rounded up, it begins after theirs.
+    // Rows of a copied group are whole chunks of 16 bytes. Copies do not overlap: each begins 15 bytes later
+    // per group before it, rounded up.
     static __device__ __forceinline__ i64 copied_chunks(const GroupStart& g) { return (g.size + 15) / 16; }
     __device__ __forceinline__ u8* copy_of(const GroupStart& g, i64 rows) const {
         return copies + (g.start + 15 * g.group + 15) / 16 * 16 * rows;
@@ -61,41 +61,42 @@ struct Operand {
     }
 };
 
-// Two launches can share the groups: one kernel takes those that tensor copies can read, another the rest.
+// The groups may be shared by two launches: one for those that tensor copies can read, one for the rest.
 enum Share : u32 { kAllGroups, kGroupsIn16Bytes, kOtherGroups };
 
 enum OutType : u32 { kOutBf16, kOutF16, kOutF32 };
 
 struct Product {
     Operand a, b;
-    Splits splits;                 // without sizes: all groups are total / groups large
+    Splits splits;                 // without sizes: each group has total / groups
     u8* out;
-    const u8* bias;                // [n] of each group, or null; the sums get it before they are rounded
-    const float* bias_weights;     // [total], by which rows multiply it, or null: 1
-    i64 bias_group;                // elements from a group's bias to the next one's; 0: all have one
-    i64 out_group, out_start;      // elements to a group's first row: g * out_group + start * out_start
-    i64 total;                     // of all sizes: what the arrays have room for
-    i64 m, n, k;                   // m: of "k", k: of "m"; the other one is the group's size
+    const u8* bias;                // [n] per group, or null; added to the sums before rounding
+    const float* bias_weights;     // [total]: weights of the bias per row; null: 1
+    i64 bias_group;                // elements between the biases of groups; 0: one for all
+    i64 out_group, out_start;      // element of a group's first row: g * out_group + start * out_start
+    i64 total;                     // of all sizes: the room of the arrays
+    i64 m, n, k;                   // "k": m, n fixed; "m": n, k fixed; the other one is the group's size
     u32 out_type;                  // OutType
     u32 bias_type;
     u32 accumulate;                // add to f32 `out`
-    u32 share;                     // Share: which groups this launch computes
-    u32 whole_blocks;              // of "k": groups begin at multiples of 128; D of one that does not is 0
-    u32 align_mask;                // of "k": no group begins at, or has, a size with these bits; else D is 0
+    u32 share;                     // Share: groups that this launch computes
+    u32 whole_blocks;              // of "k": groups begin at multiples of 128; otherwise their D is 0
+    u32 align_mask;                // of "k": D is 0 for groups with these bits set in start or size
 
-    // Returns false for rows of no group, whose D stays 0.
+    // False for rows of no group, whose D stays 0.
     __device__ __forceinline__ bool has_bias(i64 group) const { return bias && group < splits.groups; }
     __device__ __forceinline__ float bias_of(i64 element) const {
         if (bias_type == kOutF32) return reinterpret_cast<const float*>(bias)[element];
         const u32 bits = reinterpret_cast<const u16*>(bias)[element];
         return bias_type == kOutBf16 ? bf16::widen(bits) : f16::widen(bits);
     }
-    // row: of all groups together
+    // row: over all groups
     __device__ __forceinline__ float bias_weight(i64 row) const {
         return bias_weights ? bias_weights[row] : 1.0f;
     }
-    // Reports wrong sizes, and others than an operand is laid out by. One whole warp calls it. Rows of "m"
-    // have k elements, and those before the transposition of "k" m or n: of m and k one is 0.
+    // Reports wrong sizes, and sizes that differ from those an operand is laid out by. Call from one whole
+    // warp. Rows of "m" have k elements, and those before the transposition of "k" m or n: one of m and k is
+    // 0.
     __device__ __forceinline__ void check() const {
         if (!splits.sizes) return;
         check_sizes(splits, total);
@@ -105,7 +106,7 @@ struct Product {
         compare_offsets(splits, b.own_offsets, n, total);
     }
     // False for a group that breaks a promise: its scales lie elsewhere, or tensor copies cannot read its
-    // rows. It becomes a group without K, and the kernel reports it.
+    // rows. It is computed with K = 0, and the kernel reports it.
     __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
         const bool aligned = (((u32)g.start | (u32)g.size) & align_mask) == 0;
         return g.size == 0 || (aligned && (!whole_blocks || g.blocks * kScaleBlock == g.start));
@@ -116,19 +117,19 @@ struct Product {
     }
 };
 
-// Walks over groups in order, each of which has a number of items. Every warp that takes part walks on its
-// own, all lanes together, and asks for items in ascending order. Index: i32 if all sizes and numbers of
-// items fit, else i64.
+// Iterator over groups in order, each with a number of items. Each participating warp has its own, used by
+// all lanes together, and asks for items in ascending order. Index: i32 if all sizes and numbers of items
+// fit, else i64.
 //
-// Items::of(p, group)  how many items a group has
-// Items::rest(p)       whether the rows of A after the last group, which belong to none, are a group too
+// Items::of(p, group)  items of a group
+// Items::rest(p)       true if the rows of A after the last group are a group too
 template <class Items, class Index>
 class GroupWalk {
 public:
     __device__ __forceinline__ explicit GroupWalk(const Product& product)
         : p(product), has_rest(Items::rest(product)) {}
 
-    // Returns whether there is such an item.
+    // Returns true if the item exists.
     __device__ __forceinline__ bool find(Index wanted) {
         while (wanted >= items_loaded)
             if (!load_groups()) return false;
@@ -138,15 +139,15 @@ public:
 
     const Product& p;
     GroupStart at;                     // of the item found last
-    Index first = 0, end = 0;          // its group's items
+    Index first = 0, end = 0;          // items of its group
 
 private:
     struct Sums { Index start, padded, blocks; };
 
     const bool has_rest;
     Index next_group = 0, items_loaded = 0;
-    Sums round = {0, 0, 0};            // before the next 32 groups
-    Sums own = {0, 0, 0};              // before this lane's group, of the 32 loaded last
+    Sums round = {0, 0, 0};            // sums before the next 32 groups
+    Sums own = {0, 0, 0};              // sums before this lane's group, of the 32 loaded last
     Index own_size = 0, own_first = 0; // its size and its first item
 
     __device__ __forceinline__ Index size_of(Index group) const {
@@ -155,14 +156,14 @@ private:
         return (Index)(size < 0 ? 0 : size > p.total ? p.total : size);
     }
 
-    // Loads the next 32 groups, a lane each. After the last one come the rows of no group.
+    // Loads the next 32 groups, one per lane. After the last one come the rows of no group.
     __device__ __forceinline__ bool load_groups() {
         const Index groups = (Index)p.splits.groups, total = (Index)p.total;
         if (next_group > groups || (next_group == groups && !has_rest)) return false;
         const Index group = next_group + threadIdx.x % 32;
         const bool is_rest = has_rest && group == groups;
         Index size = size_of(group);
-        const i64 end_of = warp_prefix_sum((i64)size) + round.start;   // of 32 sizes: 64 bits do not overflow
+        const i64 end_of = warp_prefix_sum((i64)size) + round.start;   // 32 sizes: no overflow in 64 bits
         const Index start = (Index)(end_of - size < total ? end_of - size : total);
         if (size > total - start || is_rest) size = total - start;
         const Index blocks_of = (size + kScaleBlock - 1) / kScaleBlock, padded_of = (size + 3) / 4 * 4;
@@ -194,27 +195,27 @@ private:
     }
 };
 
-// Describes a tile of D, and the group that it belongs to.
+// A tile of D, and its group.
 struct ProductTile {
     GroupStart at;
     i64 row, column;               // the tile's first ones, within the group's D
     i64 rows;                      // of the group's D
     i64 end;                       // the row after the tile's last one
-    i64 k;                         // elements of K that the group's products have
+    i64 k;                         // elements of K of the group
 };
 
-// Walks over the tiles of all groups. Rows of A after the last group become a group without K, so that D is 0
-// there.
+// Iterator over the tiles of all groups. Rows of A after the last group are a group with K = 0, so that their
+// D is 0.
 //
-// Where a last tile would have kPartRows or fewer, the tile before it gives it kPartRows: one part takes
-// nearly as long as two.
+// Where a last tile would have kPartRows rows or fewer, it takes kPartRows more from the tile before it: one
+// part takes nearly as long as two.
 template <bool kSizesOfK, int kTileRows, int kTileColumns, class Index = i64, int kPartRows = 0>
 class TileWalk {
 public:
     __device__ __forceinline__ explicit TileWalk(const Product& product)
         : groups(product), column_tiles(Tiles::across(product)) {}
 
-    // Returns whether there is such a tile.
+    // Returns true if the tile exists.
     __device__ __forceinline__ bool find(Index wanted) {
         if (!groups.find(wanted)) return false;
         const Product& p = groups.p;
@@ -229,7 +230,7 @@ public:
     ProductTile tile;
 
 private:
-    // So many row tiles share columns of B, which then come from the L2.
+    // row tiles that share columns of B, which then come from the L2
     static constexpr int kBand = kTileRows > 128 ? 11 : 16;
 
     struct Tiles {

@@ -1,8 +1,8 @@
-// Products of 128 of K are added to f32 sums, times their scales (matmul/wgmma.cu).
+// Adds the products of 128 of K, times their scales, to f32 sums (matmul/wgmma.cu).
 #pragma once
 #include "matmul/wgmma_block.cuh"
 
-// Returns 0. The assembler does not know that all lanes have the same value.
+// Returns 0 by way of a lane register, so that the assembler does not see that the value is uniform.
 __device__ __forceinline__ u32 zero_of_lane() {
 #ifdef CUPY_FP8_HOST
     return 0;
@@ -13,9 +13,9 @@ __device__ __forceinline__ u32 zero_of_lane() {
 #endif
 }
 
-// In kBlocks, all columns of a tile have this scale of B. It is read one block of K ahead, into registers of
-// lanes. (To move it to a register of the warp, the assembler would wait for it before it starts the last
-// products of a block, which cost tiles of 192 columns 12 % of their speed.)
+// kBlocks: the scale of B of all columns of a tile, read one block of K ahead into registers of lanes. (To
+// move it to a uniform register, the assembler would wait for it before it starts the last products of a
+// block, which costs tiles of 192 columns 12 % of their speed.)
 struct ScaleOfB {
     const float* at;
     i64 step;                      // to the next 128 of K
@@ -32,14 +32,14 @@ struct ScaleOfB {
     }
 };
 
-// The scales of a lane's two rows of A are read while the tensor core works. In kBlocks they are multiplied
-// by that of B.
+// Scales of a lane's two rows of A, read while the tensor core works. In kBlocks they are multiplied by that
+// of B.
 struct LaneRowScales {
     float low, high;
     float of_b;
-    bool exact = true;             // No lane of the warp has a product of scales that f32 cannot hold well.
+    bool exact = true;             // no lane of the warp has a product of scales that is not normal in f32
 
-    // at_low, at_high: of the rows in the stage
+    // at_low, at_high: places of the rows in the stage
     __device__ __forceinline__ LaneRowScales(const Stage& stage, int at_low, int at_high, float scale_of_b)
         : low(stage.a[at_low]), high(stage.a[at_high]), of_b(scale_of_b) {
         if constexpr (kScaling == kBlocks) {
@@ -48,7 +48,7 @@ struct LaneRowScales {
             exact = __all_sync(~0u, is_normal(low) & is_normal(high));
         }
     }
-    // Multiplies by the scales of A, so that those of B are left: one after the other, f32 holds the results.
+    // Multiplies by the scales of A, leaving those of B: one after the other, the results stay within f32.
     __device__ __forceinline__ void multiply_by_rows(float (&products)[kTileColumns / 2], float a_low,
                                                      float a_high) {
 #pragma unroll
@@ -63,12 +63,12 @@ private:
     }
 };
 
-// Returns the scales that a lane needs for columns 8 * i + lane % 4 * 2 and the next one (not in kBlocks).
+// Returns a lane's scales for columns 8 * i + lane % 4 * 2 and the next one (not in kBlocks).
 __device__ __forceinline__ float2 scales_of_columns(const Stage& stage, int i) {
     return reinterpret_cast<const float2*>(stage.b)[4 * i + threadIdx.x % 4];
 }
 
-// Adds the products of 128 of K, times their scales. release() says that the stage is not needed any more.
+// Adds the products of 128 of K, times their scales. release(): called once the stage is no longer needed.
 template <class Release>
 __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
                                              const float (&products)[kTileColumns / 2],

@@ -1,15 +1,15 @@
-// The sums of a warpgroup become elements of D (see warpgroup_products.cuh for who has which).
+// Stores the sums of a warpgroup as elements of D (see warpgroup_products.cuh for their layout).
 #pragma once
 #include "matmul/problem.cuh"
 #include "matmul/tensor_copy.cuh"
 
-// Returns two elements, the first in the low half. A NaN is whatever the chip makes of it.
+// Returns two elements, the first in the low half. NaN is as the chip makes it.
 __device__ __forceinline__ u32 narrow_pair(u32 type, float lo, float hi) {
     return type == kOutBf16 ? bf16::narrow2_any_nan(lo, hi) : f16::narrow2_any_nan(lo, hi);
 }
 
 // Stores a warp's 16 × 16 elements of 16 bits to shared memory: sums 4 * i to 4 * i + 7. They are two chunks
-// of 16 bytes of 16 rows of a box; `chunk` is the first one.
+// of 16 bytes in each of 16 rows of a box; `chunk` is the first one.
 template <u32 kType>
 __device__ __forceinline__ void store_16x16(u8* box, int chunk, const float* sums) {
     const int lane = threadIdx.x % 32;
@@ -26,12 +26,12 @@ __device__ __forceinline__ void store_16x16(u8* box, int chunk, const float* sum
 #endif
 }
 
-// The results of a warpgroup wait in two boxes of 64 rows and 128 bytes, one behind the other. They leave
-// whole, or 16 rows at a time. `staged` points to a warp's rows of the first one.
+// A warpgroup's results are staged in two boxes of 64 rows and 128 bytes, one after the other, and stored
+// whole, or 16 rows at a time. `staged`: a warp's rows of the first box.
 constexpr int kRowsOfWarp = 16;
 constexpr int kStagedBoxes = 2, kStagedBoxBytes = 4 * kRowsOfWarp * kBoxBytes;
 
-// Stages all columns as elements of 16 bits.
+// Stages all columns as 16-bit elements.
 template <u32 kType, int kColumns>
 __device__ __forceinline__ void stage_rows(const float (&sums)[kColumns / 2], u8* staged) {
     static_assert(kColumns * 2 == kStagedBoxes * kBoxBytes, "as many boxes");
@@ -40,7 +40,7 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kColumns / 2], u8
         store_16x16<kType>(staged + c / 64 * kStagedBoxBytes, c % 64 / 8, sums + c / 2);
 }
 
-// Stages sums as they are: 64 columns, which begin at kFirst.
+// Stages sums as f32: 64 columns from kFirst on.
 template <int kFirst, int kColumns>
 __device__ __forceinline__ void stage_sums(const float (&sums)[kColumns / 2], u8* staged) {
     const int lane = threadIdx.x % 32, row = lane / 4;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void stage_sums(const float (&sums)[kColumns / 2], u8
     }
 }
 
-// Adds sums to all columns that are staged.
+// Adds sums to all staged columns.
 template <int kColumns>
 __device__ __forceinline__ void add_to_staged(const float (&sums)[kColumns / 2], u8* staged) {
     const int lane = threadIdx.x % 32, row = lane / 4;
@@ -71,15 +71,15 @@ __device__ __forceinline__ void add_to_staged(const float (&sums)[kColumns / 2],
     }
 }
 
-// Says where a warp stores: at its first row of D. It also says which elements exist from there.
+// Destination of a warp: its first row of D, and which elements exist from there on.
 struct WarpRows {
-    u8* out;                       // the first element of the warp's first row
-    i64 pitch;                     // elements from row to row
+    u8* out;                       // first element of the warp's first row
+    i64 pitch;                     // elements between rows
     int rows, columns;
 };
 
 // Adds fewer rows than a box has to D, whose rows begin at multiples of 16 bytes: each lane starts the copies
-// of one row. (To load what is there would take longer than the products.)
+// of one row. (Loading the old values would take longer than the products.)
 template <int kColumns>
 __device__ __forceinline__ void add_rows_out(const WarpRows& to, const float (&sums)[kColumns / 2],
                                              u8* staged) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void add_rows_out(const WarpRows& to, const float (&s
     __syncwarp();
 }
 
-// Loads two neighbours. pairs: by one load. both: the second one exists.
+// Loads two adjacent floats. pairs: by one load. both: the second one exists.
 __device__ __forceinline__ float2 load_two(const float* at, bool pairs, bool both) {
     if (pairs) return *reinterpret_cast<const float2*>(at);
     return make_float2(at[0], both ? at[1] : 0);
@@ -123,8 +123,8 @@ __device__ __forceinline__ void store_two(float* at, float2 values, bool pairs, 
     }
 }
 
-// Stores a warp's rows at any address with any number of columns, or adds them to f32. pairs: two neighbours
-// are stored as one.
+// Stores a warp's rows at any address with any number of columns, or adds them to f32. pairs: two adjacent
+// elements per store.
 template <int kColumns>
 __device__ __forceinline__ void store_sums(const WarpRows& to, const float (&sums)[kColumns / 2], u32 type,
                                            bool add, bool pairs) {

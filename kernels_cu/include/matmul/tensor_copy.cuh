@@ -1,22 +1,21 @@
-// Boxes of a matrix of bytes are copied in bulk into shared memory, for sm_90 and later. The 16-byte chunks
-// of each row of 128 bytes are exchanged (the 128-byte swizzle): chunk c of row r lies at c ^ r % 8, where
-// warpgroup products expect it.
+// Bulk copies of boxes of a matrix of bytes to shared memory (TMA), for sm_90 and later, with the 128-byte
+// swizzle: chunk c (16 bytes) of row r lies at c ^ r % 8, where warpgroup products expect it.
 #pragma once
 #include "memory/barriers.cuh"
 
-constexpr int kBoxBytes = 128;     // of a row of a box: the width of the swizzle
+constexpr int kBoxBytes = 128;     // bytes per row of a box: the width of the swizzle
 
-// Describes a matrix for the copy engine; the driver encodes it. Kernels on the CPU read the first members.
+// Tensor map of a matrix, encoded by the driver. Kernels on the CPU read the first members.
 struct alignas(64) TensorMap {
     u8 bytes[128];
 };
 struct TensorMapOnHost {
     u64 address, columns, rows, pitch;     // the pitch in bytes
-    u32 box_rows, matrices;        // Matrices follow one another.
-    u32 element_bytes;             // Columns are counted in elements.
+    u32 box_rows, matrices;        // matrices follow one another
+    u32 element_bytes;             // columns are counted in elements
 };
 
-// One thread adds its arrival and announces the bytes of its copies.
+// Arrives and announces the bytes of this thread's copies.
 __device__ __forceinline__ void arrive_expecting(PhaseBarrier* barrier, u32 bytes) {
 #ifdef CUPY_FP8_HOST
     host_mbarrier_arrive(barrier, bytes);
@@ -27,7 +26,7 @@ __device__ __forceinline__ void arrive_expecting(PhaseBarrier* barrier, u32 byte
 }
 
 // Starts the copy of the box whose first element is (row, column). What lies outside the matrix becomes 0,
-// and its bytes count too. One thread calls it.
+// and its bytes count too. Call from one thread.
 __device__ __forceinline__ void copy_box(u8* shared, const TensorMap* map, int row, int column,
                                          PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
@@ -47,8 +46,7 @@ __device__ __forceinline__ void copy_box(u8* shared, const TensorMap* map, int r
 #endif
 }
 
-// Starts the copy of a box of one of a map's matrices, whose first element is (row, column), as copy_box()
-// does. The L2 drops it before anything else.
+// Like copy_box(), from one of a map's matrices; the L2 evicts the data first.
 __device__ __forceinline__ void copy_box_of(u8* shared, const TensorMap* map, int matrix, int row, int column,
                                             PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
@@ -71,7 +69,7 @@ __device__ __forceinline__ void copy_box_of(u8* shared, const TensorMap* map, in
 #endif
 }
 
-// Starts a copy of a multiple of 16 bytes, both ends aligned to as many.
+// Starts a copy of a multiple of 16 bytes; both ends are 16-byte aligned.
 __device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32 bytes,
                                            PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
@@ -83,9 +81,9 @@ __device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32
 #endif
 }
 
-// Starts the copy of a box from shared memory to the matrices of a map, where (matrix, row, column) is its
-// first element, or its addition to the f32 that are there. What would lie outside is left out. The thread
-// commits and waits. The L2 drops it before anything else: operands are worth more there.
+// Starts the copy of a box from shared memory to the matrices of a map, with first element (matrix, row,
+// column), or its addition to the f32 there (kAdds). Parts outside the matrix are skipped. The thread commits
+// and waits separately. The L2 evicts the data first: operands are worth more there.
 template <bool kAdds>
 __device__ __forceinline__ void copy_box_out(const TensorMap* map, const u8* shared, int matrix, int row,
                                              int column) {
@@ -114,7 +112,7 @@ __device__ __forceinline__ void copy_box_out(const TensorMap* map, const u8* sha
                      :: "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(from), "l"(policy) : "memory");
 #endif
 }
-// Starts the addition of f32 to those in global memory: a multiple of 16 bytes, both ends aligned to as many.
+// Starts the addition of f32 to those in global memory: a multiple of 16 bytes, both ends 16-byte aligned.
 __device__ __forceinline__ void add_bytes_out(float* global, const u8* shared, u32 bytes) {
 #ifdef CUPY_FP8_HOST
     host_bulk_add_f32(global, shared, bytes);
@@ -130,7 +128,7 @@ __device__ __forceinline__ void copy_out_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
-// Waits until this thread's copies have read shared memory, but for those of the last kLeft commits.
+// Waits until this thread's copies, but for the last kLeft commits, have read shared memory.
 template <int kLeft>
 __device__ __forceinline__ void copy_out_wait_read() {
 #ifdef CUPY_FP8_HOST
@@ -146,16 +144,16 @@ __device__ __forceinline__ void copy_out_wait() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif
 }
-// Orders the stores to shared memory that this thread made, or that it saw by a barrier, before the copies
-// that it starts.
+// Orders stores to shared memory that this thread made, or saw by a barrier, before the copies that it
+// starts.
 __device__ __forceinline__ void publish_to_copies() {
 #ifndef CUPY_FP8_HOST
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Makes the map of a group's matrix in global memory from that of all, which has the same box. One whole warp
-// calls it; `scratch` is its own, in shared memory.
+// Writes the map of a group's matrix to global memory, made from that of all groups, which has the same box.
+// Call from one whole warp; `scratch` is its own, in shared memory.
 __device__ __forceinline__ void write_map(TensorMap* map, TensorMap* scratch, const TensorMap& all,
                                           const u8* address, i64 columns, i64 rows, i64 pitch) {
     const int lane = threadIdx.x % 32;
@@ -186,7 +184,7 @@ __device__ __forceinline__ void write_map(TensorMap* map, TensorMap* scratch, co
                  "[%0], [%1], 128;" :: "l"(map), "r"(at) : "memory");
 #endif
 }
-// A thread calls this before it copies by a map in global memory that another one wrote.
+// Call before copying by a map in global memory that another thread has written.
 __device__ __forceinline__ void acquire_map(const TensorMap* map) {
 #ifndef CUPY_FP8_HOST
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");

@@ -1,27 +1,27 @@
-// A queue in shared memory has the tiles that a block works on. One warp finds them ahead of the others.
+// Queue of a thread block's tiles in shared memory. One warp finds them ahead of the others.
 #pragma once
 #include "matmul/problem.cuh"
 #include "matmul/tensor_copy.cuh"
 
-// Describes a tile of D to the warps that copy and multiply.
+// A tile of D for the warps that copy and multiply.
 struct QueuedTile {
     const TensorMap *a_map, *b_map;
     const float *a_scale, *b_scale;    // of the group's first row
     i64 a_scale_block, b_scale_block;  // from one 128 of K to the next
-    int a_row, b_row;                  // where the copy engine finds the tile's first rows; a_row: also of D
+    int a_row, b_row;                  // the tile's first rows in the copied matrices; a_row: also in D
     int group;
     int row, column;                   // within the group's D
-    int rows;                          // that exist
-    int blocks;                        // of 128 of K; -1: no more tiles
-    int a_shift;                       // of the scales of A in a stage
+    int rows;                          // existing rows
+    int blocks;                        // blocks of 128 of K; -1: no more tiles
+    int a_shift;                       // offset of the scales of A in a stage
 };
 
-// Returns how many columns D has from the tile's first one on. 0 or less: the tile has none.
+// Columns of D from the tile's first one on; 0 or less: the tile has none.
 __device__ __forceinline__ int columns_left(const Product& p, const QueuedTile& t) {
     return (int)p.n - t.column;
 }
 
-// The places of a ring are filled and emptied in turn. Each time `full` and `empty` end a phase.
+// Ring buffer: places are filled and emptied in turn; `full` and `empty` end a phase each time.
 template <int kPlaces>
 struct Ring {
     PhaseBarrier full[kPlaces], empty[kPlaces];
@@ -34,7 +34,7 @@ struct Ring {
     }
 };
 
-// A warp keeps its position in a ring here.
+// A warp's position in a ring.
 template <int kPlaces>
 struct RingPosition {
     int at = 0;
@@ -49,7 +49,7 @@ struct RingPosition {
     __device__ __forceinline__ void wait_full(Ring<kPlaces>& ring) const {
         wait_for_end(&ring.full[at], parity);
     }
-    // Returns true if the position is full. It does not wait.
+    // Returns true if the position is full, without waiting.
     __device__ __forceinline__ bool is_full(Ring<kPlaces>& ring) const {
         return has_ended(&ring.full[at], parity);
     }
@@ -58,24 +58,24 @@ struct RingPosition {
     }
 };
 
-// A warp goes through the queue with this. next() gives back the last tile, and waits for the next one, which
-// stays where it is until then.
+// One warp's cursor in the tile queue. next() releases the last tile and waits for the next one, which stays
+// in place until then.
 template <int kPlaces>
 struct TileReader {
     const QueuedTile* tiles;
     Ring<kPlaces>& queue;
-    u32 turn = ~0u;                // How many tiles came before: one register for place and phase.
+    u32 turn = ~0u;                // number of tiles before: one register for place and phase
     int blocks = 0;                // of the tile
 
     __device__ __forceinline__ TileReader(const QueuedTile (&all)[kPlaces], Ring<kPlaces>& their_queue)
         : tiles(all), queue(their_queue) {}
     __device__ __forceinline__ const QueuedTile& tile() const { return tiles[turn % kPlaces]; }
     __device__ __forceinline__ bool next() {
-        __syncwarp();                              // All lanes have read the last tile.
+        __syncwarp();                              // all lanes have read the last tile
         if (turn != ~0u && threadIdx.x % 32 == 0) arrive(&queue.empty[turn % kPlaces]);
         turn++;
         wait_for_end(&queue.full[turn % kPlaces], turn / kPlaces % 2);
-        blocks = __shfl_sync(~0u, tile().blocks, 0);               // The compiler knows that all lanes agree.
+        blocks = __shfl_sync(~0u, tile().blocks, 0);               // shows the compiler: uniform
         return blocks >= 0;
     }
 };

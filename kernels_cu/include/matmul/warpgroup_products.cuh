@@ -1,20 +1,20 @@
-// A warpgroup, which is four warps that follow one another, multiplies 64 rows of A by kColumns rows of B
-// here, for sm_90a. Both operands lie in shared memory with rows of 128 bytes, as copy_box() writes them.
+// Warpgroup MMA (wgmma) for sm_90a: four consecutive warps multiply 64 rows of A by kColumns rows of B. Both
+// operands lie in shared memory with rows of 128 bytes, as copy_box() writes them.
 //
 // Lane l of warp w has the sums of rows 16 * w + l / 4 (sum[4 * i], sum[4 * i + 1]) and 8 rows below
 // (sum[4 * i + 2], sum[4 * i + 3]), columns 8 * i + l % 4 * 2 and the next one.
 #pragma once
 #include "matmul/tensor_copy.cuh"
 
-// The types of A and B as PTX names them.
+// types of A and B in PTX
 #define PTX_TYPE_e4m3fn "e4m3"
 #define PTX_TYPE_e5m2 "e5m2"
 #define PTX_TYPE_OF(tag) PTX_TYPE_##tag
 #define PTX_TYPE(tag) PTX_TYPE_OF(tag)
 
-// Returns the low half of an operand's descriptor, which has an address in units of 16 bytes. The high half
-// says that rows of 128 bytes are swizzled, and that 8 of them are 1024 bytes. An address in the block's own
-// memory has 18 bits.
+// Returns the low half of an operand's descriptor: its address in units of 16 bytes (18 bits within the
+// block's own memory). The high half says that rows of 128 bytes are swizzled, and that 8 of them are 1024
+// bytes.
 __device__ __forceinline__ u32 operand_at(const u8* shared) { return shared_address(shared) >> 4 | 1u << 16; }
 
 #ifndef CUPY_FP8_HOST
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 operand_at(const u8* shared) { return shared_addr
 #define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_16(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
 
-// Adds the products of 32 of K. accumulate false: the sums begin with 0.
+// Adds the products of 32 of K. accumulate false: the sums start at 0.
 template <int kColumns>
 __device__ __forceinline__ void multiply_32(float (&d)[kColumns / 2], u32 a, u32 b, int accumulate);
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply_32<128>(float (&d)[64], u32 a, u32 b, i
 }
 #endif
 
-// Keeps the compiler from moving accesses of the sums over this place.
+// Keeps the compiler from moving accesses to the sums across this point.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&sums)[kCount]) {
 #ifndef CUPY_FP8_HOST
@@ -51,7 +51,7 @@ __device__ __forceinline__ void pin(float (&sums)[kCount]) {
 #endif
 }
 
-// Starts the products of 128 of K, which replace the sums. They end at finish_products().
+// Starts the products of 128 of K, which replace the sums. Ended by finish_products().
 template <int kColumns>
 __device__ __forceinline__ void start_products(float (&sums)[kColumns / 2], u32 a_at, u32 b_at) {
 #ifndef CUPY_FP8_HOST
@@ -62,13 +62,13 @@ __device__ __forceinline__ void start_products(float (&sums)[kColumns / 2], u32 
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// Waits for the products of start_products(). rows, columns: how many exist. On the CPU products of the
+// Waits for the products of start_products(). rows, columns: existing ones; on the CPU, products of the
 // others are NaN.
 template <int kColumns>
 __device__ __forceinline__ void finish_products(float (&sums)[kColumns / 2], const u8* a, const u8* b,
                                                 int rows, int columns) {
 #ifdef CUPY_FP8_HOST
-    // On the CPU shared memory is read as late as the hardware may read it.
+    // The CPU reads shared memory as late as the hardware may.
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     float of_a[2][kBoxBytes];
     const auto at = [](int r, int byte) { return r * kBoxBytes + ((byte / 16) ^ (r % 8)) * 16 + byte % 16; };
@@ -92,7 +92,7 @@ __device__ __forceinline__ void finish_products(float (&sums)[kColumns / 2], con
 #endif
 }
 
-// Moves registers between warpgroups: every warp of a warpgroup calls it.
+// Moves registers between warpgroups (setmaxnreg). Call from every warp of a warpgroup.
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
 #ifndef CUPY_FP8_HOST

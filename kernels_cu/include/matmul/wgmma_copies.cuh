@@ -1,4 +1,4 @@
-// These warps of matmul/wgmma.cu copy: operands and their scales into stages, results to D.
+// Warps of matmul/wgmma.cu that copy: operands and their scales to stages, results to D.
 #pragma once
 #include "matmul/wgmma_block.cuh"
 
@@ -11,7 +11,7 @@ struct ScaleCopies {
 
     __device__ __forceinline__ ScaleCopies(const Product& p, const QueuedTile& t)
         : a(t.a_scale + t.row - t.a_shift), b(t.b_scale), a_step(t.a_scale_block), b_step(t.b_scale_block) {
-        // Lines are whole multiples of 16 bytes, so these are not left.
+        // lines are whole multiples of 16 bytes, so copies stay inside them
         a_bytes = (smaller(t.a_shift + t.rows, kTileRows + 4) + 3) / 4 * 16;
         const int columns = columns_left(p, t);
         b_bytes = columns <= 0 ? 0 : (smaller(columns, kTileColumns) + 3) / 4 * 16;
@@ -63,12 +63,12 @@ __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared
     }
 }
 
-// ---- the warp that copies scales one by one, where the copy engine does not ----
+// ---- the warp that copies scales one by one, where the copy engine cannot ----
 __device__ __forceinline__ i64 scale_of(const Operand& operand, i64 row) {
     return (row >> operand.scale_shift) * operand.scale_row;
 }
 
-// Rows beyond the last one get its scale. Those of whole rows are needed with the last block of K alone.
+// Rows beyond the last one get its scale. Scales of whole rows are needed with the last block of K alone.
 __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
     constexpr int kRowsEach = kTileRows / 32, kColumnsEach = kTileColumns / 32;
     TileReader reader(shared.tiles, shared.queue);
@@ -110,11 +110,11 @@ __device__ __forceinline__ bool has_results(const Product& p, const QueuedTile& 
     return columns_left(p, t) > 0 && !(t.blocks == 0 && p.accumulate && !p.bias);
 }
 
-// Returns true if a copy takes a box, or a warp's rows of it, of which `rows` exist. Where a group has fewer
-// rows left than a box, it would overwrite those of the next one. (A gradient ends where its map does.)
+// Returns true if tensor copies store a box, or a warp's `rows` existing rows of it. Where a group has fewer
+// rows left than a box, the copy would overwrite those of the next one. (A gradient ends where its map does.)
 __device__ __forceinline__ bool leaves_in_boxes(int rows) { return rows >= (kSizesOfK ? 1 : kRowsOut); }
 
-// Starts the copies of the boxes of a part, whose first element is (row, column) of D. rows: that exist.
+// Starts the copies of a part's boxes, with first element (row, column) of D. rows: existing ones.
 __device__ __forceinline__ void copy_part_out(const WgmmaParams& p, const u8* staged, int matrix, int row,
                                               int column, int rows) {
     const int lane = threadIdx.x % 32, box = lane % kPartBoxes;
@@ -129,13 +129,13 @@ __device__ __forceinline__ void copy_part_out(const WgmmaParams& p, const u8* st
     else copy_box_out<false>(map, from, matrix, row + first_row, column);
 }
 
-// Arrives once for the warp, when all its lanes are here.
+// Arrives once per warp, after all its lanes.
 __device__ __forceinline__ void arrive_together(PhaseBarrier* barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
-// ADDS: starts the copies of what a tile is added to. Parts that do not exist are there at once.
+// ADDS: starts the copies of what a tile is added to. Absent parts count as there at once.
 __device__ __forceinline__ void fetch_results(const WgmmaParams& p, Shared& shared, const QueuedTile& t) {
     constexpr int kBoxColumns = kBoxBytes / 4;
     if (threadIdx.x % 32 != 0) return;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void fetch_results(const WgmmaParams& p, Shared& shar
     }
 }
 
-// ADDS: the results of a tile leave when they are added to what was there, and make room for the next one's.
+// ADDS: a tile's results are stored once they are added to the old values, and make room for the next tile's.
 __device__ __forceinline__ void exchange_results(const WgmmaParams& p, Shared& shared) {
     TileReader reader(shared.tiles, shared.queue);
     while (reader.next()) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void exchange_results(const WgmmaParams& p, Shared& s
         for (int part = 0; part < kParts; part++) {
             const int first_row = part * kPartRows;
             wait_for_end(&shared.leaving[part].full[0], reader.turn % 2);
-            publish_to_copies();                   // once, for all warps that added
+            publish_to_copies();                   // once for all warps that added
             copy_part_out(p, shared.staged[part], t.group, t.a_row + first_row, t.column, rows - first_row);
             copy_out_commit();
         }
@@ -171,8 +171,8 @@ __device__ __forceinline__ void exchange_results(const WgmmaParams& p, Shared& s
     copy_out_wait();
 }
 
-// Results of 16 bits fill the boxes of a part once, those of f32 twice. Every tile does so, also where
-// nothing leaves, so that its number tells the phase.
+// 16-bit results fill the boxes of a part once, f32 results twice. Every tile counts, even if nothing is
+// stored, so that its number gives the phase.
 __device__ __forceinline__ void copy_results(const WgmmaParams& p, Shared& shared) {
     const bool in_f32 = p.product.out_type == kOutF32;
     const int steps = kParts * (in_f32 ? 2 : 1);
@@ -183,12 +183,12 @@ __device__ __forceinline__ void copy_results(const WgmmaParams& p, Shared& share
         for (int step = 0; step < steps; step++) {
             const int part = step % kParts, half = step / kParts, first_row = part * kPartRows;
             wait_for_end(&shared.leaving[part].full[0], (in_f32 ? half : reader.turn) % 2);
-            publish_to_copies();                   // once, for all warps that stored
+            publish_to_copies();                   // once for all warps that stored
             copy_part_out(p, shared.staged[part], kSizesOfK ? t.group : 0, t.a_row + first_row,
                           t.column + half * (kTileColumns / 2), rows - first_row);
             copy_out_commit();
             if (step == 0) continue;
-            // This step's copies may go on; those of the step before have read `staged`.
+            // this step's copies may go on; those of the step before have read `staged`
             copy_out_wait_read<1>();
             arrive_together(&shared.leaving[(step - 1) % kParts].empty[0]);
         }

@@ -1,12 +1,12 @@
-// Barriers in shared memory that count arrivals, and barriers for some of a block's warps, for sm_80 and
-// later. A thread waits for the end of a phase, which it names by its parity. Before the first phase, a wait
-// for parity 1 returns at once.
+// Arrival-count barriers in shared memory (mbarrier), and named barriers for some of a block's warps; sm_80
+// and later. A thread waits for the end of a phase, named by its parity. Before the first phase has ended, a
+// wait for parity 1 returns at once.
 #pragma once
 #include "memory/chunks.cuh"
 
 using PhaseBarrier = u64;
 
-// One thread calls it, before all threads that use the barrier meet. arrivals: how many end a phase.
+// Call from one thread, before a barrier of the whole block. arrivals: how many end a phase.
 __device__ __forceinline__ void init_phases(PhaseBarrier* barrier, u32 arrivals) {
 #ifdef CUPY_FP8_HOST
     host_mbarrier_init(barrier, arrivals);
@@ -23,7 +23,7 @@ __device__ __forceinline__ void arrive(PhaseBarrier* barrier) {
                  :: "r"(shared_address(barrier)) : "memory");
 #endif
 }
-// Arrives as soon as all of this thread's copy_async() have ended. The thread does not wait.
+// Arrives once all of this thread's earlier copy_async() have ended, without waiting for them.
 __device__ __forceinline__ void arrive_after_copies(PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
     copy_async_wait();
@@ -48,7 +48,7 @@ __device__ __forceinline__ void wait_for_end(PhaseBarrier* barrier, u32 parity) 
     while (!has_ended(barrier, parity)) {}
 #else
     u32 ended;
-    // The hardware lets the thread sleep for a while.
+    // try_wait suspends the thread for a while by itself.
     do {
         asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                      : "=r"(ended) : "r"(shared_address(barrier)), "r"(parity) : "memory");
@@ -56,7 +56,7 @@ __device__ __forceinline__ void wait_for_end(PhaseBarrier* barrier, u32 parity) 
 #endif
 }
 
-// Waits for kThreads threads of the block, which are whole warps. kId: 1 to 15; __syncthreads() has 0.
+// Named barrier for kThreads threads of the block (whole warps). kId: 1 to 15; 0 is __syncthreads().
 template <int kId, int kThreads>
 __device__ __forceinline__ void sync_some() {
 #ifdef CUPY_FP8_HOST

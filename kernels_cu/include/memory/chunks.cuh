@@ -1,19 +1,19 @@
-// A chunk is a few neighbouring elements of one format. One wide load or store moves it, or at ragged ends
+// A chunk: a few neighbouring elements of one format, moved by one wide load or store, or at ragged ends by
 // one access per element.
 #pragma once
 #include "numerics/formats.cuh"
 
-template <int kBytes> struct Words;                                  // the registers that hold kBytes bytes
+template <int kBytes> struct Words;                                  // unsigned type of kBytes bytes
 template <> struct Words<4> { using type = u32; };
 template <> struct Words<8> { using type = uint2; };
 template <> struct Words<16> { using type = uint4; };
 
-// Loads memory that no thread writes. The hint L1::no_allocate would cost a tenth of the bandwidth of every
-// kernel here on an H200 (docs/lab-notes).
+// Loads memory that the kernel never writes. L1::no_allocate would cost every kernel here a tenth of its
+// bandwidth on an H200 (docs/lab-notes).
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
-// Re-reads threadIdx.x so that the compiler keeps nothing derived from it in registers.
+// Re-reads threadIdx.x, so that the compiler keeps nothing derived from it in registers.
 __device__ __forceinline__ int thread_again() {
     u32 thread = threadIdx.x;
 #ifndef CUPY_FP8_HOST
@@ -22,7 +22,7 @@ __device__ __forceinline__ int thread_again() {
     return (int)thread;
 }
 
-// The same of blockIdx.x.
+// The same for blockIdx.x.
 __device__ __forceinline__ u32 block_again() {
     u32 block = blockIdx.x;
 #ifndef CUPY_FP8_HOST
@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 block_again() {
     return block;
 }
 
-// Returns an address of shared memory as instructions take it.
+// Returns a shared-memory address as PTX takes it.
 __device__ __forceinline__ u32 shared_address(const void* p) {
 #ifdef CUPY_FP8_HOST
     return 0;
@@ -40,9 +40,9 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 #endif
 }
 
-// Starts a copy of kBytes (4, 8 or 16), aligned to as many, from global to shared memory, which ends at
-// copy_async_wait() in the same thread. It copies the first `existing` bytes and writes zeros for the others.
-// kThroughL1: for parts of sectors, whose other parts are copied soon.
+// Starts an asynchronous copy of kBytes (4, 8 or 16; both ends aligned to kBytes) from global to shared
+// memory; it has ended after copy_async_wait() in the same thread. Copies the first `existing` bytes and
+// writes zeros for the others. kThroughL1: for parts of sectors whose other parts are copied soon.
 template <int kBytes, bool kThroughL1 = kBytes != 16>
 __device__ __forceinline__ void copy_async_part(void* shared, const void* from, u32 existing) {
 #ifdef CUPY_FP8_HOST
@@ -61,7 +61,7 @@ template <bool kThroughL1 = false>
 __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
     copy_async_part<16, kThroughL1>(shared, from, exists ? 16 : 0);
 }
-// copy_async_commit() ends a group of copies. copy_async_wait() waits for all groups but the last kPending.
+// copy_async_commit() ends a group of copies; copy_async_wait() waits for all but the last kPending groups.
 __device__ __forceinline__ void copy_async_commit() {
 #ifdef CUPY_FP8_HOST
     host_cp_async_commit();
@@ -85,11 +85,11 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
-// Fetches up to 128 bytes into the L2 without waiting. They are 16-byte aligned and a multiple of 16.
+// Prefetches up to 128 bytes into the L2. Address and size are multiples of 16.
 __device__ __forceinline__ void fetch_to_l2(const void* from, u32 bytes) {
 #ifdef CUPY_FP8_HOST
     const volatile u8* const all = static_cast<const u8*>(from);
-    (void)all[0], (void)all[bytes - 1];                              // Sanitizers check these accesses.
+    (void)all[0], (void)all[bytes - 1];                              // lets sanitizers check the range
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(__cvta_generic_to_global(from)),
                  "r"(bytes));
@@ -98,8 +98,8 @@ __device__ __forceinline__ void fetch_to_l2(const void* from, u32 bytes) {
 #endif
 }
 
-// Stores 16 bytes to shared memory by one instruction. In some kernels NVRTC splits a plain store into four
-// words, whose lanes then meet in banks.
+// Stores 16 bytes to shared memory by one instruction. NVRTC splits a plain store into four words in some
+// kernels, with bank conflicts.
 __device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u32 c, u32 d) {
 #ifdef CUPY_FP8_HOST
     *reinterpret_cast<uint4*>(shared) = make_uint4(a, b, c, d);
@@ -120,15 +120,15 @@ __device__ __forceinline__ T* as_global(T* p) {
 #endif
 }
 
-// Returns true if a flag on the device (one f32, or null) is 1.0.
+// Returns true if a flag on the device (one f32; may be null) is 1.0.
 __device__ __forceinline__ bool is_set(const float* flag) { return flag && as_bits(*flag) == 0x3f800000u; }
 
-// Returns how many of the next `most` elements exist if `left` do. left may be negative.
+// Returns how many of the next `most` elements exist, of `left` remaining ones (may be negative).
 __device__ __forceinline__ int left_of(i64 left, int most) {
     return left >= most ? most : left > 0 ? (int)left : 0;
 }
 
-// A chunk has kCount elements of format F. The first one is in the low bits.
+// kCount elements of format F, the first in the low bits
 template <class F, int kCount>
 struct Chunk {
     using storage = typename F::storage;
@@ -165,10 +165,10 @@ struct Chunk {
         get(v);
         *reinterpret_cast<Vector*>(p) = v;
     }
-    // Stores 16 bytes to global memory, which the kernel does not read, by one instruction. On sm_80 and
-    // sm_90 NVRTC splits store() into four words in some kernels that also use shared memory, and then every
-    // lane's 16 bytes are written in quarters. kFirstOut: the L2 may write them to memory before others,
-    // which pays off if a kernel writes much more than it reads (docs/lab-notes).
+    // Stores 16 bytes, which the kernel does not read, to global memory by one instruction. On sm_80 and
+    // sm_90 NVRTC splits store() into four words in some kernels that also use shared memory, so that every
+    // 16 bytes take four partial writes. kFirstOut: the L2 may evict them first, which pays off if a kernel
+    // writes much more than it reads (docs/lab-notes).
     template <bool kFirstOut = false>
     __device__ __forceinline__ void store_whole(storage* p) const {
         static_assert(kBytes == 16, "one 16-byte store");
@@ -199,7 +199,7 @@ struct Chunk {
         else if constexpr (sizeof(storage) == 2) F::widen2(word[i], lo, hi);
         else F::widen2(word[i / 2] >> (i % 2 * 16) & 0xffffu, lo, hi);
     }
-    // Callers go in the order i = 0, 1, ..., because an even pair of bytes starts its word.
+    // Call for i = 0, 1, ... in order: an even pair of bytes starts its word.
     template <bool kSaturate = true>
     __device__ __forceinline__ void narrow2(int i, float lo, float hi) {
         if constexpr (sizeof(storage) == 4) word[2 * i] = F::narrow(lo), word[2 * i + 1] = F::narrow(hi);
@@ -223,7 +223,7 @@ private:
     }
 };
 
-// Returns the codes of values in format F. change(value, i): what becomes of value i before it is narrowed.
+// Returns the codes of values in format F. change(value, i): maps each value before it is narrowed.
 template <class F, bool kSaturate = true, int kCount, class Change>
 __device__ __forceinline__ Chunk<F, kCount> narrowed(const float (&v)[kCount], Change change) {
     Chunk<F, kCount> out;
@@ -232,7 +232,7 @@ __device__ __forceinline__ Chunk<F, kCount> narrowed(const float (&v)[kCount], C
         out.template narrow2<kSaturate>(i, change(v[2 * i], 2 * i), change(v[2 * i + 1], 2 * i + 1));
     return out;
 }
-// Returns the codes of a chunk's elements in the same way.
+// The same for the elements of a chunk.
 template <class F, bool kSaturate = true, class From, int kCount, class Change>
 __device__ __forceinline__ Chunk<F, kCount> converted(const Chunk<From, kCount>& in, Change change) {
     Chunk<F, kCount> out;

@@ -1,20 +1,20 @@
-// Elementwise kernels take an array of any shape as one long row. A chunk is one wide load and one wide
-// store, and nothing goes through shared memory. A thread has kElementwiseUnroll chunks, whose loads are all
-// in flight before the first use. A block has kElementwiseUnroll * kElementwiseThreads chunks, and
-// neighbouring threads have neighbouring chunks.
+// Elementwise kernels: an array of any shape is one long row; a chunk is one wide load and one wide store,
+// without shared memory. Each thread issues the loads of its kElementwiseUnroll chunks before the first use.
+// A thread block takes kElementwiseUnroll * kElementwiseThreads chunks, neighbouring threads neighbouring
+// chunks.
 #pragma once
 #include "memory/chunks.cuh"
 
 constexpr int kElementwiseThreads = 128;
 constexpr int kElementwiseUnroll = 2;                                // chunks per thread
 
-// A chunk has 16 bytes of the wider type.
+// 16 bytes of the wider type per chunk
 template <class In, class Out>
 constexpr int kElementwiseChunk =
     16 / (sizeof(typename In::storage) > sizeof(typename Out::storage) ? sizeof(typename In::storage)
                                                                        : sizeof(typename Out::storage));
 
-// A thread has these chunks of src. Elements past the end are zeros and are never stored.
+// A thread's chunks of src. Elements past the end are zeros and are never stored.
 template <class In, class Out>
 struct ElementwiseChunks {
     static constexpr int kCount = kElementwiseChunk<In, Out>;
@@ -23,10 +23,10 @@ struct ElementwiseChunks {
 
     Source chunk[kElementwiseUnroll];
     i64 first, n;
-    // All elements of the block exist and are aligned.
+    // all elements of the thread block exist and are aligned
     bool whole;
 
-    // vector: src and dst are aligned to their chunks. block: which part of src the block takes.
+    // vector: src and dst are aligned to their chunks. block: index of the thread block's part of src.
     __device__ __forceinline__ ElementwiseChunks(const typename In::storage* src, i64 n, bool vector,
                                                  i64 block = blockIdx.x) : n(n) {
         const i64 start = block * (kElementwiseUnroll * kStep);
@@ -47,7 +47,7 @@ struct ElementwiseChunks {
         }
     }
 
-    // Chunk u starts at element at(u), and left(u) of its elements exist.
+    // First element of chunk u, and how many of its elements exist.
     __device__ __forceinline__ i64 at(int u) const { return first + u * kStep; }
     __device__ __forceinline__ int left(int u) const { return left_of(n - at(u), kCount); }
 

@@ -1,11 +1,10 @@
-// A token's logits and scores, as the kernels of the gate have them (docs/numerics.md, section 14). A warp
-// takes a token, and each of its lanes kCount consecutive experts. An expert that does not exist has a logit
-// that is NaN, which is no candidate.
+// A token's logits and scores in the gate's kernels (docs/numerics.md, section 14). One warp per token,
+// kCount consecutive experts per lane. An absent expert has a NaN logit, which is no candidate.
 //
 // Defines of these kernels:
 //   IN      the format of the logits
 //   SCORE   softmax, sigmoid or sqrtsoftplus
-//   COUNT   experts of a lane: a power of two up to 32
+// COUNT   experts per lane: a power of two up to 32
 #pragma once
 #include "memory/chunks.cuh"
 #include "numerics/logarithm.cuh"
@@ -15,9 +14,9 @@
 enum class Score { softmax, sigmoid, sqrtsoftplus };
 constexpr Score kScore = Score::SCORE;
 constexpr int kCount = COUNT, kLanes = 32, kMostExperts = kLanes * kCount;
-// 16 warps, and fewer where their shared memory would have too many experts.
+// 16 warps, or fewer with many experts, for the sake of shared memory
 constexpr int kWarps = kCount <= 4 ? 16 : 64 / kCount, kThreads = kWarps * kLanes;
-// 64 registers for a thread, more where it has many experts. These spill with as few.
+// 64 registers per thread, more with many experts; these spill with 64.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kBlocksOfEight = 2;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
@@ -27,20 +26,20 @@ constexpr int kBlocksOfEight = 4;
 #endif
 constexpr int kBlocks = kCount <= 4 ? 2 : kCount > 8 ? 1 : kBlocksOfEight;
 constexpr u32 kMinusInfinity = 0xff800000u, kInfinity = 0x7f800000u;
-constexpr float kEpsilon = 1e-20f;                       // is added to sums of scores before they divide
+constexpr float kEpsilon = 1e-20f;                       // added to sums of scores before they divide
 
-using Row = float[kCount];                               // a number for each of a lane's experts
+using Row = float[kCount];                               // one number per expert of the lane
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % kLanes; }
 
 // ---- rows in memory ----
-// Elements of one load or store in format F.
+// Elements per load or store in format F.
 template <class F>
 constexpr int kWidest = 16 / (int)sizeof(typename F::storage);
 template <class F>
 constexpr int kAtOnce = kCount < kWidest<F> ? kCount : kWidest<F>;
 
-// Loads a row in format F. vector: rows are whole loads at multiples of a load's bytes.
+// Loads a row in format F. vector: rows consist of whole, aligned loads.
 template <class F>
 __device__ __forceinline__ void load_row(const typename F::storage* row, u32 experts, bool vector,
                                             Row& l) {
@@ -97,7 +96,7 @@ __device__ __forceinline__ float sum_of_row(const Row& v) {
     return warp_tree_sum(sum.sum());
 }
 
-// Numbers order like these integers. NaN is 0, which no number is.
+// Integers in the order of the numbers; NaN is 0, below all of them.
 __device__ __forceinline__ u32 order_of(float v) {
     const u32 b = as_bits(v);
     return is_nan(v) ? 0u : (i32)b < 0 ? ~b : with_sign_turned(b);
@@ -106,7 +105,7 @@ __device__ __forceinline__ float from_order(u32 order) {
     return as_float((i32)order < 0 ? with_sign_turned(order) : ~order);
 }
 
-// Returns the largest number of a row to every lane, a negative NaN if there is none.
+// Returns the largest number of a row to every lane; a negative NaN if there is none.
 __device__ __forceinline__ float largest_of_row(const Row& v) {
     float largest = v[0];
 #pragma unroll
@@ -114,9 +113,9 @@ __device__ __forceinline__ float largest_of_row(const Row& v) {
     return from_order(__reduce_max_sync(~0u, order_of(largest)));
 }
 
-// ---- functions of all of a lane's numbers ----
-// The way for rare values is a loop that rotates the array by one element at a time, because registers have
-// no index and an unrolled loop would be most of a kernel.
+// ---- functions of a lane's whole row ----
+// The path for rare values is a loop that rotates the array by one element per step: registers cannot be
+// indexed, and unrolled the loop would be most of a kernel.
 template <class Function>
 __device__ __forceinline__ void one_by_one(Row& v, Function function) {
 #pragma unroll 1
@@ -129,14 +128,14 @@ __device__ __forceinline__ void one_by_one(Row& v, Function function) {
 }
 
 // Replaces each magnitude by exp(-a), and NaN by 0. Those from 60 to 104, whose results are small or
-// subnormal, are rare; beyond there are zeros.
+// subnormal, are rare; beyond, the result is 0.
 constexpr u32 kRareExp = 0x42700000u, kZeroExp = 0x42d00000u;
 struct ExpOfMinus {
     __device__ __forceinline__ float operator()(float a) const {
         return as_bits(a) >= kZeroExp ? 0.0f : exp_of_minus(a);
     }
 };
-// Returns true if there was none of the rare ones.
+// Returns true if none of the rare ones occurred.
 __device__ __forceinline__ bool exps_of_minus(Row& a) {
     bool rare = false;
 #pragma unroll
@@ -154,7 +153,7 @@ __device__ __forceinline__ bool exps_of_minus(Row& a) {
     return true;
 }
 
-// Replaces each v >= 0 by v / d, d > 0. Quick quotients of numbers of usual sizes have exact remainders.
+// Replaces each v >= 0 by v / d, d > 0. Quick quotients have exact remainders for usual magnitudes.
 struct DividedBy {
     float d;
     __device__ __forceinline__ float operator()(float v) const { return div_rn(v, d); }
@@ -179,19 +178,19 @@ __device__ __forceinline__ bool divides_quickly(const Row& v, float d) {
 }
 
 // ---- scores ----
-// x[e] = exp(l[e] - m), m = the largest number. Returns true if each x is 0 or at least exp(-60) > 2^-87.
+// x[e] = exp(l[e] - m), m the largest logit. Returns true if each x is 0 or at least exp(-60) > 2^-87.
 __device__ __forceinline__ bool softmax_terms(const Row& l, float m, Row& x) {
 #pragma unroll
     for (int i = 0; i < kCount; i++) x[i] = absolute(sub_rn(m, l[i]));
     const bool usual = exps_of_minus(x);
-    if ((i32)as_bits(m) >= (i32)kInfinity) {             // Where it is NaN, that is a negative one.
+    if ((i32)as_bits(m) >= (i32)kInfinity) {             // a NaN m is negative
 #pragma unroll
         for (int i = 0; i < kCount; i++) x[i] = has_bits(l[i], kInfinity) ? 1.0f : 0.0f;
     }
     return usual;
 }
 
-// Replaces x by x / their sum, which is from 1 to the number of experts, unless all are 0.
+// Divides x by its sum, which is between 1 and the number of experts, unless all are 0.
 __device__ __forceinline__ void softmax_of_terms(Row& x, float sum, bool usual) {
     divide_all(x, as_bits(sum) ? sum : 1.0f, usual);
 }
@@ -199,7 +198,7 @@ __device__ __forceinline__ void softmax_of_terms(Row& x, float sum, bool usual) 
 struct Sigmoid {
     __device__ __forceinline__ float operator()(float a) const { return sigmoid(a); }
 };
-// Replaces each number by its sigma. NaN stays or becomes 0.
+// Replaces each number by its sigma; NaN stays or becomes 0.
 __device__ __forceinline__ void sigmas(Row& v) {
     bool quick = true;
 #pragma unroll
@@ -234,7 +233,7 @@ __device__ __forceinline__ void scores_of(const Row& l, Row& s) {
     for (int i = 0; i < kCount; i++) s[i] = is_nan(l[i]) ? 0.0f : s[i];
 }
 
-// Replaces scores by their shares of 1, of which the auxiliary loss has the mean.
+// Normalises scores to sum 1; the auxiliary loss takes their mean.
 __device__ __forceinline__ void shares_of(Row& s) {
     if constexpr (kScore == Score::softmax) return;
     const float sum = add_rn(sum_of_row(s), kEpsilon);
@@ -243,7 +242,7 @@ __device__ __forceinline__ void shares_of(Row& s) {
 
 // ---- slots ----
 constexpr int kMostSlots = 64, kSlotsOfLane = kMostSlots / kLanes;
-using Slots = float[kSlotsOfLane];                       // a lane has slots lane and lane + 32
+using Slots = float[kSlotsOfLane];                       // slots lane and lane + 32 of a lane
 
 // Returns the sum over the first k slots to every lane.
 __device__ __forceinline__ float sum_of_slots(const Slots& v, u32 k) {
@@ -253,7 +252,7 @@ __device__ __forceinline__ float sum_of_slots(const Slots& v, u32 k) {
     return add_rn(sum, warp_tree_sum(lane + kLanes < (int)k ? v[1] : as_float(kAbsentTerm)));
 }
 
-// A warp's numbers in shared memory, by expert.
+// Writes a warp's numbers to shared memory, by expert.
 __device__ __forceinline__ void put_row(float* shared, const Row& v) {
     const int first = lane_index() * kCount;
 #pragma unroll

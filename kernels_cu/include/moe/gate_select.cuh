@@ -1,9 +1,9 @@
-// How a warp selects the k best of a token's experts (docs/numerics.md, section 14).
+// Selection of the k best of a token's experts by a warp (docs/numerics.md, section 14).
 //
-// What selection compares is given as integers of the same order, 0 for no candidate. The k-th largest of the
-// lanes' maxima bounds the k largest of all from below. Few experts reach it, and they are in few lanes: each
-// lane takes one of them and counts those before it. Where more remain than there are lanes, the warp finds
-// one after the other. Ties go to the smaller index.
+// Candidates are compared as integers of the same order; 0 is no candidate. The k-th largest of the lanes'
+// maxima is a lower bound of the k largest. Few experts reach it, in few lanes: each lane takes one of them
+// and counts those that precede it. Where more remain than there are lanes, the warp finds one after the
+// other. Ties go to the smaller index.
 #pragma once
 #include "moe/gate_row.cuh"
 
@@ -11,8 +11,8 @@ struct OfWarp {
     alignas(16) u32 order[kMostExperts];                 // of what selection compares; 0: no candidate
     alignas(16) float score[kMostExperts];
     alignas(16) u64 key[kLanes];                         // of those that reach the bound, in any order
-    i32 slot[kMostSlots];                                // experts, the best one first
-    u8 lane[kLanes];                                     // those that have an expert which reaches the bound
+    i32 slot[kMostSlots];                                // experts, the best first
+    u8 lane[kLanes];                                     // lanes with an expert that reaches the bound
 };
 
 // Writes a lane's integers to shared memory.
@@ -29,7 +29,7 @@ __device__ __forceinline__ u32 largest_of_lane(const u32 (&order)[kCount]) {
     return largest;
 }
 
-// Takes the first of a lane's integers that is `top` from the candidates. Returns which one it was.
+// Removes the first of a lane's integers that equals `top` from the candidates. Returns its index.
 __device__ __forceinline__ int take(u32 (&order)[kCount], u32 top) {
     int taken = -1;
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ __forceinline__ int take(u32 (&order)[kCount], u32 top) {
     return taken;
 }
 
-// Returns the k-th largest of the lanes' maxima, of which equal ones count as one, and at least 1.
+// Returns the k-th largest of the lanes' maxima (equal ones count once), at least 1.
 __device__ __forceinline__ u32 bound_of(u32 k, u32 largest) {
     u32 top = 0;
 #pragma unroll 8
@@ -51,11 +51,11 @@ __device__ __forceinline__ u32 bound_of(u32 k, u32 largest) {
     return larger(top, 1u);
 }
 
-// Keys differ, and a larger one goes first.
+// Keys are distinct; the larger one goes first.
 __device__ __forceinline__ u64 key_of(u32 order, u32 expert) { return (u64)order << 32 | ~expert; }
 
-// Writes the keys of the experts that reach the bound, and 0 for the other lanes. Returns how many they are;
-// beyond the number of lanes they have no keys.
+// Writes the keys of the experts that reach the bound, and 0 for the other lanes. Returns how many experts
+// reach it; those beyond the number of lanes get no key.
 __device__ __forceinline__ u32 find_keys(u32 bound, u32 largest, OfWarp& shared) {
     const u32 lane = lane_index(), lanes_before = (1u << lane) - 1;
     const u32 lanes = __ballot_sync(~0u, largest >= bound), experts = __popc(lanes) * kCount;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void rank_keys(u32 k, u32 found, OfWarp& shared) {
     if (key && rank < k) shared.slot[rank] = (i32)~(u32)key;
 }
 
-// Writes the slots of the k largest, one after the other. Returns how many there are.
+// Writes the slots of the k largest, one after the other. Returns their number.
 __device__ __forceinline__ u32 rank_by_rounds(u32 k, OfWarp& shared, u32 (&order)[kCount]) {
     const u32 lane = lane_index();
     u32 round = 0;
@@ -100,7 +100,7 @@ __device__ __forceinline__ u32 rank_by_rounds(u32 k, OfWarp& shared, u32 (&order
     return round;
 }
 
-// Finds the k largest. shared.order: the same integers. Past the last candidate `chosen` keeps its value.
+// Finds the k largest. shared.order: the same integers. Past the last candidate `chosen` is unchanged.
 __device__ __forceinline__ void select(u32 k, OfWarp& shared, u32 (&order)[kCount],
                                        i32 (&chosen)[kSlotsOfLane]) {
     const u32 lane = lane_index(), largest = largest_of_lane(order);

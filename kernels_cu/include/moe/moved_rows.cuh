@@ -1,38 +1,38 @@
-// The first warp of a block finds where the rows of moved groups (moe/pad.cu) come from, by scans over the
+// Sources of the rows of moved groups (moe/pad.cu), found by the first warp of a block by scans over the
 // sizes of all groups.
 #pragma once
 #include "groups/row_groups.cuh"
 
-// Describes rows that move, and how blocks of threads share them.
+// Rows that move, and how thread blocks share them.
 struct RowArray {
     const u8* from;              // [from_rows, row_bytes]
     u8* to;                      // [rows, row_bytes]
     i64 row_bytes;
-    u32 rows_per_block;          // 1 if blocks share a row
-    u32 across;                  // blocks that share a row
-    u32 row_share;               // bytes of a row that a block takes; a multiple of 16 if blocks share a row
-    u32 step;                    // bytes that everything is a multiple of: 16, 4 or 1
+    u32 rows_per_block;          // 1 if thread blocks share a row
+    u32 across;                  // thread blocks per row
+    u32 row_share;               // bytes of a row per thread block; a multiple of 16 if they share a row
+    u32 step;                    // common divisor of addresses and sizes, in bytes: 16, 4 or 1
 };
 
 struct GroupsParams {
     RowArray data, scales;
     Splits splits;
-    const void* order;           // [groups] i32, or i64 where `order_wide`; null: groups keep their order
-    i64 from_rows, rows;         // rows of from and of to
+    const void* order;           // [groups] i32, or i64 if `order_wide`; null: groups keep their order
+    i64 from_rows, rows;         // rows of `from` and of `to`
     i64 align_from, align_to;    // powers of two
     const u32* scale;            // one word, copied to `scale_to`; or null
     u32* scale_to;
     u32 order_wide;
     u32 exact;                   // 1: the groups have all rows of `from`; 0: rows may follow the last group
-    u32 data_blocks;             // blocks of threads before those of `scales`
+    u32 data_blocks;             // thread blocks before those of `scales`
 
-    // A size is clamped to [0, one more than all rows], so that sums stay small.
+    // sizes are clamped to [0, most()], so that sums stay small
     __device__ __forceinline__ i64 most() const { return larger(from_rows, rows) + 1; }
     __device__ __forceinline__ i64 size(i64 group) const {
         const i64 given = splits.load(group);
         return given < 0 ? 0 : given < most() ? given : most();
     }
-    // Returns the group at a position in `to`. A group that does not exist has size 0.
+    // Returns the group at a position in `to`; absent ones have size 0.
     __device__ __forceinline__ i64 group_at(i64 position) const {
         if (!order || position >= splits.groups) return position;
         const i64 group = order_wide ? load_read_only(static_cast<const i64*>(order) + position)
@@ -46,14 +46,14 @@ constexpr int kPerLane = 4, kRound = 32 * kPerLane;  // groups per lane and per 
 constexpr int kWindow = 1024;                        // groups whose starts are in shared memory at a time
 
 struct Shared {
-    // The source row of each row of the block, then its byte offset. -1: the row is zeros.
+    // source row of each row of the block, later its byte offset; -1: zeros
     i64 source[kMostRows];
-    // With an order: the group of each row, whose start is added later, and the first row of each group.
+    // with an order: the group of each row, whose start is added later, and the first row of each group
     i32 group[kMostRows];
     i64 start[kWindow];
 };
 
-// Computes the inclusive sums of both over the lanes at once.
+// Inclusive prefix sums of both over the lanes, at once.
 template <class T>
 __device__ __forceinline__ void warp_prefix_sums(T& a, T& b) {
 #pragma unroll
@@ -63,8 +63,8 @@ __device__ __forceinline__ void warp_prefix_sums(T& a, T& b) {
     }
 }
 
-// value[u] = from[index[u]], or -1 if there is no such index. from has `count` integers. All loads are in
-// flight at once, because an index that does not exist loads the first.
+// value[u] = from[index[u]], or -1 for an absent index. from has `count` integers. All loads are in flight at
+// once: absent indices load element 0.
 template <class Stored, int kCount>
 __device__ __forceinline__ void load_stored(const void* from, const i64 (&index)[kCount], i64 count,
                                             i64 (&value)[kCount]) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_all(const void* from, u32 wide, const i64 (
     else load_stored<i32, kCount>(from, index, count, value);
 }
 
-// A lane has the sizes of its groups in a round. There is at least one group.
+// Sizes of a lane's groups in a round. There is at least one group.
 template <class T, int kCount>
 struct LaneGroups {
     T size[kCount];
@@ -103,7 +103,7 @@ struct LaneGroups {
         for (int u = 0; u < kCount; u++)
             size[u] = (T)(given[u] < 0 ? 0 : given[u] < p.most() ? given[u] : p.most());
     }
-    // Returns how many rows the lane's groups take if each is aligned.
+    // Rows of the lane's groups, each aligned.
     __device__ __forceinline__ T rows(T align) const {
         T sum = 0;
 #pragma unroll
@@ -112,11 +112,11 @@ struct LaneGroups {
     }
 };
 
-// With fewer rows in both arrays T is u32, since no sum of a round's groups overflows.
+// With fewer rows in both arrays, T is u32: no sum of a round's groups overflows.
 constexpr i64 kFewRows = 1 << 24;
 
-// Writes the sources of those of the block's rows that the groups of a round have. own: this lane's groups.
-// own_from, own_to: the first of their rows in `from` (0 with an order) and in `to`.
+// Writes the sources of the block's rows that a round's groups have. own: this lane's groups. own_from,
+// own_to: their first rows in `from` (0 with an order) and in `to`.
 template <class T, int kCount>
 __device__ __forceinline__ void write_sources(const GroupsParams& p, const LaneGroups<T, kCount>& own,
                                               i64 round, T own_from, T own_to, i64 first_row, int count,
@@ -143,20 +143,20 @@ __device__ __forceinline__ void write_sources(const GroupsParams& p, const LaneG
     }
 }
 
-// Finds the sources of `count` rows from `first_row` on. With an order they are counted from the start of
-// their group. One whole warp calls it.
+// Finds the sources of `count` rows from `first_row` on; with an order, relative to the start of their group.
+// Call from one whole warp.
 template <class T>
 __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_row, int count,
                                                Shared& shared) {
     const T first = (T)first_row, end = first + (T)count, most = (T)p.most();
-    constexpr bool kEarly = sizeof(T) == 4;          // The next round's sizes are loaded during this one.
-    // Four groups per lane and round take too many registers as i64.
+    constexpr bool kEarly = sizeof(T) == 4;          // load the next round's sizes during this one
+    // i64: four groups per lane and round take too many registers
     constexpr int kCount = kEarly ? kPerLane : 1;
     LaneGroups<T, kCount> next;
     if (kEarly && p.splits.groups > 0) next.load(p, 0, p.order);
     for (int r = threadIdx.x % 32; r < count; r += 32) shared.source[r] = -1, shared.group[r] = -1;
     __syncwarp();
-    T from = 0, to = 0;                              // how many rows precede this round's groups
+    T from = 0, to = 0;                              // rows before this round's groups
     for (i64 round = 0; round < p.splits.groups && to < end; round += 32 * kCount) {
         LaneGroups<T, kCount> own;
         if constexpr (kEarly) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
             if (all <= first) {
                 from += __reduce_add_sync(~0u, from_rows);
                 from = smaller(from, most);
-                to = all;                            // It is at most `first`.
+                to = all;                            // at most `first`
                 continue;
             }
         }
@@ -188,8 +188,7 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
     __syncwarp();
 }
 
-// Adds to each row's source the start of its group in `from`, for groups with an order. One whole warp calls
-// it.
+// Adds to each row's source its group's start in `from`, for groups with an order. Call from one whole warp.
 __device__ __forceinline__ void add_starts(const GroupsParams& p, int count, Shared& shared) {
     const int lane = threadIdx.x % 32;
     i64 before = 0;
@@ -218,7 +217,7 @@ __device__ __forceinline__ void add_starts(const GroupsParams& p, int count, Sha
     }
 }
 
-// Reports sizes that are negative or do not fit. One whole warp calls it.
+// Reports sizes that are negative or do not fit. Call from one whole warp.
 __device__ __forceinline__ void check_group_sizes(const GroupsParams& p) {
     bool negative = false;
     i64 sum = 0, from = 0;                           // sums of the sizes, and of the aligned sizes in `from`
@@ -236,11 +235,11 @@ __device__ __forceinline__ void check_group_sizes(const GroupsParams& p) {
         report(p.splits.errors, (any_negative ? kSplitNegative : 0u) | (fits ? 0u : kSplitSum));
 }
 
-// Reports sizes that do not fit, and an order that is no permutation. A whole block calls it.
+// Reports sizes that do not fit, and an order that is no permutation. Call from all threads.
 __device__ __forceinline__ void check_groups(const GroupsParams& p, Shared& shared) {
     if (threadIdx.x < 32) check_group_sizes(p);
     if (!p.order) return;
-    constexpr int kBits = kWindow * 64;              // The memory of the starts has a bit for each group.
+    constexpr int kBits = kWindow * 64;              // one bit per group, in the memory of the starts
     u32* seen = reinterpret_cast<u32*>(shared.start);
     bool wrong = false;
     for (i64 window = 0; window < p.splits.groups; window += kBits) {

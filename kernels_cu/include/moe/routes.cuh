@@ -1,7 +1,6 @@
-// The kernels that move tokens share these: where a routing (route.cu) sends tokens, and zeros in unused
-// rows.
+// Shared by the kernels that move tokens: where a routing (route.cu) sends tokens, and zeros in unused rows.
 //
-// Each block examines every gridDim.x-th row and writes zeros to it if `sources` says that it is unused. So
+// Each block examines every gridDim.x-th row and writes zeros to it if `sources` marks it as unused, so that
 // all blocks have the same share of the unused rows, wherever these are. If there may be many, separate
 // blocks clear them.
 #pragma once
@@ -12,19 +11,19 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 struct Routes {
     const i32* row_map;          // [tokens, topk]
     const i32* sources;          // [rows]; -1: an unused row
-    const i32* experts;          // [tokens, topk], for a mask
+    const i32* experts;          // [tokens, topk], if there is a mask
     i64 tokens, rows;
     u32 topk;
-    u32 columns;                 // experts, if probs are [tokens, experts]; 0: they are [tokens, topk]
-    u32 clearing;                // the first block of those that clear rows; 0: all blocks clear
-    u32 examined;                // rows that each of those looks at, up to 32
+    u32 columns;                 // experts, if probs are [tokens, experts]; 0: [tokens, topk]
+    u32 clearing;                // first of the blocks that clear rows; 0: all blocks clear
+    u32 examined;                // rows that each clearing block examines, up to 32
 
-    // Returns the row of a slot, or -1. A row that does not exist counts as none.
+    // Returns the row of a slot, or -1 (also for a row out of range).
     __device__ __forceinline__ i32 row(i64 slot) const {
         const i32 row = load_read_only(row_map + slot);
         return row >= 0 && row < rows ? row : -1;
     }
-    // Returns the token that an existing row is a copy of, or -1. A token that does not exist counts as none.
+    // Returns the token that an existing row is a copy of, or -1 (also for a token out of range).
     __device__ __forceinline__ i64 token_of(i64 row) const {
         const i32 slot = load_read_only(sources + row);
         if (slot < 0 || topk == 0) return -1;
@@ -40,7 +39,7 @@ struct Routes {
     }
 };
 
-// Copies the probs of `count` tokens to their rows. Of `threads` that share this, the caller is one.
+// Copies the probs of `count` tokens to their rows; `thread` is one of `threads` that share the work.
 __device__ __forceinline__ void move_probs(const Routes& routes, const u32* probs, u32* rows_probs, i64 first,
                                            int count, int thread, int threads) {
     const int slots = count * (int)routes.topk;
@@ -62,7 +61,7 @@ template <class T> __device__ __forceinline__ void store_piece(u8* to, T piece) 
     *reinterpret_cast<T*>(to) = piece;
 }
 
-// Writes zeros. A whole block calls it.
+// Writes zeros. Call from all threads.
 template <class T>
 __device__ __forceinline__ void clear_pieces(u8* to, i64 bytes) {
     for (i64 at = (i64)threadIdx.x * sizeof(T); at < bytes; at += kThreads * sizeof(T))
@@ -75,23 +74,23 @@ __device__ __forceinline__ void clear(u8* to, i64 bytes, u32 step) {
     else clear_pieces<u8>(to, bytes);
 }
 
-// Returns the row that a lane examines: one of some neighbours in a clearing block, else one of rows
-// blockIdx.x, blockIdx.x + gridDim.x, ... The grid is so large that these are at most 32. -1: none.
+// Returns the row that a lane examines: one of consecutive rows in a clearing block, else one of rows
+// blockIdx.x, blockIdx.x + gridDim.x, ..., which the grid's size limits to 32. -1: none.
 __device__ __forceinline__ i64 row_to_examine(const Routes& routes, u32 lane) {
     if (routes.clearing)
         return lane < routes.examined ? ((i64)blockIdx.x - routes.clearing) * routes.examined + lane : -1;
     return (i64)lane * gridDim.x + blockIdx.x;
 }
-// Loads the source of the lane's row, early, because it is used late.
+// Loads the source of the lane's row early, because it is used late.
 __device__ __forceinline__ i32 load_own_source(const Routes& routes) {
     const i64 own = row_to_examine(routes, threadIdx.x % 32);
     return own >= 0 && own < routes.rows ? load_read_only(routes.sources + own) : 0;
 }
-// Calls clear_row(row) for each unused row that the block examines. A whole block calls it.
+// Calls clear_row(row) for each unused row that the block examines. Call from all threads.
 template <class Clear>
 __device__ __forceinline__ void clear_unused(const Routes& routes, i32 own_source, Clear clear_row) {
 #ifndef CUPY_FP8_HOST
-    asm volatile("" : "+r"(own_source));         // The compiler must not wait for the load earlier.
+    asm volatile("" : "+r"(own_source));         // keeps the compiler from waiting for the load earlier
 #endif
     for (u32 unused = __ballot_sync(~0u, own_source < 0); unused; unused &= unused - 1)
         clear_row(row_to_examine(routes, __ffs(unused) - 1));

@@ -6,7 +6,7 @@
 constexpr int kCount = 16 / sizeof(IN::storage);
 using RowChunk = Chunk<IN, kCount>;
 
-// A thread adds up kCount columns here.
+// Sums of kCount columns by one thread.
 struct ChunkSums {
     float sum[kCount];
 
@@ -23,7 +23,7 @@ struct ChunkSums {
             sum[2 * j + 1] = add_rn(sum[2 * j + 1], mul_rn(hi, prob));
         }
     }
-    // Returns the rounded sums, which are 0 without rows.
+    // Returns the rounded sums; 0 without rows.
     __device__ __forceinline__ RowChunk narrow(int rows) const {
         RowChunk out;
 #pragma unroll

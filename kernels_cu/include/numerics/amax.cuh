@@ -1,14 +1,13 @@
-// The amax (docs/numerics.md, rule 6) is the largest magnitude, at least 0. Magnitudes of every format order
-// like their bits as unsigned integers (Inf above every number, NaN above Inf), so reductions across threads
-// are integer maxima and exact in any order.
+// The amax (docs/numerics.md, rule 6): the largest magnitude, at least 0. Magnitudes of every format order
+// like their bits as unsigned integers (Inf above every number, NaN above Inf), so reductions are integer
+// maxima, exact in any order.
 #pragma once
 #include "memory/chunks.cuh"
 
-// A thread keeps its running maximum over chunks of format F here. kNan false ignores NaN; true lets one NaN
-// win.
+// A thread's running maximum over chunks of format F. kNan false: NaN is ignored; true: one NaN wins.
 template <class F, bool kNan = false>
 struct Amax {
-    // 16-bit formats have two running maxima, one in each half.
+    // 16-bit formats: two running maxima, one per half
     u32 largest = 0;
 
     template <int kCount>
@@ -26,14 +25,14 @@ struct Amax {
     }
 };
 
-// Adds to every thread's maximum its share of `n` consecutive elements at x. A whole block of kThreads
-// threads calls it. A thread has four 16-byte loads in flight.
+// Adds to each thread's maximum its share of `n` consecutive elements at x, with four 16-byte loads in flight
+// per thread. Call from all kThreads threads of the block.
 template <int kThreads, class F>
 __device__ __forceinline__ void add_elements(Amax<F>& amax, const typename F::storage* x, i64 n) {
     constexpr int kUnroll = 4, kChunk = 16 / sizeof(typename F::storage);
     constexpr i64 kStep = (i64)kThreads * kChunk;
     using Source = Chunk<F, kChunk>;
-    // These elements precede the first aligned chunk.
+    // elements before the first aligned chunk
     const int lead = left_of(n, (int)(-reinterpret_cast<u64>(x) % 16 / sizeof(typename F::storage)));
     const typename F::storage* const aligned = x + lead;
     const i64 whole = (n - lead) / kChunk * kChunk;
@@ -51,8 +50,8 @@ __device__ __forceinline__ void add_elements(Amax<F>& amax, const typename F::st
     }
 }
 
-// Lanes kDistance apart share kKeep words each way, so that either is left with half of them, or with their
-// last one.
+// One step of a butterfly reduction of several words: lanes kDistance apart exchange kKeep words each way, so
+// that each is left with half of them (kKeep 0: with the same single word).
 template <int kDistance, int kKeep, int kCount, class Combine>
 __device__ __forceinline__ void halve(u32 (&v)[kCount], Combine combine) {
     const bool upper = threadIdx.x & kDistance;
@@ -63,7 +62,7 @@ __device__ __forceinline__ void halve(u32 (&v)[kCount], Combine combine) {
         v[i] = combine(kept, __shfl_xor_sync(~0u, sent, kDistance));
     }
 }
-// Lanes share their words so over all distances from kDistance down.
+// All steps of that reduction, over distances kDistance, kDistance / 2, ..., 1.
 template <int kDistance, int kKeep, int kCount, class Combine>
 __device__ __forceinline__ void halve_down(u32 (&v)[kCount], Combine combine) {
     if constexpr (kDistance > 0) {
@@ -72,9 +71,8 @@ __device__ __forceinline__ void halve_down(u32 (&v)[kCount], Combine combine) {
     }
 }
 
-// Finds the largest value of all threads: every thread put()s its own, and after a __syncthreads() that the
-// kernel has anyway, get() returns it to thread 0. kThreads is the block size, or the
-// largest one.
+// Maximum over all threads: every thread calls put(), and after a __syncthreads() that the kernel needs
+// anyway, get() returns it to thread 0. kThreads: the block size or an upper bound of it.
 template <int kThreads>
 struct BlockMax {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, at most 32 of them");
@@ -91,8 +89,8 @@ struct BlockMax {
     }
 };
 
-// Returns the largest value of all threads to thread 0, with a barrier of its own. kThreads: upper bound of
-// the block size `threads`.
+// Returns the maximum over all threads to thread 0, with its own barrier. kThreads: upper bound of the block
+// size `threads`.
 template <int kThreads>
 __device__ __forceinline__ u32 block_max(u32 value, int threads = kThreads) {
     __shared__ u32 per_warp[BlockMax<kThreads>::kWarps];
@@ -102,7 +100,7 @@ __device__ __forceinline__ u32 block_max(u32 value, int threads = kThreads) {
     return top.get(threads / 32);
 }
 
-// Relaxed loads and stores may meet those of other blocks, or their atomics. Plain ones would be data races.
+// Relaxed accesses may race with those of other blocks or their atomics; plain ones would be data races.
 __device__ __forceinline__ u32 load_relaxed(const u32* word) {
 #ifdef CUPY_FP8_HOST
     return host_load_relaxed(word);
@@ -139,8 +137,8 @@ __device__ __forceinline__ i32 load_relaxed(const float* buffer) {
     return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer));
 }
 
-// Returns true in the last of `blocks` blocks to call it, which then sees what the others wrote before. One
-// thread of each calls it. done: 0 at first.
+// Returns true in the last of `blocks` blocks to call it, which then sees what the others wrote before. Call
+// from one thread per block. done: 0 at first.
 __device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
     __threadfence();
     if (atomicAdd(done, 1u) != blocks - 1) return false;
@@ -148,8 +146,8 @@ __device__ __forceinline__ bool is_last_block(u32* done, u32 blocks) {
     return true;
 }
 
-// Returns true to every thread of that block, and makes *done 0 again. The whole block calls it. last: in
-// shared memory.
+// The same, returned to every thread of the block, which all call it; resets *done to 0. last: in shared
+// memory.
 __device__ __forceinline__ bool is_last_block(bool& last, u32* done, u32 blocks) {
     __syncthreads();
     if (thread_again() == 0) {
@@ -160,13 +158,13 @@ __device__ __forceinline__ bool is_last_block(bool& last, u32* done, u32 blocks)
     return last;
 }
 
-// Blocks add their amaxes here, and the last one to do so learns that of all.
+// Amax over all blocks, known to the last block that adds its own.
 struct AmaxOfBlocks {            // zero before the first launch, and after each
     u32 amax;                    // f32 bits
     u32 blocks_done;
 
-    // Adds the amax of one of `blocks` blocks. Returns true in the last one, to which it tells `of_all`. One
-    // thread of each block calls it.
+    // Adds the amax of one of `blocks` blocks. Returns true in the last one, with the overall amax in
+    // `of_all`. Call from one thread per block.
     __device__ __forceinline__ bool add(u32 of_block, u32 blocks, float& of_all) {
         atomicMax(&amax, of_block);
         if (!is_last_block(&blocks_done, blocks)) return false;
@@ -177,7 +175,7 @@ struct AmaxOfBlocks {            // zero before the first launch, and after each
 };
 
 // Sets *buffer = max(*buffer, amax) on the bits. before: the buffer's bits at some earlier time. Most blocks
-// of a large tensor have nothing to raise, so a comparison precedes the atomic.
+// of a large tensor have nothing to raise, so a comparison saves the atomic.
 __device__ __forceinline__ void raise_amax(float* buffer, u32 bits, i32 before) {
     if (before < (i32)bits) atomicMax(reinterpret_cast<i32*>(buffer), (i32)bits);
 }

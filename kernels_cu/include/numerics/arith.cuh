@@ -1,7 +1,7 @@
-// The f32 operations that produce values (docs/numerics.md, rule 1) are correctly rounded, keep subnormals
-// and are never contracted. CuPy compiles with -ftz=true, so a plain `a * b` flushes subnormals, but inline
-// PTX keeps its own modifiers. Every operation on the way to an output byte goes through these functions. A
-// test looks for .ftz in the PTX of every kernel.
+// The f32 operations that produce values (docs/numerics.md, rule 1): correctly rounded, subnormals kept,
+// never contracted. CuPy compiles with -ftz=true, so a plain `a * b` flushes subnormals, but inline PTX keeps
+// its own modifiers. Every operation on the way to an output byte goes through these functions; a test looks
+// for .ftz in the PTX of every kernel.
 #pragma once
 #include "numerics/types.cuh"
 
@@ -21,8 +21,8 @@ __device__ __forceinline__ bool has_bits(float a, u32 bits) { return as_bits(a) 
 __device__ __forceinline__ bool is_nan(float a) { return a != a; }
 __device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
 __device__ __forceinline__ float one_unless_at_most_zero(float a) { return a <= 0.0f ? 0.0f : 1.0f; }
-// Returns the operand that is not NaN, like PTX max.f32. Both operands are magnitudes, so the order of zeros
-// never matters.
+// Returns the operand that is not NaN, like PTX max.f32. Both are magnitudes, so the order of zeros does not
+// matter.
 __device__ __forceinline__ float max_number(float a, float b) {
     return a != a ? b : (b != b || a > b ? a : b);
 }
@@ -75,10 +75,10 @@ __device__ __forceinline__ float sqrt_rn(float a) {
     asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
-// Returns 1 / d, correctly rounded, for 1 <= |d| < 2^126. These are the instructions of rcp.rn without its
-// test of the range. One correction turns every start within an ulp into the nearest float
-// (tests/numerics/test_sigmoid.py tries all). The one exception is 0.5 as the reciprocal of 2^k * (2 -
-// 2^-23), which rcp.approx never gives, since rcp.rn would be wrong too.
+// Returns 1 / d, correctly rounded, for 1 <= |d| < 2^126: the instructions of rcp.rn without its range test.
+// One Newton step takes every estimate within an ulp to the nearest float (tests/numerics/test_sigmoid.py
+// tries all), except for 0.5 as the reciprocal of 2^k * (2 - 2^-23); rcp.approx never gives that estimate,
+// since rcp.rn would be wrong too.
 __device__ __forceinline__ float reciprocal(float d) {
     float r;
     asm("{\n\t.reg .f32 e;\n\trcp.approx.ftz.f32 %0, %1;\n\tneg.f32 e, %1;\n\t"
@@ -86,7 +86,7 @@ __device__ __forceinline__ float reciprocal(float d) {
         : "=&f"(r) : "f"(d));
     return r;
 }
-// Returns q + (a - s * q) * r, with the exact remainder. The sign is turned in assembly too, since the
+// Returns q + (a - s * q) * r, with the exact remainder. The sign is flipped in assembly too, since the
 // compiler would use neg.ftz.f32.
 __device__ __forceinline__ float corrected_quotient(float a, float s, float r, float q) {
     asm("{\n\t.reg .f32 n;\n\tneg.f32 n, %1;\n\tfma.rn.f32 n, %2, %0, n;\n\t"
@@ -94,14 +94,14 @@ __device__ __forceinline__ float corrected_quotient(float a, float s, float r, f
         : "+f"(q) : "f"(a), "f"(s), "f"(r));
     return q;
 }
-// Returns |a| for use as a float. NVRTC would make abs.ftz.f32 of an integer mask.
+// Returns |a| as a float. From an integer mask NVRTC would make abs.ftz.f32.
 __device__ __forceinline__ float absolute(float a) {
     float r;
     asm("abs.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
-// In assembly for the same reason: NVRTC makes neg.ftz.f32 of the first and setp.eq.ftz.f32 of the second
-// where the bits are those of a float.
+// In assembly for the same reason: where the bits are those of a float, NVRTC makes neg.ftz.f32 of the first
+// and setp.eq.ftz.f32 of the second.
 __device__ __forceinline__ u32 with_sign_turned(u32 bits) {
     u32 r;
     asm("xor.b32 %0, %1, 0x80000000;" : "=r"(r) : "r"(bits));
@@ -113,23 +113,23 @@ __device__ __forceinline__ bool has_bits(float a, u32 bits) {
         : "=r"(equal) : "r"(as_bits(a)), "r"(bits));
     return equal;
 }
-// These compare bits, because a comparison of floats would be compiled with .ftz.
+// Bits are compared, because a comparison of floats would be compiled with .ftz.
 __device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
 __device__ __forceinline__ bool is_less(float a, float b) {
     const i32 a_bits = (i32)as_bits(a), b_bits = (i32)as_bits(b);
     const i32 a_order = a_bits < 0 ? -(a_bits & 0x7fffffff) : a_bits;
     const i32 b_order = b_bits < 0 ? -(b_bits & 0x7fffffff) : b_bits;
-    return !is_nan(a) && !is_nan(b) && a_order < b_order;            // Zeros of both signs are 0.
+    return !is_nan(a) && !is_nan(b) && a_order < b_order;            // -0 == +0
 }
-// Returns 0 for a <= 0, and 1 for other numbers and NaN.
+// Returns 0 for a <= 0, otherwise 1 (also for NaN).
 __device__ __forceinline__ float one_unless_at_most_zero(float a) {
     u32 r;
     asm("{\n\t.reg .pred q;\n\tsetp.gtu.f32 q, %1, 0f00000000;\n\t"
         "selp.b32 %0, 0x3f800000, 0, q;\n\t}" : "=r"(r) : "r"(as_bits(a)));
     return as_float(r);
 }
-// The operands are integers, because NVRTC 12.9 uses abs.ftz.f32 where a magnitude, an integer mask, becomes
-// a float operand.
+// Operands are passed as integers: NVRTC 12.9 uses abs.ftz.f32 where an integer-masked magnitude becomes a
+// float operand.
 __device__ __forceinline__ float max_number(float a, float b) {
     u32 r;
     asm("max.f32 %0, %1, %2;" : "=r"(r) : "r"(as_bits(a)), "r"(as_bits(b)));
@@ -151,12 +151,12 @@ __device__ __forceinline__ float at_least(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
-// Returns max_number(largest, |v|) as bits, by one instruction.
+// Returns max_number(largest, |v|) as bits: one instruction.
 __device__ __forceinline__ u32 raised_magnitude(u32 largest, float v) {
     asm("{\n\t.reg .f32 m;\n\tabs.f32 m, %1;\n\tmax.f32 %0, %0, m;\n\t}" : "+r"(largest) : "f"(v));
     return largest;
 }
-// Returns true if every |v| is below limit. NaN is not. It takes one instruction for each.
+// Returns true if every |v| is below limit; false for NaN. One instruction per value.
 __device__ __forceinline__ bool all_below(const float (&v)[4], float limit) {
     u32 all;
     asm("{\n\t.reg .pred q;\n\t.reg .f32 m;\n\t"
@@ -169,13 +169,12 @@ __device__ __forceinline__ bool all_below(const float (&v)[4], float limit) {
 __device__ __forceinline__ bool all_below(const float (&v)[8], float limit) {
     return all_below({v[0], v[1], v[2], v[3]}, limit) & all_below({v[4], v[5], v[6], v[7]}, limit);
 }
-// marks |= mark if v is above limit. NaN is not.
+// marks |= mark if v > limit (false for NaN).
 __device__ __forceinline__ void mark_above(u32& marks, u32 mark, float v, float limit) {
     asm("{\n\t.reg .pred q;\n\tsetp.gt.f32 q, %1, %2;\n\t@q or.b32 %0, %0, %3;\n\t}"
         : "+r"(marks) : "r"(as_bits(v)), "f"(limit), "r"(mark));
 }
-// none_beyond() returns true if no a and no |b| is above limit. NaN is not. It takes one instruction for
-// each.
+// none_beyond(): true if no a and no |b| is above limit; NaN is not above. One instruction per value.
 __device__ __forceinline__ u32 none_beyond_of_four(float a, float b, float c, float d, float limit) {
     u32 none;
     asm("{\n\t.reg .pred q;\n\t"
@@ -205,21 +204,21 @@ __device__ __forceinline__ bool none_beyond(const float (&a)[8], const float (&b
 // Returns a - b, rounded once.
 __device__ __forceinline__ float sub_rn(float a, float b) { return fma_rn(b, -1.0f, a); }
 
-// Returns true for a finite value above zero. No other value has these bits.
+// Returns true for a finite value above zero.
 __device__ __forceinline__ bool is_positive_number(float a) { return as_bits(a) - 1u < 0x7f7fffffu; }
 __device__ __forceinline__ bool is_infinite(float a) { return (as_bits(a) & 0x7fffffffu) == 0x7f800000u; }
 __device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a) & 0x7fffffffu); }
 
-// Returns a / s, correctly rounded like div_rn: div.rn itself makes two corrections by exact remainders once
-// it has a reciprocal. Remainders are negated so that -0 stays -0. r: fl(1 / s). If has_quick_quotients(s), a
-// quotient whose remainder underflows is below 2^-40 and thus 0 in every FP8 format. For other s it may be
-// wrong.
+// Returns a / s, correctly rounded: div.rn itself makes two corrections by exact remainders once it has a
+// reciprocal. Remainders are negated so that -0 stays -0. r: fl(1 / s). With has_quick_quotients(s), a
+// quotient whose remainder underflows is below 2^-40 and thus 0 in every FP8 format; for other s the result
+// may be wrong.
 __device__ __forceinline__ float quick_quotient(float a, float s, float r) {
     return corrected_quotient(a, s, r, corrected_quotient(a, s, r, mul_rn(a, r)));
 }
-// Returns a value with the same FP8 code as a / s, for which one correction suffices. That was tried for
-// every significand of s and for the four nearest floats a on either side of every value at which the code
-// changes. tests/numerics/test_sigmoid.py does so for some s.
+// Returns a value with the same FP8 code as a / s, for which one correction suffices. Tried for every
+// significand of s with the four nearest floats a on either side of every value at which the code changes;
+// tests/numerics/test_sigmoid.py repeats that for some s.
 __device__ __forceinline__ float quick_quotient_of_codes(float a, float s, float r) {
     return corrected_quotient(a, s, r, mul_rn(a, r));
 }

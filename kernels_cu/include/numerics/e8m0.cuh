@@ -1,5 +1,5 @@
-// MX blocks have E8M0 scales (docs/numerics.md, section 2). Here are the scale byte for an amax, the factor
-// for a byte, and the place of bytes in memory.
+// E8M0 scales of MX blocks (docs/numerics.md, section 2): the scale byte of an amax, the factor of a byte,
+// and where bytes are stored.
 #pragma once
 #include "memory/chunks.cuh"
 #include "scale/swizzle.cuh"
@@ -14,7 +14,7 @@ struct MXScaleRule {
     i32 bias;
     u32 not_finite;              // e of a block whose amax is Inf or NaN: 254 (profile te) or 255 (torchao)
 
-    // Returns true if one NaN makes the amax of a block NaN.
+    // Returns true if one NaN makes the block's amax NaN.
     __device__ __forceinline__ bool nan_wins() const { return not_finite == kNanE8m0; }
 
     __device__ __forceinline__ u32 byte(u32 amax_bits) const {
@@ -31,27 +31,27 @@ __device__ __forceinline__ float inverse_e8m0(u32 e) {
     return as_float(e < 254 ? (254 - e) << 23 : e == 254 ? 0x00400000u : kNanF32);
 }
 
-// Says where the scales of one direction go. A line of blocks is a row of the matrix, or a column for
+// Destination of the scales of one direction. A line of blocks is a row of the matrix, or a column for
 // column-wise blocks.
 struct ScaleDestination {
     u8* to;                      // null: scales are not written
     i64 matrix;                  // bytes per matrix
-    i64 line, block;             // compact: strides in bytes, one of which is 1; swizzled: 0, and how many
-                                 // tiles are along a line
+    i64 line, block;             // compact: strides in bytes, one of which is 1; swizzled: 0, and tiles per
+                                 // line
 
     __device__ __forceinline__ bool swizzled() const { return line == 0; }
-    // Returns true if scales of neighbouring lines are neighbours, instead of scales of neighbouring blocks.
+    // True if scales of neighbouring lines are adjacent, rather than those of neighbouring blocks.
     __device__ __forceinline__ bool lines_adjoin() const { return line == 1; }
     __device__ __forceinline__ u8* at(i64 m, i64 l, i64 b) const {
         return as_global(to) + m * matrix + (swizzled() ? swizzled_at(l, b, block) : l * line + b * block);
     }
     // Stores the bytes of `word` as the scales of blocks b to b + 3 of line l. b is a multiple of 4, and
-    // bytes of absent blocks are 0. A matrix has `lines` lines of `blocks` blocks.
+    // bytes of absent blocks are 0. The matrix has `lines` lines of `blocks` blocks.
     __device__ __forceinline__ void store_blocks(i64 m, i64 l, i64 b, u32 word, i64 lines, i64 blocks) const {
         const i64 stored = swizzled() ? (lines + 127) / 128 * 128 : lines;
         if (l < stored && b < blocks) store_bytes(at(m, l, b), word, swizzled() ? 4 : left_of(blocks - b, 4));
     }
-    // Stores the bytes of `word` as the scales of block b of lines l to l + 3. Lines adjoin.
+    // Stores the bytes of `word` as the scales of block b of lines l to l + 3. Requires lines_adjoin().
     __device__ __forceinline__ void store_lines(i64 m, i64 l, i64 b, u32 word, i64 lines, i64 blocks) const {
         if (b < blocks) store_bytes(at(m, l, b), word, left_of(lines - l, 4));
     }

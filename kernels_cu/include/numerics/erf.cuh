@@ -1,4 +1,4 @@
-// Tails of the normal distribution, and erf (docs/numerics.md, section 13), are fixed sequences of correctly
+// Tails of the normal distribution, and erf (docs/numerics.md, section 13): fixed sequences of correctly
 // rounded f32 operations, which NumPy repeats (cupy_fp8/reference/numerics.py):
 //
 //   Phi(-t) = 2^(e(t) * t - 1), e of degree 7        = p(f) * 2^n, n = nearest integer, p of degree 5
@@ -6,17 +6,17 @@
 #pragma once
 #include "numerics/arith.cuh"
 
-// n is -127 here, and p(f) is 1: the tail is +0. Before, it is above that.
+// From here on n is -127 and p(f) 1, and the tail is +0; below, it is positive.
 constexpr u32 kTailEnd = 0x413038aau;                                // 11.0138
-// 1.5 * 2^23 - 1: its sum with v + 1 has v, rounded to an integer, in the low bits.
+// 1.5 * 2^23 - 1: kTailToInteger + (v + 1) holds v, rounded to an integer, in the low bits.
 constexpr float kTailToInteger = 12582911.0f;
 constexpr u32 kSqrt2 = 0x3fb504f3u;
 
-// Returns |a|, at most kTailEnd. NaN stays.
+// Returns min(|a|, kTailEnd); NaN stays NaN.
 __device__ __forceinline__ float tail_argument(float a) { return at_most(absolute(a), as_float(kTailEnd)); }
 
-// Returns -Phi(-t) for 0 <= t <= kTailEnd. The sign is in the constants, which changes no bit. n is added to
-// the exponent: below 2^-126 results fall to 0 in a line. Of NaN it is any number.
+// Returns -Phi(-t) for 0 <= t <= kTailEnd; any number for NaN. The sign is in the constants, which changes no
+// bit. n is added to the exponent bits, so that below 2^-126 results fall linearly to 0.
 __device__ __forceinline__ float minus_normal_tail(float t) {
     float e = fma_rn(as_float(0xb598770du), t, as_float(0x379bb6d0u));
     e = fma_rn(e, t, as_float(0xb8b3a842u));
@@ -38,7 +38,7 @@ __device__ __forceinline__ float minus_normal_tail(float t) {
 // Returns erf(x) for any f32.
 __device__ __forceinline__ float erf_of(float x) {
     const u32 size = as_bits(x) & 0x7fffffffu, sign = as_bits(x) & 0x80000000u;
-    if (size - 0x3f800000u <= 0x40000000u) {                         // 1 <= |x|, and no NaN
+    if (size - 0x3f800000u <= 0x40000000u) {                         // |x| >= 1, not NaN
         const float tail = minus_normal_tail(tail_argument(mul_rn(x, as_float(kSqrt2))));
         return as_float(as_bits(fma_rn(2.0f, tail, 1.0f)) | sign);
     }

@@ -5,7 +5,7 @@
 //                      pattern. FP8 saturates unless kSaturate is false.
 //   widen2, narrow2    the same for two elements, the first in the low half, by one instruction if the
 //                      chip has it
-// sm_89 and later convert FP8 in hardware. Older chips, the CPU and -DCUPY_FP8_BITCODE use the integer code.
+// sm_89 and later convert FP8 in hardware; older chips, the CPU and -DCUPY_FP8_BITCODE use the integer code.
 // Both agree for every input (all 2^32 on an H200).
 #pragma once
 #include "numerics/arith.cuh"
@@ -16,8 +16,8 @@
 
 constexpr u32 kNanF32 = 0x7fc00000u, kNanBf16 = 0x7fc0u, kNanF16 = 0x7e00u, kNanFp8 = 0x7fu, kNanE8m0 = 0xffu;
 
-// Returns the larger magnitudes of two words with two 16-bit halves each. kNan false: a NaN in `next` is
-// ignored, and `largest` never holds one. kNan true: NaN wins.
+// Returns the larger magnitudes of two words with two 16-bit halves each. kNan false: NaN in `next` is
+// ignored, and `largest` never holds one; true: NaN wins.
 template <u32 kInf, bool kNan>
 __device__ __forceinline__ u32 max_halves_by_bits(u32 largest, u32 next) {
     u32 result = 0;
@@ -76,7 +76,7 @@ struct bf16 {
         lo = as_float(pair << 16);
         hi = as_float(pair & 0xffff0000u);
     }
-    // A NaN is 0x7fff on the GPU, as the instruction makes it.
+    // NaN is 0x7fff on the GPU, as the instruction makes it.
     static __device__ __forceinline__ u32 narrow2_any_nan(float lo, float hi) {
 #ifdef CUPY_FP8_HOST
         return narrow(lo) | narrow(hi) << 16;
@@ -122,7 +122,7 @@ struct f16 {
 #ifdef CUPY_FP8_HOST
         const u32 bits = as_bits(value), sign = bits >> 16 & 0x8000u;
         u32 magnitude = bits & 0x7fffffffu;
-        // It rounds past 65504.
+        // rounds past 65504
         if (magnitude >= 0x477ff000u) return sign | 0x7c00u;
         // Below 2^-14 the ulp is 2^-24.
         if (magnitude < 0x38800000u)
@@ -151,7 +151,7 @@ struct f16 {
     static __device__ __forceinline__ u32 narrow2(float lo, float hi) { return narrow2_of<f16>(lo, hi); }
 };
 
-// Rounds a magnitude to FP8 by integer instructions, for both formats.
+// Rounds a magnitude to FP8 by integer instructions (both formats).
 //   kMax, kMinNormal   the format's largest value and smallest normal, as f32 bits
 //   kMagic             f32 bits of the power of two whose ulp is the format's subnormal step: adding it
 //                      rounds to that step

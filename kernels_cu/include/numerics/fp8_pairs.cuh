@@ -1,5 +1,5 @@
-// Pairs of FP8 elements are computed as pairs of f16. f16 holds every e4m3fn and e5m2 value, and pairs take
-// half the instructions of f32. A word has two elements, the first one in the low half.
+// Arithmetic on pairs of FP8 elements, as pairs of f16: f16 holds every e4m3fn and e5m2 value, and pairs take
+// half the instructions of f32. A word holds two elements, the first in the low half.
 #pragma once
 #include "numerics/formats.cuh"
 
@@ -40,7 +40,7 @@ struct Halves {
 #endif
     }
     static __device__ __forceinline__ u32 minus(u32 a, u32 b) { return plus(a, b ^ 0x80008000u); }
-    // Returns 1.0 in each half where the numbers differ, and 0 where they are equal or one of them is NaN.
+    // Returns 1.0 in each half where the values differ, and 0 where they are equal or one is NaN.
     static __device__ __forceinline__ u32 different(u32 a, u32 b) {
 #ifdef CUPY_FP8_HOST
         float a_lo, a_hi, b_lo, b_hi;
@@ -64,8 +64,8 @@ struct Halves {
     }
 };
 
-// widen(word, half) widens two of the four codes in a word, and narrow() turns four f16 into a word of codes.
-// It saturates. The largest finite value is 1.75 * 2^kEmax. kInf: there are infinities too.
+// widen(word, half) widens two of a word's four codes; narrow() turns four f16 into a word of codes and
+// saturates. The largest finite value is 1.75 * 2^kEmax. kInf: the format has infinities.
 template <class F> struct Pairs;
 template <class F>
 __device__ __forceinline__ u32 narrow_halves(u32 pair) {
@@ -106,7 +106,7 @@ template <> struct Pairs<e4m3fn> {
     }
 };
 
-// e5m2 is the upper byte of f16.
+// An e5m2 code is the upper byte of its f16.
 template <> struct Pairs<e5m2> {
     static constexpr int kEmax = 15;
     static constexpr bool kInf = true;

@@ -1,4 +1,4 @@
-// The sum of a term of each thread of a grid, by the fixed tree (docs/numerics.md, rule 11).
+// Sum over all threads of a grid, one term each, by the fixed tree (docs/numerics.md, rule 11).
 #pragma once
 #include "numerics/amax.cuh"
 #include "numerics/tree_sum.cuh"
@@ -9,7 +9,7 @@ struct GridSum {
     RunningTreeSum running;
     bool last;
 
-    // Returns the sum over the block's threads to all of them. The whole block calls it.
+    // Returns the block's sum to all its threads, which all call it.
     __device__ __forceinline__ float of_block(float term) {
         const float sum = warp_tree_sum(term);
         __syncthreads();
@@ -19,9 +19,9 @@ struct GridSum {
                                                                    : as_float(kAbsentTerm));
     }
 
-    // Adds up the terms of all threads of all blocks, those of later blocks after those of earlier ones. A
-    // thread without a term has kAbsentTerm. Returns true in one thread of the grid, to which it tells the
-    // sum. of_blocks: a float for each block; done: zero before and after.
+    // Adds up the terms of all threads of all blocks, in the order of blocks. Threads without a term pass
+    // kAbsentTerm. Returns true in one thread of the grid, with the result in `total`. of_blocks: one float
+    // per block; done: zero before and after.
     __device__ __forceinline__ bool add(float term, float* of_blocks, u32* done, float& total) {
         const float sum = of_block(term);
         if (gridDim.x == 1) {

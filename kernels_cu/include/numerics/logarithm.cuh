@@ -1,4 +1,4 @@
-// log and log1p (docs/numerics.md, section 14) are fixed sequences of correctly rounded f32 operations, which
+// log and log1p (docs/numerics.md, section 14): fixed sequences of correctly rounded f32 operations, which
 // NumPy repeats (cupy_fp8/reference/numerics.py).
 #pragma once
 #include "numerics/arith.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ float log_near_one(float t) {
     return fma_rn(mul_rn(t, t), q, t);
 }
 
-// Returns a number below 2^23 as f32.
+// Returns n as f32, exactly, for n < 2^23.
 __device__ __forceinline__ float small_integer(u32 n) {
     return add_rn(as_float(0x4b000000u | n), -8388608.0f);
 }

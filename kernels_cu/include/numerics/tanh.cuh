@@ -1,4 +1,4 @@
-// tanh (docs/numerics.md, section 13) is a fixed sequence of correctly rounded f32 operations, which NumPy
+// tanh (docs/numerics.md, section 13): a fixed sequence of correctly rounded f32 operations, which NumPy
 // repeats (cupy_fp8/reference/numerics.py):
 //
 //   tanh(u) = u + (R(u * u) * (u * u)) * u for |u| < 0.55, else +-(1 - 2 * sigma(-2 * |u|))
@@ -8,7 +8,7 @@
 // Returns tanh(u) for any f32.
 __device__ __forceinline__ float tanh_of(float u) {
     const u32 size = as_bits(u) & 0x7fffffffu, sign = as_bits(u) & 0x80000000u;
-    if (size - 0x3f0ccccdu <= 0x7f800000u - 0x3f0ccccdu) {           // 0.55 <= |u|, and no NaN
+    if (size - 0x3f0ccccdu <= 0x7f800000u - 0x3f0ccccdu) {           // |u| >= 0.55, not NaN
         const float tail = sigmoid(mul_rn(absolute(u), -2.0f));
         return as_float(as_bits(fma_rn(-2.0f, tail, 1.0f)) | sign);
     }

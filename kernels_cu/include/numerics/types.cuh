@@ -1,5 +1,4 @@
-// This file has fixed-width integers and bit casts. NVRTC has no <cstdint>; no CUDA header is needed either
-// (each costs compile time).
+// Fixed-width integers and bit casts: NVRTC has no <cstdint>, and every CUDA header costs compile time.
 #pragma once
 
 using u8 = unsigned char;
@@ -11,7 +10,7 @@ using i64 = long long;
 
 __device__ __forceinline__ float as_float(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 as_bits(float value) { return __float_as_uint(value); }
-// These are for integers. Floats have at_least() and at_most() of arith.cuh.
+// For integers; for floats see at_least() and at_most() in arith.cuh.
 template <class T>
 __device__ __forceinline__ T larger(T a, T b) { return a > b ? a : b; }
 template <class T>

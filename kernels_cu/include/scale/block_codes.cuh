@@ -1,4 +1,4 @@
-// Elements become codes by the scale of their block (docs/numerics.md, section 3). IN, OUT and DIVIDE are the
+// Codes of elements by the scale of their block (docs/numerics.md, section 3). IN, OUT and DIVIDE are the
 // kernel's defines.
 #pragma once
 #include "scale/block_scale.cuh"

@@ -1,23 +1,23 @@
-// Blocks have f32 scales here (docs/numerics.md, section 3): BlockRule finds the scale of an amax in every
-// profile, and ScaleGrid says where scales go.
+// f32 scales of blocks (docs/numerics.md, section 3): BlockRule computes the scale of an amax in every
+// profile; ScaleGrid is the destination of scales.
 #pragma once
 #include "memory/chunks.cuh"
 #include "scale/scale.cuh"
 
-// A block's elements are multiplied by the factor, and scale_inv is stored.
+// Elements are multiplied by `factor`; scale_inv is stored.
 struct BlockScale {
     float factor, scale_inv;
 };
 
-// Returns a / b as div_rn rounds it, for numbers that are not below 0, except 0 / 0 and Inf / Inf. div.rn has
-// a call, which costs every kernel registers; quotients of significands need none.
+// Returns a / b, correctly rounded, for operands >= 0, except 0 / 0 and Inf / Inf. div.rn contains a call,
+// which costs every kernel registers; quotients of significands need none.
 __device__ __forceinline__ float positive_quotient(float a, float b) {
     if (as_bits(a) == 0 || is_infinite(b)) return 0.0f;
     if (as_bits(b) == 0 || is_infinite(a)) return as_float(0x7f800000u);
     const auto times_2_24 = [](float v) {
         return as_bits(v) < 0x00800000u ? as_bits(mul_rn(v, 16777216.0f)) : as_bits(v) + (24u << 23);
     };
-    // These exponents may be larger than those of floats.
+    // exponents may exceed those of f32
     const u32 a_bits = times_2_24(a), b_bits = times_2_24(b);
     const float m = as_float((a_bits & 0x7fffffu) | 0x3f800000u);
     const float n = as_float((b_bits & 0x7fffffu) | 0x3f800000u);
@@ -26,7 +26,8 @@ __device__ __forceinline__ float positive_quotient(float a, float b) {
     const i32 moved = (i32)(a_bits >> 23) - (i32)(b_bits >> 23), exponent = (i32)(bits >> 23) + moved;
     if (exponent >= 255) return as_float(0x7f800000u);
     if (exponent > 0) return as_float(bits + ((u32)moved << 23));
-    // A subnormal result is rounded once more to units of 2^-149; where that is a tie, the remainder decides.
+    // A subnormal result is rounded again, to units of 2^-149; in a tie of that rounding the remainder
+    // decides.
     const u32 dropped = (u32)(1 - exponent), significand = (bits & 0x7fffffu) | 0x800000u;
     if (dropped > 24) return 0.0f;
     const i32 remainder = (i32)as_bits(fma_rn(mul_rn(n, -1.0f), q, m));
@@ -36,34 +37,34 @@ __device__ __forceinline__ float positive_quotient(float a, float b) {
     return as_float(units + up);
 }
 
-// Says how the amax a of a block becomes its scale. A profile is one quotient q, which may be rounded to a
-// power of two, and another number found from it:
+// How the amax a of a block becomes its scale. A profile is one quotient q, which may be rounded to a power
+// of two, and a second number found from it:
 //   q = target / a, or a / target            other = 1 / q, or a / target, or a * reciprocal
-// Python turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code has two divisions
-// whatever they are.
+// Python turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code with two divisions
+// serves all of them.
 struct BlockRule {
-    // With it q = a / target is scale_inv; otherwise q = target / a is the factor.
+    // set: q = a / target is scale_inv; clear: q = target / a is the factor
     static constexpr u32 kAmaxFirst = 1;
     // q is 1 where a is 0 or Inf, and `largest` where target / a overflows.
     static constexpr u32 kGuarded = 2;
-    static constexpr u32 kRoundDown = 4, kRoundUp = 8;               // q is rounded to a power of two.
+    static constexpr u32 kRoundDown = 4, kRoundUp = 8;               // q is rounded to a power of two
     static constexpr u32 kLeastQuickAmax = 67u << 23, kMostQuickAmax = 187u << 23;   // bits of 2^-60 and 2^60
-    // The other number is a / target, or a * reciprocal.
+    // the other number is a / target, or a * reciprocal
     static constexpr u32 kOtherQuotient = 16, kOtherProduct = 32;
 
-    // The FP8 format's maximum, and fl(1 / it).
+    // largest value of the FP8 format, and fl(1 / target)
     float target, reciprocal;
-    float eps;                                                       // a is at least this
+    float eps;                                                       // lower bound of a
     float largest;
-    // The bounds of results that are rounded up, as f32 bits.
+    // bounds of results that are rounded up, as f32 bits
     u32 low, high;
     u32 flags;
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
 
-    // Returns the same as of(). Where q = target / a is rounded down to a power of two and no number is
-    // extreme, its exponent is the difference of exponents, less one if a's significand is the larger one:
-    // the quotient is then too far below a power of two to be rounded to it.
+    // Returns the same as of(). If q = target / a is rounded down to a power of two and no number is extreme,
+    // its exponent is the difference of exponents, less one if a's significand is the larger one (the
+    // quotient is then too far below a power of two to be rounded to it).
     __device__ __forceinline__ BlockScale quick_of(u32 amax_bits) const {
         return is_quick(amax_bits) ? quick(amax_bits) : of<false>(amax_bits);
     }
@@ -75,12 +76,12 @@ struct BlockRule {
         const u32 factor = ((as_bits(target) - raised(amax_bits)) & 0xff800000u) + (127u << 23);
         return {as_float(factor), as_float((254u << 23) - factor)};
     }
-    // Returns the larger one of an amax and eps. Magnitudes have the order of their bits.
+    // Returns max(amax, eps). Magnitudes have the order of their bits.
     __device__ __forceinline__ u32 raised(u32 amax_bits) const {
         return amax_bits < as_bits(eps) ? as_bits(eps) : amax_bits;
     }
 
-    // Returns the scales of any amax. kCalls: divisions may be calls.
+    // Returns the scale of any amax. kCalls: divisions may be calls.
     template <bool kCalls = true>
     __device__ __forceinline__ BlockScale of(u32 amax_bits) const {
         const auto divide = [](float v, float by) { return kCalls ? div_rn(v, by)
@@ -100,8 +101,8 @@ struct BlockRule {
     }
 };
 
-// Says where the scales of one direction go, by rows and columns of blocks of x as it lies in memory. Strides
-// are in elements, and one of them is 1. rows, columns: the extents stored for a matrix, padding included.
+// Destination of the scales of one direction, indexed by rows and columns of blocks of x as it lies in
+// memory. Strides in elements, one of which is 1. rows, columns: stored extents per matrix, padding included.
 struct ScaleGrid {
     float* to;                                                       // null: nowhere
     i64 matrix, row, column;

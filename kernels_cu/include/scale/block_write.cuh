@@ -1,20 +1,20 @@
-// A warp writes the codes of its warp tile with this, in kernels of blocks with f32 scales.
+// Writes a warp tile's codes, in kernels with f32 block scales.
 #pragma once
 #include "scale/block_params.cuh"
 #include "groups/row_groups.cuh"
 #include "tile/warp_tile_write.cuh"
 
 constexpr int kSubblocks = kWarpTileColumns / 32; // subblocks of 32 elements in a row of a warp tile
-// Subblocks are so many words apart in shared memory, which is free of bank conflicts.
+// stride of subblocks in shared memory, in words; padded against bank conflicts
 constexpr int kSubblockStride = kWarpTileRows + 4;
-// A warp has so many words for the scales of every row of every subblock.
+// words per warp for the scales of every row of every subblock
 constexpr int kRowWords = kSubblocks * kSubblockStride;
 
-// Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp
-// allow that, since a choice for every few elements takes longer than it saves.
+// Elements are multiplied by a factor, or divided; by quick_quotient_of_codes() where all divisors of a warp
+// allow it (a choice for every few elements would take longer than it saves).
 enum How { kMultiply, kDivideQuickly, kDivide };
 
-// Rows have these operands: factors, or divisors and their reciprocals.
+// operands of rows: factors, or divisors and their reciprocals
 struct RowOperands {
     const float *factors, *divisors;
 
@@ -23,7 +23,7 @@ struct RowOperands {
         four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
     }
 };
-// This lane's columns have these operands.
+// operands of this lane's columns
 struct ColumnOperands {
     float factor[kLaneColumns], divisor[kLaneColumns];
 };
@@ -39,7 +39,7 @@ __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&f
     }).word[0];
 }
 
-// The operands of a warp tile, for WarpTileWriter.
+// operands of a warp tile, for WarpTileWriter
 template <How kHow>
 struct BlockOperands {
     const RowOperands& rows;
@@ -110,9 +110,9 @@ struct BlockWriter {
         tile.write(half, words);
     }
 
-    // Writes all codes of a warp tile whose divisors have no quick quotients. It reads x, of which given_left
-    // rows exist, again. This is rare, and divisions take the compiler longer than anything else here, so
-    // that the loop has only four: those of a lane's columns of one row for one set of operands.
+    // Writes all codes of a warp tile whose divisors have no quick quotients (rare). Reads x, of which
+    // given_left rows exist, again. Divisions take the compiler longer than anything else here, so the loop
+    // body has only four: those of a lane's columns in one row, for one set of operands.
     __device__ __forceinline__ void divide(const Destinations& to, int given_left) const {
 #pragma unroll 1
         for (int i = 0; i < 2 * kWarpTileRows; i++) {
@@ -140,7 +140,7 @@ struct BlockWriter {
     }
 };
 
-// Moves a grid of scales to the part that belongs to a group.
+// Moves a grid of scales to a group's part.
 __device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before,
                                               i64 rows) {
     if (!grid.to) return;

@@ -1,4 +1,4 @@
-// All per-tensor casts include this (docs/numerics.md, section 1). IN and OUT are the kernel's formats.
+// Common to all per-tensor casts (docs/numerics.md, section 1). IN and OUT are the kernel's formats.
 #pragma once
 #include "numerics/amax.cuh"
 
@@ -7,7 +7,7 @@ __device__ __forceinline__ Chunk<OUT, kCount> scale_and_narrow(const Chunk<IN, k
     return converted<OUT>(in, [&](float v, int) { return mul_rn(v, scale); });
 }
 
-// Stores 1 / scale; one thread of the grid calls it. copy: a second destination, or null.
+// Stores 1 / scale. Call from one thread of the grid. copy: a second destination, or null.
 __device__ __forceinline__ void write_scale_inv(float scale, float* to, float* copy) {
     const float inverse = as_float(f32::narrow(div_rn(1.0f, scale)));
     *to = inverse;

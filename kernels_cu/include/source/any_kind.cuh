@@ -1,16 +1,16 @@
-// Path any serves every activation with one program: the call says which (SourceCall::kind()).
+// Path any: one program for every activation, chosen by the call (SourceCall::kind()).
 #pragma once
 #include "source/gelu.cuh"
 #include "source/gelu_tanh.cuh"
 #include "source/relu.cuh"
 #include "source/silu.cuh"
 
-// KINDS in cupy_fp8/ops/quantize/fused.py has the same order.
+// in the order of KINDS in cupy_fp8/ops/quantize/fused.py
 enum class Kind : u32 { silu, gelu, gelu_tanh, relu, relu2 };
-// An activation for the define ACT on path any. Drivers of other paths are declared there too, and want one.
+// The define ACT of path any; drivers of other paths, declared there too, need an activation.
 struct AnyKind : Silu {};
 
-// Finds act(a) and (BACKWARD) act'(a) of some elements, of a * f(alpha * a) for a * f(a) where kIsScaled.
+// act(a) and (BACKWARD) act'(a) of some elements. kIsScaled: of a * f(alpha * a) instead of a * f(a).
 template <class Act, bool kIsScaled, int kCount>
 __device__ __forceinline__ void evaluate_one(float alpha, const float (&a)[kCount], float (&act)[kCount],
                                              float (&slope)[kCount]) {

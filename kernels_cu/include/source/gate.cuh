@@ -1,21 +1,21 @@
-// The formulas of sources that are an activation: act(a), or act(a) * b of the halves a and b of a row of x
+// Formulas of sources that are an activation: act(a), or act(a) * b of the halves a and b of a row of x
 // (docs/numerics.md, section 9). In f32, each operation rounded:
 //
 //   y = act(a) [* b] [* p]              p: the row's weight
 //   da = (g [* b]) * act'(a)            g: the gradient of y, times p
 //   db = g * act(a)                     dp = the sum of (g * act(a)) * b, where g is not yet times p
 //
-// An activation is a struct of functions. It computes act and act' of a from a term, such as sigma(a), of
-// which it finds those of several elements at once:
+// An activation is a struct of functions. act and act' of a are computed from a term, such as sigma(a); terms
+// of several elements are found together:
 //   terms(v)                   replaces each v by its term: four or eight elements (path any, rows.cuh)
-//   terms(v, raw)              the same of eight; raw: their bits in x, for a quicker test (stream.cuh)
+//   terms(v, raw)              the same for eight; raw: their bits in x, for a quicker test (stream.cuh)
 //   terms_of(a, alpha, is_scaled, v)        v receives the terms of alpha * a; is_scaled: alpha is not 1. For
-//                              gated sources with programs for options, of which gpt_oss takes
-//                              a * f(alpha * a) for a * f(a)
+//                              gated sources with programs for options (gpt_oss: a * f(alpha * a) instead of
+//                              a * f(a))
 //   activation(a, term), derivative(alpha * a, term)
-// Path any has those of any_kind.cuh, which find act and act' of every activation.
-// act(0) is 0, since elements that do not exist are zeros and count for every amax. Values and gradients of
-// finite numbers are numbers: what overflows on the way is bounded.
+// Path any has those of any_kind.cuh, for every activation.
+// act(0) is 0, since absent elements are zeros and count for every amax. Values and gradients of finite
+// numbers are finite or Inf, never NaN: intermediate overflows are bounded.
 #pragma once
 #include "fused/program.cuh"
 
@@ -24,12 +24,12 @@ template <class Act, bool kIsGated>
 struct Gate : Act {
     static constexpr bool kGated = kIsGated;
     static constexpr int kHalves = 1 + kGated;
-    // There are so many results: y, or the gradients of both halves.
+    // parts of the result: y, or the gradients of both halves
     static constexpr int kParts = kBackward ? kHalves : 1;
-    // An element is made of so many: of both halves, and of grad.
+    // inputs per element: both halves, and grad
     static constexpr int kArrays = kHalves + kBackward;
 
-    // v: a, b and grad of several elements, of which this is element i.
+    // v: a, b and grad of several elements; i: index of this element
     template <class V>
     static __device__ __forceinline__ float gated(float act, const V& v, int i) {
         if constexpr (kGated) return mul_rn(act, v[1][i]);
@@ -39,7 +39,7 @@ struct Gate : Act {
     static __device__ __forceinline__ float value(const V& v, int i, float term) {
         return gated(Act::activation(v[0][i], term), v, i);
     }
-    // Gated sources alone have weights. The weight is 1 where rows have none, which changes no bit.
+    // Only gated sources have weights; 1 where rows have none, which changes no bit.
     static __device__ __forceinline__ float weighted(float y, float weight) {
         return kGated ? mul_rn(y, weight) : y;
     }

@@ -1,12 +1,12 @@
-// Options of gated sources are bias, clamp, gpt_oss, interleaved x (a0 b0 a1 b1 ...) and gradients whose H is
-// no multiple of a tile's columns; rows allow wide accesses. All threads take the same options, so each costs
-// one branch for eight elements, or none: without clamp the limit is Inf, without gpt_oss alpha is 1 and -0
+// Options of gated sources: bias, clamp, gpt_oss, interleaved x (a0 b0 a1 b1 ...), and gradients whose H is
+// no multiple of a tile's columns; rows allow wide accesses. Options are uniform over threads, so each costs
+// one branch per eight elements, or none: without clamp the limit is Inf; without gpt_oss alpha is 1, and -0
 // is added to b, which changes no bit.
 //
-// Results of gradients lie in two parts of each row. [da | db]: the tile of da and that of db. Interleaved:
-// two neighbouring tiles of da0 db0 da1 db1 ...; of 128 columns of grad a thread has four of the first 64 and
-// the same four of the others: so its eight columns of either part are neighbours, loads and stores are
-// whole, and all that follows is the same for both orders.
+// Gradients lie in two parts of each row. [da | db]: a tile of da and one of db. Interleaved: two
+// neighbouring tiles of da0 db0 da1 db1 ...; of 128 columns of grad a thread has four of the first 64 and the
+// same four of the others, so that its eight columns of either part are adjacent, loads and stores are whole,
+// and all that follows is the same for both orders.
 #pragma once
 #include "fused/stream_shape.cuh"
 #include "source/gated.cuh"
@@ -15,10 +15,9 @@
 template <bool, class A, class B> struct Either { using Type = A; };
 template <class A, class B> struct Either<false, A, B> { using Type = B; };
 
-// Shared memory has the biases of a block's columns that the rows of a tile have, of a and b, in an order in
-// which a thread has four after four. With experts those of the first row's expert are here, then those of
-// the last row's; rows of other experts are rare. They are stored as f32, but as they come where shared
-// memory is short.
+// Shared memory holds the biases of the thread block's columns, of a and b, ordered so that a thread's come
+// in fours. With experts: the biases of the first row's expert, then those of the last row's; rows of other
+// experts are rare. Stored as f32, or unconverted where shared memory is short.
 class Biases {
     using Stored = Either<kIsShort, IN, f32>::Type;
     static constexpr int kHalf = Tile::kColumns / 2, kBiasesPerExpert = 2 * Tile::kColumns;
@@ -32,12 +31,12 @@ class Biases {
     static __device__ __forceinline__ u32 to_stored(F, u32 bits) { return bits; }
 
 public:
-    // Returns the two experts whose biases are in shared memory.
+    // The two experts whose biases are in shared memory.
     static __device__ __forceinline__ u32* experts() {
         __shared__ u32 experts[2];
         return experts;
     }
-    // Loads a tile's biases. Call __syncthreads() before add(), and before another tile's are loaded.
+    // Loads a tile's biases. Call __syncthreads() before add(), and before loading another tile's.
     static __device__ __forceinline__ void load(const SourceCall& call, const TilePosition& tile) {
         const int last = threadIdx.x / kBiasesPerExpert;
         const int part = threadIdx.x / Tile::kColumns % 2;
@@ -57,7 +56,7 @@ public:
             exists ? from[call.interleaved() ? 2 * at + part : part * call.half() + at] : kMinusZero;
         shared_biases()[threadIdx.x] = (Stored::storage)to_stored(Stored{}, bits);
     }
-    // Keeps the address of this thread's biases in a register: the compiler would compute it anew for every
+    // Keeps the address of this thread's biases in a register, which the compiler would recompute for every
     // use.
     __device__ __forceinline__ Biases() {
         if constexpr (kOptions) {
@@ -70,8 +69,8 @@ public:
 #endif
         }
     }
-    // Adds the biases. part: 0 for a, 1 for b; last: those of the last row's expert. Rows that do not exist
-    // are then no longer 0.
+    // Adds the biases. part: 0 for a, 1 for b; last: those of the last row's expert. Absent rows are then no
+    // longer 0.
     __device__ __forceinline__ void add(const SourceCall& call, int part, bool last, float (&v)[8]) const {
         if (!kExperts && !call.bias) return;
 #pragma unroll
@@ -114,12 +113,12 @@ private:
 #endif
 };
 
-// Returns the number that gpt_oss adds to b; without it -0.
+// Returns what gpt_oss adds to b; -0 without it.
 __device__ __forceinline__ float one(const SourceCall& call) {
     return call.has(SourceCall::kGptOss) ? 1.0f : -0.0f;
 }
 
-// Clamps a and b where an element is beyond the limit, which is rare. Returns bit i for a, bit 8 + i for b.
+// Clamps a and b. An element beyond the limit is rare. Returns bit i for a, bit 8 + i for b.
 __device__ __forceinline__ u32 clip(const SourceCall& call, float (&a)[8], float (&b)[8]) {
     if (__builtin_expect(none_beyond(a, b, call.limit), 1)) return 0;
     u32 clipped = 0;
@@ -132,8 +131,8 @@ __device__ __forceinline__ u32 clip(const SourceCall& call, float (&a)[8], float
     return clipped;
 }
 
-// Computes da and db of eight elements, in the order of their parts. sums: the terms of dp, added over four
-// elements and four; interleaved, these are the sums of either part.
+// Computes da and db of eight elements, in the order of their parts. sums: the terms of dp, added up by
+// fours; interleaved: the sums of each part.
 __device__ __forceinline__ void gradients(const SourceCall& call, float weight, float (&v)[kArrays][8],
                                           const float (&terms)[8], u32 clipped, float (&values)[kParts][8],
                                           float (&sums)[2]) {

@@ -1,10 +1,10 @@
-// Path any of gated sources: rows of a patch (fused/patch.cuh).
+// Path any of gated sources: the rows of a patch (fused/patch.cuh).
 #pragma once
 #include "source/gated.cuh"
 #include "fused/patch_position.cuh"
 #include "numerics/tree_sum.cuh"
 
-// A slice is the elements of a row that are computed at a time: registers allow no more.
+// elements of a row per step; registers allow no more
 constexpr int kSlice = kBackward ? 4 : 8;
 
 // Widens a slice of eight elements.
@@ -16,8 +16,8 @@ __device__ __forceinline__ void widen_slice(const Eight& from, int slice, float 
     }
 }
 
-// Loads eight elements of a row that starts again after `wrap` columns, since a patch may have both da and
-// db. A loop shifts the elements in: unrolled, these loads would be half of a kernel.
+// Loads eight elements of a row that wraps around after `wrap` columns, since a patch may have both da and
+// db. A loop shifts the elements in; unrolled, these loads would be half of a kernel.
 __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wrap, i64 column, int left) {
     constexpr int kWordsPerLoad = Chunk<IN, kLoad>::kWords, kWords = kLoads * kWordsPerLoad;
     u32 word[kWords + 1] = {};
@@ -32,11 +32,11 @@ __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wr
     for (int w = 0; w < kWords; w++) to[w / kWordsPerLoad].word[w % kWordsPerLoad] = word[w];
 }
 
-// Loads the elements of a row of x, or of bias, that eight elements of the result are made of.
+// The elements of a row of x, or of bias, for eight elements of the result.
 struct Halves {
     Eight part[2];               // a and b; interleaved 16 neighbours (BACKWARD: 8, and part[1] is not used)
 
-    // row: a row of x. left: how many of the result's columns exist; zeros take the place of the others.
+    // row: a row of x. left: how many of the result's columns exist; the others are zeros.
     template <bool kWide>
     __device__ __forceinline__ void load(const SourceCall& call, const IN::storage* row, i64 column,
                                          int left) {
@@ -68,7 +68,7 @@ struct Halves {
     }
 };
 
-// Loads the elements of a row of grad that eight elements of the result are made of.
+// The elements of a row of grad for eight elements of the result.
 struct Grads {
     Eight eight;                 // interleaved: four, or two and two
 
@@ -98,7 +98,7 @@ struct Grads {
     }
 };
 
-// Stores the sum of a row's terms over the columns of a tile: half a warp has the row's patches.
+// Stores the sum of a row's terms over the columns of a tile; half a warp has the row's patches.
 __device__ __forceinline__ void store_sum(const SourceCall& call, const PatchPosition& patch, int r,
                                           float total) {
 #pragma unroll
@@ -109,8 +109,8 @@ __device__ __forceinline__ void store_sum(const SourceCall& call, const PatchPos
         call.sums[first / Tile::kColumns * call.rows + patch.row + r] = as_float(f32::narrow(total));
 }
 
-// A slice of a row: a, b and (BACKWARD) grad, biased and clamped, act(a) and (BACKWARD) act'(a). clipped: bit
-// i for a, bit 8 + i for b.
+// A slice of a row: a, b and (BACKWARD) grad, biased and clamped, with act(a) and (BACKWARD) act'(a).
+// clipped: bit i for a, bit 8 + i for b.
 struct Slice {
     float v[kArrays][kSlice], act[kSlice], slope[kSlice];
     u32 clipped = 0;
@@ -133,7 +133,7 @@ struct Slice {
             float &a = v[0][i], &b = v[1][i];
             const float clamped_a = at_most(a, call.limit);
             const float clamped_b = at_least(at_most(b, call.limit), call.minus_limit);
-            if (kBackward) {         // An element is clipped if it has become a limit; NaN never does.
+            if (kBackward) {         // clipped elements equal a limit; NaN never does
                 if (as_bits(clamped_a) == limit && as_bits(a) != limit) clipped |= 1u << i;
                 if ((as_bits(clamped_b) & 0x7fffffffu) == limit && as_bits(b) != as_bits(clamped_b))
                     clipped |= 0x100u << i;
@@ -141,15 +141,14 @@ struct Slice {
             a = clamped_a, b = clamped_b;
         }
     }
-    // Finds act(a) and its derivative; with gpt_oss b becomes b + 1.
+    // Computes act(a) and its derivative; with gpt_oss b becomes b + 1.
     __device__ __forceinline__ void evaluate(const SourceCall& call) {
         ::evaluate<true>(call.kind(), call.alpha, v[0], act, slope);
         if (!call.has(SourceCall::kGptOss)) return;
 #pragma unroll
         for (int i = 0; i < kSlice; i++) v[1][i] = add_rn(v[1][i], 1.0f);
     }
-    // Computes the gradients. others: bits of columns that are db, or do not exist; all_others: those of all
-    // slices.
+    // Computes the gradients. others: bits of columns that are db or absent; all_others: those of all slices.
     __device__ __forceinline__ void gradients(u32 all_others, u32 others, float (&out)[kSlice]) const {
         if (all_others != 0xffu) {
 #pragma unroll
@@ -163,7 +162,7 @@ struct Slice {
     }
 };
 
-// A thread loads these elements for a row of its patch.
+// A thread's elements for a row of its patch.
 struct SourceRow {
     Halves x;
     Grads grad;
@@ -228,8 +227,8 @@ private:
             }
             s.gradients(all_others, others, out);
             if (!call.has(SourceCall::kClamped)) continue;
-            // Gradients of clipped elements are 0 whatever the weight, and those of absent elements must be
-            // too: 0 times Inf would be NaN.
+            // Gradients of clipped elements are 0 whatever the weight, and so must those of absent ones be: 0
+            // * Inf would be NaN.
             const u32 absent = (0xffu << patch.columns_left & 0xffu) >> slice * kSlice;
             const u32 zeros = s.clipped | absent | absent << 8;
 #pragma unroll
@@ -238,7 +237,7 @@ private:
         }
         if (call.sums) store_sum(call, patch, r, sum.sum());
     }
-    // Sets the bit of each of the eight columns that is db or does not exist.
+    // A bit for each of the eight columns that is db or absent.
     static __device__ __forceinline__ u32 not_a(const SourceCall& call, const PatchPosition& patch) {
         if (call.interleaved()) return 0xaau | (0xffu << patch.columns_left & 0xffu);
         return 0xffu << left_of(call.half() - patch.column, 8) & 0xffu;

@@ -1,7 +1,5 @@
-// The rows of calls with options: gated sources declare this beside Stream (fused/stream.cuh).
-//
-// A thread waits for other experts' biases too. Where a bias is added to rows and columns that do not exist,
-// the results are made zeros.
+// The rows of calls with options, beside Stream (fused/stream.cuh). Other experts' biases are loaded with a
+// wait. Where a bias is added to absent rows and columns, the results are set to zero.
 #pragma once
 #include "fused/stream.cuh"
 #include "source/gated_options.cuh"
@@ -9,7 +7,7 @@
 template <class Call>
 class OptionStream : public StagedRows {
 public:
-    // at: the block's first tile.
+    // at: the thread block's first tile.
     __device__ __forceinline__ OptionStream(const Call& call, const TilePosition& at, int tiles, u8* shared)
         : StagedRows(call, shared) {
         const i64 row = at.row + row_in_step(0), column = at.column + Tile::patch_column();
@@ -34,8 +32,8 @@ public:
             shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
         __syncthreads();
     }
-    // Computes the rows of a tile: use(r, values) is called for each. at: the tile; weights: those of its
-    // rows. Forward, rows that do not exist have only biases: the caller makes them zeros.
+    // Computes the rows of a tile, calling use(r, values) for each. at: the tile; weights: those of its rows.
+    // Forward, absent rows hold only biases: the caller zeroes them.
     template <class Use>
     __device__ __forceinline__ void each(const StreamPosition& at, const float* weights, Use use) {
         u32 sums[2][kThreadRows];                                    // of both parts
@@ -59,38 +57,38 @@ public:
         if constexpr (kBackward) store_sums_of_parts(at, sums);
         left -= kStepRows;
     }
-    // Returns how many of the `left` rows exist in this thread's columns of a part.
+    // How many of the `left` rows exist in this thread's columns of a part.
     __device__ __forceinline__ int left_in(int part, int left) const { return has(part) ? left : 0; }
 
 private:
-    // Source, by a name that depends on Call: an activation without programs for options has no terms_of().
+    // Source, made dependent on Call: an activation without programs for options has no terms_of().
     using Options = typename Either<(sizeof(Call) > 0), Source, Call>::Type;
 
     const Biases biases;
     static_assert(!kOptions || 4 * Tile::kColumns == kStreamThreads,
                   "each loads a bias: of two experts, of a and b");
     u32 others;                                                      // rows of other experts (change_biases)
-    // Masks of `clipped`: interleaved, a thread has four elements of either part; otherwise it has all of
-    // both parts or none.
+    // Masks of `clipped`: interleaved, a thread has four elements of either part; otherwise all of both parts
+    // or none.
     static constexpr u32 kFirstPart = 0x0f0fu, kBothParts = 0xffffu;
-    u32 absent;                                                      // columns that do not exist
-    // Bits of the elements that are clipped or do not exist in the row that read_row() has read last.
+    u32 absent;                                                      // absent columns
+    // elements clipped or absent in the row that read_row() has read last
     u32 clipped;
 
     __device__ __forceinline__ bool has(int part) const {
         return !kBackward || !(absent & (part ? kBothParts & ~kFirstPart : kFirstPart));
     }
-    // Returns the first element of a row of x that this thread has. column: the tile's column.
+    // First element of a row of x that this thread has. column: the tile's column.
     static __device__ __forceinline__ i64 first_of_row(const Call& call, i64 column) {
         if (!call.interleaved()) return column + Tile::patch_column();
         return 2 * column + (kBackward ? 1 : 2) * Tile::patch_column();
     }
-    // Returns the distance in elements from a thread's first eight of a row of x to its second eight.
+    // Distance in elements from a thread's first eight of a row of x to its second eight.
     __device__ __forceinline__ i64 second() const {
         return !call.interleaved() ? half : kBackward ? Tile::kColumns : 8;
     }
 
-    // Computes the gradients of the row that was read last. sums: row r of both parts.
+    // Computes the gradients of the row read last. sums: row r of both parts.
     __device__ __forceinline__ void find_gradients(int r, float weight, float (&v)[kArrays][8],
                                                    const float (&terms)[8], float (&values)[kParts][8],
                                                    u32 (&sums)[2][kThreadRows]) const {
@@ -111,9 +109,9 @@ private:
             store_sums(call, sums[1], row, kRowStride, first / Tile::kColumns + 1, left);
     }
 
-    // Loads a tile's biases, where the block has those of other experts. Returns kThreadRows bits for this
-    // thread's rows of another expert than the first row of the tile, then as many for those of another one
-    // than the last row too.
+    // Loads a tile's biases where the shared ones are of other experts. Returns kThreadRows bits for this
+    // thread's rows whose expert is not the first row's, then kThreadRows bits for those whose expert is not
+    // the last row's either.
     __device__ __forceinline__ u32 change_biases(const TilePosition& tile) const {
         static_assert(!kOptions || (kThreadRows == 4 && kRowStride == 1),
                       "four words of which the first is aligned");
@@ -138,7 +136,7 @@ private:
         if constexpr (!kExperts) return biases.add(call, part, false, v);
         u32 rare = others;
 #ifndef CUPY_FP8_HOST
-        // Without this the compiler duplicates the code down to sigma for either case, and spills.
+        // Without this the compiler duplicates the code down to sigma for both cases, and spills.
         asm volatile("" : "+r"(rare));
 #endif
         if (__builtin_expect(!(rare >> (kThreadRows + r) & 1), 1))
@@ -146,7 +144,7 @@ private:
         const TilePosition tile = at.tile();
         const IN::storage* from = call.bias_of(tile.row + row_in_step(r));
         if (!from || left <= r * kRowStride) return;
-        // This is a loop for the same reason as in sigmoids().
+        // a loop for the same reason as in sigmoids()
         const bool interleaved = call.interleaved();
         from += first_of_row(call, tile.column) + (interleaved ? part : part * half);
 #pragma unroll 1
@@ -158,7 +156,7 @@ private:
             v[7] = first;
         }
     }
-    // Reads a row: v receives a, b and grad, but forward act(a) in place of a.
+    // Reads a row: v receives a, b and grad; forward, act(a) in place of a.
     __device__ __forceinline__ void read_row(const StreamPosition& at, int r, float (&v)[kArrays][8],
                                              float (&terms)[8]) {
         Eight raw[2];
@@ -191,9 +189,9 @@ private:
         for (float& b : v[1]) b = add_rn(b, one(call));
     }
 
-    // Requests kRowsPerRequest rows from r on, of this tile or of those that follow.
+    // Requests kRowsPerRequest rows from r on, of this or the following tiles.
     __device__ __forceinline__ void request(int begin) {
-        // f32 reads it anew: with one more value in registers its gradients spill on sm_120 (CUDA 12).
+        // f32 re-reads it: with one more value in registers its gradients spill on sm_120 (CUDA 12).
         const i64 half = kLoads > 1 ? call.half() : this->half;
 #pragma unroll
         for (int r = begin; r < begin + kRowsPerRequest; r++) {
@@ -214,7 +212,7 @@ private:
         }
         copy_async_commit();
     }
-    // Requests eight neighbours of grad or, interleaved, four and four.
+    // Requests eight adjacent elements of grad or, interleaved, four and four.
     __device__ __forceinline__ void request_grad(u8* to, bool first, bool other) const {
         if (!call.interleaved()) {
 #pragma unroll

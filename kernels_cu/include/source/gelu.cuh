@@ -1,7 +1,7 @@
-// The activation gelu(a) = a * Phi(a), Phi the normal distribution (numerics/erf.cuh), from one tail for both
-// signs: with t = |a|, q = Phi(-t) it is max(a, 0) - t * q. Terms are -q; t is bounded where q is 0, so that
-// -Inf gives 0. No branch and no division: this takes two thirds of the instructions of (a / 2) * (1 + erf),
-// and keeps the digits that 1 + erf(-x) loses.
+// The activation gelu(a) = a * Phi(a), Phi the normal distribution (numerics/erf.cuh). One tail serves both
+// signs: with t = |a| and q = Phi(-t) it is max(a, 0) - t * q. Terms are -q; t is bounded where q is 0, so
+// that -Inf gives 0. No branch, no division: two thirds of the instructions of (a / 2) * (1 + erf), without
+// the cancellation of 1 + erf(-x).
 #pragma once
 #include "fused/program.cuh"
 #include "numerics/erf.cuh"

@@ -1,5 +1,5 @@
-// The activation gelu_tanh(a) = (a / 2) * (1 + tanh u) = a * sigma(2 u), whose terms are sigma
-// (numerics/sigmoid.cuh): no tanh, and nothing is lost where it is near -1.
+// The activation gelu_tanh(a) = (a / 2) * (1 + tanh u) = a * sigma(2 u); terms are sigma
+// (numerics/sigmoid.cuh). No tanh, and no cancellation where it is near -1.
 #pragma once
 #include "fused/program.cuh"
 #include "numerics/sigmoid.cuh"
@@ -16,8 +16,8 @@ struct GeluTanh {
     }
     static __device__ __forceinline__ void terms(float (&v)[8], const Eight&) { terms(v); }
     static __device__ __forceinline__ float activation(float a, float sigma) { return mul_rn(a, sigma); }
-    // sigma + (a * (sigma * (1 - sigma))) * (2 u)'. The square is bounded, past which sigma * (1 - sigma) is
-    // 0: Inf times 0 would be NaN.
+    // sigma + (a * (sigma * (1 - sigma))) * (2 u)'. The square is bounded: past the bound sigma * (1 - sigma)
+    // is 0, and 0 * Inf would be NaN.
     static __device__ __forceinline__ float derivative(float a, float sigma) {
         const float square = at_most(mul_rn(a, a), 128.0f);
         const float slope = fma_rn(square, as_float(kCubicTimes3), as_float(kLinear));

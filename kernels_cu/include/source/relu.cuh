@@ -1,4 +1,4 @@
-// The activations relu(a) = max(a, 0) and relu2(a) = relu(a)^2, which need no terms. NaN stays.
+// The activations relu(a) = max(a, 0) and relu2(a) = relu(a)^2, which need no terms. NaN stays NaN.
 #pragma once
 #include "fused/program.cuh"
 
@@ -15,7 +15,7 @@ struct Relu2 : Relu {
         const float r = at_least(a, 0.0f);
         return mul_rn(r, r);
     }
-    // Bounded: Inf times a gradient of 0 would be NaN.
+    // bounded: Inf times a gradient of 0 would be NaN
     static __device__ __forceinline__ float derivative(float a, float) {
         return at_most(mul_rn(at_least(a, 0.0f), 2.0f), as_float(0x7f7fffffu));
     }

@@ -1,9 +1,9 @@
-// The activation silu(a) = a * sigma(a), whose terms are sigma (numerics/sigmoid.cuh).
+// The activation silu(a) = a * sigma(a); terms are sigma (numerics/sigmoid.cuh).
 #pragma once
 #include "fused/program.cuh"
 #include "numerics/sigmoid.cuh"
 
-// Bits of kQuickSigmoid.
+// bits of kQuickSigmoid
 __device__ constexpr u32 quick_limit(bf16) { return 0x42aeu; }
 __device__ constexpr u32 quick_limit(f16) { return 0x5570u; }
 __device__ constexpr u32 quick_limit(f32) { return 0; }
@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 larger_halves(f16, u32 a, u32 b) {
 #endif
 }
 __device__ __forceinline__ u32 larger_halves(f32, u32 a, u32 b) { return a; }
-// Returns true if every |a| is below kQuickSigmoid: from their bits, two 16-bit numbers at a time.
+// Returns true if every |a| is below kQuickSigmoid, from the bits of two 16-bit values at a time.
 __device__ __forceinline__ bool all_quick(const Eight& raw) {
     if (sizeof(IN::storage) == 4) {
         float a[8];
@@ -40,7 +40,7 @@ __device__ __forceinline__ bool all_quick(const Eight& raw) {
     return !((amax & 0x7fff7fffu) + (0x8000u - quick_limit(IN{})) * 0x10001u & 0x80008000u);
 }
 
-// If |a| is below this, 1.702 * |a| is below kQuickSigmoid.
+// 1.702 * 51 < kQuickSigmoid
 constexpr float kQuickGptOss = 51.0f;
 
 struct Silu {

@@ -5,16 +5,16 @@
 
 struct SourceCall {
     static constexpr u32 kWide = 8, kKinds = 16;
-    // Rows have no weights, and one part.
+    // no weights, one part
     static constexpr const float* probs = nullptr;
     static constexpr float* sums = nullptr;
     static __device__ constexpr bool interleaved() { return false; }
 
     const IN::storage* x;        // [rows, columns]
     const IN::storage* grad;     // BACKWARD: [rows, columns]
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    const float* noop;           // one element: 1.0 = write nothing; or null
     i64 rows, columns;
-    // kWide: every row of x and grad allows 16-byte loads, and every row of as-is data 8-byte stores; and
+    // kWide: every row of x and grad allows 16-byte loads, and every row of as-is data 8-byte stores. Plus
     // kKinds * the activation's number
     u32 flags;
 
@@ -28,7 +28,7 @@ constexpr int kParts = Source::kParts, kArrays = Source::kArrays;
 
 #include "fused/patch_position.cuh"
 
-// A thread loads these elements for a row of its patch.
+// A thread's elements for a row of its patch.
 struct SourceRow {
     Eight array[kArrays];        // x and (BACKWARD) grad
 

@@ -1,13 +1,14 @@
-// A block of threads casts one tile of a matrix in both directions from one read (tensor.cu, tensor_list.cu,
-// grouped_tensor.cu). Defines: IN, OUT, TILE_ROWS, TILE_COLUMNS, and DBIAS 1 (column sums before scaling).
-// cast_tile() does all of it. Kernels may also call its steps, which read these members of the tensor p:
+// Cast of one tile of a matrix by a thread block, in both directions from one read (tensor.cu,
+// tensor_list.cu, grouped_tensor.cu). Defines: IN, OUT, TILE_ROWS, TILE_COLUMNS, and DBIAS 1 (column sums
+// before scaling). cast_tile() does all of it. Kernels may also call its steps, which read these members of
+// the tensor p:
 //   find_patch      rows, columns; `given` if kPads<Tensor>
 //   load_rows       x, columns
 //   cast_rows       rowwise(), data, columns
 //   store_columns   data_t, rows, columns; `vector` if kAligned < 2
 //   cast_tile       all of these, columnwise(), amax; column_sums if DBIAS
-// kAligned 0: memory is accessed element by element. 1: every row of x and data allows chunked access. 2: so
-// does every row of data_t (16-byte stores), and all patches are whole and in x, so `vector` is not read.
+// kAligned 0: element by element. 1: every row of x and data allows chunked access. 2: so does every row of
+// data_t (16-byte stores), and all patches are whole and in x, so `vector` is not read.
 #pragma once
 #include "scale/cast.cuh"
 #include "numerics/tree_sum.cuh"
@@ -15,7 +16,7 @@
 
 constexpr int kLoad = 16 / sizeof(IN::storage);                      // elements per 16-byte load
 constexpr int kLoads = 8 / kLoad;                                    // loads per patch row
-// A thread has so many loads in flight; the sums of DBIAS leave registers for half as many on Blackwell.
+// Loads in flight per thread; the sums of DBIAS leave registers for half of them on Blackwell.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kInFlight = DBIAS ? 4 : 8;
 #else
@@ -26,8 +27,7 @@ constexpr u32 kAbsentWord = sizeof(IN::storage) == 4 ? kAbsentTerm : kAbsentTerm
 
 using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
 
-// Adds up the columns of the tile: eight sums of this thread's patch, then those of the patches above and
-// below it.
+// Column sums of the tile: eight sums of this thread's patch, then of the patches above and below it.
 struct PatchSums {
     TreeSum<8> column[8];
 
@@ -41,7 +41,7 @@ struct PatchSums {
         }
     }
     // sums: [pairs of row patches, columns of the tile] in shared memory. The other patch of a pair is 16
-    // lanes away: each thread adds up half of the columns.
+    // lanes away; each thread adds up half of the columns.
     __device__ __forceinline__ void share(float* sums) const {
         static_assert(!DBIAS || Tile::kColumnPatches == 16, "half a warp per row of patches");
         const bool lower = Tile::row_patch() % 2;
@@ -64,37 +64,37 @@ struct PatchSums {
     }
 };
 
-// True if a Tensor may have fewer rows in x, `given`, than are written: the rest are zeros.
+// True if a Tensor may have fewer rows in x (`given`) than are written; the rest are zeros.
 template <class Tensor>
 constexpr bool kPads = false;
 
-// A member of a tensor in shared memory is read where it is used: the tile needs all registers.
+// A tensor's members stay in shared memory until they are used: the tile needs all registers.
 template <class T>
 struct SharedMember {
     const T* at;
     __device__ __forceinline__ operator T() const { return *at; }
 };
 struct SharedOutput {
-    u8* const* at;               // points to an address of global memory, which the compiler has to be told,
-                                 // or to null: not written
+    u8* const* at;               // address of a pointer to global memory (as the compiler must be told), or
+                                 // of null: not written
 };
 __device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) {
     return as_global(*p.at) + offset;
 }
 
-// Says where a thread's patch of 8 x 8 elements lies in x, and which of its rows and columns exist: in the
-// results, and (given_left) in x.
+// A thread's patch of 8 x 8 elements in x, and the rows and columns that exist in the results and
+// (given_left) in x.
 struct CastPatch {
     i64 at;
     int rows_left, columns_left, given_left;
 };
 
-// Returns the patch of this thread in the tile at `at`.
+// Returns this thread's patch of the tile at `at`.
 template <int kAligned, class Tensor>
 __device__ __forceinline__ CastPatch find_patch(const Tensor& p, const TilePosition& at) {
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
-    // Patches are whole, so that one predicate serves all loads.
+    // Patches are whole, so one predicate serves all loads.
     if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;
     int given_left = rows_left;
     if constexpr (kPads<Tensor> && kAligned < 2) given_left = left_of(p.given - row, 8);
@@ -103,7 +103,7 @@ __device__ __forceinline__ CastPatch find_patch(const Tensor& p, const TilePosit
 
 using CastInput = Chunk<IN, kLoad>[kRowsAtOnce][kLoads];
 
-// Loads kRowsAtOnce rows of a patch. Rows that x does not have are zeros.
+// Loads kRowsAtOnce rows of a patch; absent rows are zeros.
 template <int kAligned, class Tensor>
 __device__ __forceinline__ void load_rows(const Tensor& p, const CastPatch& patch, int first,
                                           CastInput& in) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_rows(const Tensor& p, const CastPatch& patc
         }
 }
 
-// Casts these rows to `codes`, stores them row-wise, and adds them to the amax and the sums.
+// Casts these rows to `codes`, stores them row-wise, and adds them to the amax and the column sums.
 template <int kAligned, class Tensor>
 __device__ __forceinline__ void cast_rows(const Tensor& p, const CastPatch& patch, int first,
                                           const CastInput& in, float scale, Chunk<OUT, 8> (&codes)[8],
@@ -150,7 +150,7 @@ template <int kAligned, class Tensor>
 __device__ __forceinline__ void store_columns(const Tensor& p, const Tile& tile, const TilePosition& at) {
     if (kAligned < 2 && !p.vector) {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ != 900 || __CUDACC_VER_MAJOR__ < 13)
-        // For more threads the compiler spills.
+        // with more threads the compiler spills
         constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;
 #else
         constexpr bool kBySectors = Tile::kRows == 256;
@@ -168,8 +168,8 @@ __device__ __forceinline__ void store_columns(const Tensor& p, const Tile& tile,
     }
 }
 
-// Casts the tile at `at`. rowwise() and columnwise() of p say which directions are written. shared: the tile,
-// then the sums.
+// Casts the tile at `at`. rowwise() and columnwise() of p select the directions. shared: the tile, then the
+// sums.
 template <int kAligned, class Tensor>
 __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, float scale, u8* shared) {
     const Tile tile{shared};

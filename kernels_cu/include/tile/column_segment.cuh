@@ -1,9 +1,9 @@
-// Stores the transposed rows of several tiles, one below the other, that one block of threads works on, where
-// these rows do not begin at sectors of memory. Only the sectors at both ends are written in parts: the bytes
-// after a tile's last whole sector wait in shared memory for the next tile, and the bytes before the first
-// whole sector for the last tile, when one byte per lane stores both ends.
+// Stores the transposed rows of several tiles, one below the other, of one thread block, where these rows do
+// not begin at sectors of memory. Only the sectors at both ends are written in parts: the bytes after a
+// tile's last whole sector wait in shared memory for the next tile, and the bytes before the first whole
+// sector for the last tile, when one byte per lane stores both ends.
 //
-// Columns 32 apart begin at the same byte of a sector, whatever the number of rows. So a warp works on such
+// Columns 32 apart begin at the same byte of a sector, whatever the number of rows, so a warp takes such
 // columns together and shifts them by the same number of bytes.
 #pragma once
 #include "tile/warp_tile.cuh"
@@ -11,21 +11,21 @@
 template <class Tile>
 struct ColumnSegment {
     static constexpr int kColumns = Tile::kColumns, kRows = Tile::kRows, kBytes = 2 * kSector * kColumns;
-    // So many columns of a tile begin at the same byte of a sector. They are a set.
+    // A set: the columns of a tile that begin at the same byte of a sector.
     static constexpr int kSetColumns = kColumns / kSector;
-    // A column has kUnits units of 16 bytes. A warp loads units of kColumnsAtOnce columns of a set at a time.
+    // 16-byte units per column; columns of a set that a warp loads at a time
     static constexpr int kUnits = kRows / 16, kColumnsAtOnce = 32 / kUnits;
-    static constexpr int kSets = kSector / (Tile::kThreads / 32);                // sets of a warp
+    static constexpr int kSets = kSector / (Tile::kThreads / 32);                // sets per warp
     static_assert(kUnits >= 2 && kSetColumns % kColumnsAtOnce == 0 && kSets * kSetColumns * 2 % 32 == 0,
                   "whole warps");
 
     const Tile& tile;
-    // kBytes of shared memory, 16-byte aligned. Each warp uses the part of its own columns alone.
+    // kBytes, 16-byte aligned; each warp uses only its own columns' part
     u8* shared;
 
-    // to: where source column 0 of this tile goes, rows `stride` bytes apart. columns_left, rows_left: of
-    // this tile; rows_before: rows of the block's tiles above, all of them whole; last: this is the last
-    // tile.
+    // to: destination of source column 0 of this tile, rows `stride` bytes apart. columns_left, rows_left: of
+    // this tile; rows_before: rows of the thread block's tiles above, all of them whole; last: this is the
+    // last tile.
     __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left,
                                           int rows_before, bool last) const {
         const int unit = threadIdx.x % kUnits, first_column = threadIdx.x / 32 * kSets;
@@ -57,14 +57,14 @@ struct ColumnSegment {
         }
         if (first) keep(head(0), 0);
         if (last) return store_ends(to, stride, columns_left, rows_left, rows_before);
-        // Every lane has read the bytes that keep() overwrites.
+        // all lanes have read the bytes that keep() overwrites
         __syncwarp();
         keep(rest(0), kUnits - 2);
         __syncwarp();
     }
 
 private:
-    // Return where the first 32 bytes of a column are kept, and its last bytes in the tile above.
+    // Where the first 32 bytes of a column are kept, and its last bytes in the tile above.
     __device__ __forceinline__ u8* head(int column) const { return shared + column * kSector; }
     __device__ __forceinline__ u8* rest(int column) const { return head(kColumns + column); }
 
@@ -74,7 +74,7 @@ private:
         return unit < 0 ? reinterpret_cast<const uint4*>(rest(column)) + (unit + 2)
             : tile.unit_at(column, unit % kUnits);
     }
-    // Leaves in lower the 16 bytes that begin at word kFirst, byte bits / 8, of lower and upper together.
+    // Funnel shift: lower becomes the 16 bytes at word kFirst, byte bits / 8, of lower and upper together.
     template <int kFirst>
     static __device__ __forceinline__ void shift_all(
         uint4 (&lower)[kSetColumns / kColumnsAtOnce], const uint4 (&upper)[kSetColumns / kColumnsAtOnce],
@@ -114,7 +114,7 @@ private:
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < of_head + of_tail; i += 32) {
                 const bool in_head = i < of_head;
-                // A row below 0 lies among the bytes kept from the tile above.
+                // rows below 0 are among the bytes kept from the tile above
                 const int r = in_head ? i : rows_left - of_tail + (i - of_head);
                 const u8* from = in_head ? head(column) + r : r < 0 ? rest(column) + kSector + r
                                          : reinterpret_cast<const u8*>(tile.unit_at(column, r / 16)) + r % 16;

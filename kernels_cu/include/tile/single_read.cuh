@@ -1,9 +1,9 @@
 // Current scaling of many matrices from one read: tiles stay in shared memory and registers until their
 // matrix's scale is known.
 //
-// A launch has one block of threads per multiprocessor, all of them resident (a cooperative launch), and
-// every matrix is cut into tiles of 128 x 128 elements. Block b takes tiles b, b + blocks, ... of all
-// matrices in a row. In a block, warps have three tasks:
+// A launch has one thread block per SM, all of them resident (a cooperative launch), and every matrix is cut
+// into tiles of 128 x 128 elements. Block b takes tiles b, b + blocks, ... of all matrices in a row. Warps
+// are specialised:
 //
 //   loaders    copy tiles into `stages` stages of shared memory, one after the other as these become free,
 //              without waiting for them to arrive
@@ -11,23 +11,22 @@
 //              launch, and the amax
 //   consumers  take a tile from its stage to registers, which frees the stage; wait until the amaxes of all
 //              tiles of its matrix have been published; cast it, in both directions. While they wait or cast,
-//              the next tile comes to registers too, if it is there.
+//              the next tile is loaded to registers too, if it is there.
 //
 // So a block holds stages + 1 tiles. A matrix with no more tiles than that in any block is read once. A block
-// loads the tiles of a larger matrix twice: first to publish their amaxes, then, in reverse order for the
-// sake of those that the L2 still holds, to cast them. Blocks cannot wait for each other in a circle: a block
-// publishes the amax of every tile that it has loaded, and the stages of tiles that it does not cast yet are
-// free at once.
+// loads the tiles of a larger matrix twice: first to publish their amaxes, then to cast them, in reverse
+// order for the sake of those that the L2 still holds. Blocks cannot deadlock: a block publishes the amax of
+// every tile that it has loaded, and the stages of tiles that it does not cast yet are free at once.
 //
 // The number of the launch marks every amax, so that those of earlier launches need not be cleared. (Numbers
-// begin again after 2^32 launches, which take days.) The last block to finish counts the launch.
+// wrap around after 2^32 launches, which take days.) The last block to finish counts the launch.
 //
-// IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. A kernel gives a class Tensors, which knows its matrices:
+// IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. A kernel supplies a class Tensors, which knows its matrices:
 //   struct Ahead                          what a lane knows of the tile that it finds next
 //   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: describes the tile in shared memory (kind:
 //                                                 kClear, or 0); false: nothing
 //   void first_tile(const Visit&, u32 launch, u32 amax, float scale)
-//                                                 by one thread, once for every matrix that has a tile
+//                                                 by one thread, once per matrix that has a tile
 //   void clear(const Visit&)              by all consumers: a tile of kind kClear
 //   void last(u32 launch)                 by all consumers of the last block to finish
 #pragma once
@@ -39,22 +38,22 @@
 struct SingleRead {
     u32* state;                  // launches so far, and blocks that have finished this one; zero before the
                                  // first launch
-    u64* published;              // [tiles] of each: the launch, then the amax (f32 bits); zero
-                                 // before the first launch
+    u64* published;              // [tiles]: the launch, then the amax (f32 bits); zero before the first
+                                 // launch
     u32 tiles;                   // of all matrices
     u32 stages;                  // 1 to kMostStages
     TensorScaleRule rule;
 };
 
-// A visit is a tile and what a block does with it.
+// A tile, and what a block does with it.
 enum VisitKind : u32 { kPublish = 1, kCast = 2, kClear = 4, kEnd = 8 };
 struct Visit {
     const IN::storage* x;        // its first element
-    u8 *data, *data_t;           // where that goes; or null: that direction is not written
+    u8 *data, *data_t;           // destinations of the tile; null: that direction is not written
     i64 rows, columns;           // of the matrix
-    i64 matrix;                  // which one
-    u32 tile, first, tiles;      // which of all tiles; the first of the matrix, and how many it has
-    // x has `given` rows of the tile, and the others are zeros. The tile has rows_left rows and columns_left
+    i64 matrix;                  // index of the matrix
+    u32 tile, first, tiles;      // index among all tiles; the matrix's first tile and its number of tiles
+    // x has `given` rows of the tile; the others are zeros. The tile has rows_left rows and columns_left
     // columns.
     int given, rows_left, columns_left;
     u32 vector;                  // rows of data_t allow 16-byte stores
@@ -66,13 +65,13 @@ constexpr int kConsumers = SingleReadTile::kThreads, kPublishers = 64, kLoaders 
 constexpr int kSingleReadThreads = kConsumers + kPublishers + kLoaders;
 constexpr int kMostStages = 6, kVisits = kMostStages + 2;              // two more tiles are in registers
 constexpr int kTileSide = 128, kUnit = 16 / sizeof(IN::storage);     // elements of a 16-byte load
-// ops/quantize/single_read.py has the same number.
+// the same number in ops/quantize/single_read.py
 constexpr int kStageBytes = kTileSide * kTileSide * sizeof(IN::storage);
 static_assert(sizeof(IN::storage) == 2, "a patch of 8 x 8 elements is 32 registers");
 
 struct SingleReadShared {
     PhaseBarrier full[kMostStages], empty[kMostStages];
-    Visit visit[kVisits];        // of tile n of this block in [n % kVisits], until the consumers have cast it
+    Visit visit[kVisits];        // tile n of this block in [n % kVisits], until the consumers have cast it
     Visit found[kLoaders / 32];
     u32 amaxes[2][kPublishers / 32], warp_amaxes[kConsumers / 32];
     u32 launch, is_last;
@@ -80,7 +79,7 @@ struct SingleReadShared {
 static_assert(sizeof(SingleReadShared) + 128 * (kLoaders / 32) <= 2048,
               "also in ops/quantize/single_read.py; 128: what find() has per warp");
 
-// A cursor goes through the stages and the visits in turn.
+// Cursor in the ring of stages and visits.
 struct StageCursor {
     u32 stage = 0, visit = 0, parity;
 
@@ -94,7 +93,7 @@ struct StageCursor {
 __device__ __forceinline__ u64 in_launch(u32 launch, u32 amax) { return (u64)launch << 32 | amax; }
 __device__ __forceinline__ bool is_of(u64 published, u32 launch) { return (u32)(published >> 32) == launch; }
 
-// Requests a loader's part of a tile. Elements that do not exist become zeros.
+// Requests a loader's part of a tile. Absent elements become zeros.
 __device__ __forceinline__ void copy_tile(const Visit& found, int loader, u8* stage) {
     constexpr int kUnits = kTileSide / kUnit, kStep = kLoaders / kUnits, kCopies = kTileSide / kStep;
     const int row = loader / kUnits, unit = loader % kUnits;
@@ -114,7 +113,7 @@ __device__ __forceinline__ void copy_tile(const Visit& found, int loader, u8* st
     }
 }
 
-// Hands a visit over to the publishers and consumers. One whole warp calls it.
+// Hands a visit over to the publishers and consumers. Call from one whole warp.
 __device__ __forceinline__ void hand_over(const Visit& found, u32 kind, Visit& to, PhaseBarrier* full) {
     static_assert(sizeof(Visit) % sizeof(u64) == 0 && sizeof(Visit) <= 32 * sizeof(u64), "a word per lane");
     const int lane = threadIdx.x % 32;
@@ -122,7 +121,7 @@ __device__ __forceinline__ void hand_over(const Visit& found, u32 kind, Visit& t
         reinterpret_cast<u64*>(&to)[lane] = reinterpret_cast<const u64*>(&found)[lane];
     __syncwarp();
     if (lane == 0) to.kind = kind;
-    // Every lane arrives for the word that it has written.
+    // every lane arrives for the word that it has written
     arrive(full);
 }
 
@@ -194,15 +193,15 @@ __device__ __forceinline__ void publish_tiles(const SingleRead& p, SingleReadSha
     }
 }
 
-// Returns the amax of a matrix, once those of all its tiles have been published. All consumers call it.
+// Returns the amax of a matrix, once those of all its tiles have been published. Call from all consumers.
 __device__ __forceinline__ u32 wait_for_amax(const SingleRead& p, SingleReadShared& shared,
                                              const Visit& visit) {
     constexpr int kLoadsInFlight = 4;
     const u32 launch = shared.launch, tiles = visit.tiles;
     const u64* const published = p.published + visit.first;
     const auto pause = [] { __nanosleep(20); };
-    // The last tiles' amaxes are usually published last, so one warp polls for these before anybody asks for
-    // the others: the L2 has much else to do.
+    // The last tiles' amaxes are usually published last: one warp polls for these before all ask for the
+    // others, to keep load off the L2.
     if (threadIdx.x < 32) {
         if (threadIdx.x < tiles)
             while (!is_of(load_relaxed(published + tiles - 1 - threadIdx.x), launch)) pause();
@@ -234,7 +233,7 @@ __device__ __forceinline__ u32 wait_for_amax(const SingleRead& p, SingleReadShar
     return __reduce_max_sync(~0u, lane < kConsumers / 32 ? shared.warp_amaxes[lane] : 0u);
 }
 
-// A consumer holds its patch of the tile that it casts next here.
+// A consumer's patch of the tile that it casts next.
 struct NextPatch {
     const SingleRead& p;
     SingleReadShared& shared;
@@ -246,7 +245,7 @@ struct NextPatch {
     __device__ __forceinline__ bool is_there() const {
         return __all_sync(~0u, has_ended(shared.full + at.stage, at.parity));
     }
-    // Takes the patch from its stage, which is then free.
+    // Takes the patch from its stage, which becomes free.
     __device__ __forceinline__ void take() {
         const int row = SingleReadTile::patch_row(), column = SingleReadTile::patch_column();
         const u8* const from = stages + at.stage * kStageBytes
@@ -267,7 +266,7 @@ struct NextPatch {
     }
 };
 
-// Casts a consumer's patch, and stores the tile in the directions of its visit. All consumers call it.
+// Casts a consumer's patch, and stores the tile in the directions of its visit. Call from all consumers.
 __device__ __forceinline__ void store_cast(const Visit& visit, const Chunk<IN, 8> (&in)[8], float scale,
                                            const SingleReadTile& tile) {
     const int row = SingleReadTile::patch_row(), column = SingleReadTile::patch_column();
@@ -300,7 +299,7 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
                                            SingleReadShared& shared, const u8* stages, u8* staging) {
     NextPatch next{p, shared, stages};
     bool taken = false;
-    // `known` is the first tile of the matrix to which amax and scale belong.
+    // `known`: first tile of the matrix that amax and scale belong to
     u32 visit_at = 0, known = ~0u, amax = 0;
     float scale = 0.0f;
     for (;; visit_at = visit_at + 1 == kVisits ? 0 : visit_at + 1) {
@@ -323,7 +322,7 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
             scale = p.rule.scale_of(as_float(amax));
             if (!taken) taken = next.take_if_there();
         } else if (visit.data_t) {
-            sync_some<2, kConsumers>();                              // All have read the tile before.
+            sync_some<2, kConsumers>();                              // all have read the tile before
         }
         if (threadIdx.x == 0 && visit.tile == visit.first)
             tensors.first_tile(visit, shared.launch, amax, scale);
@@ -331,18 +330,18 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
     }
 }
 
-// Does all work of a block of kSingleReadThreads. memory: p.stages stages, then 16 KB; 16-byte aligned.
+// All work of a block of kSingleReadThreads. memory: p.stages stages, then 16 KB; 16-byte aligned.
 template <class Tensors>
 __device__ __forceinline__ void cast_single_read(const Tensors& tensors, const SingleRead& p, u8* memory) {
     __shared__ SingleReadShared shared;
     if (threadIdx.x < p.stages) {
-        // The loaders arrive with their copies, and one warp for the visit that describes these.
+        // the loaders arrive with their copies, and one warp for the visit that describes these
         init_phases(shared.full + threadIdx.x, kLoaders + 32);
         init_phases(shared.empty + threadIdx.x, (kConsumers + kPublishers) / 32);
     }
     if (threadIdx.x == 0) {
         const u32 launches = load_relaxed(p.state) + 1;
-        shared.launch = launches ? launches : 1;                     // 0 marks what was never published.
+        shared.launch = launches ? launches : 1;                     // 0 marks what was never published
     }
     __syncthreads();
     if (threadIdx.x >= kConsumers + kPublishers) return load_tiles(tensors, p, shared, memory);

@@ -1,7 +1,7 @@
-// Bytes are transposed through shared memory here. A tile is kRows x kColumns bytes; each thread owns a patch
-// of 8 rows x 8 columns, which it transposes in registers (prmt) and writes as eight 8-byte pieces of
-// transposed rows. The 8-byte columns of the shared tile are XOR-swizzled by patch, so that neither those
-// writes nor the 16-byte reads of whole transposed rows conflict in banks.
+// Transposition of bytes through shared memory. A tile is kRows x kColumns bytes; each thread transposes a
+// patch of 8 rows x 8 columns in registers (prmt) and writes it as eight 8-byte pieces of transposed rows.
+// The 8-byte columns of the shared tile are XOR-swizzled by patch, so that neither those writes nor the
+// 16-byte reads of whole transposed rows have bank conflicts.
 #pragma once
 #include "memory/chunks.cuh"
 
@@ -15,14 +15,14 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// A sector of memory has so many bytes: the L2 takes parts of sectors at a fraction of its speed.
+// bytes per sector: the L2 takes parts of sectors at a fraction of its speed
 constexpr int kSector = 32;
-// Returns how many bytes of p's sector lie before p.
+// Bytes of p's sector that lie before p.
 __device__ __forceinline__ int before_sector(const u8* p) {
     return (int)(reinterpret_cast<u64>(p) & kSector - 1);
 }
 
-// Returns the eight bytes of two chunks that begin at byte `first`, 0 to 7.
+// Returns the eight bytes of two chunks from byte `first` (0 to 7) on.
 __device__ __forceinline__ uint2 bytes_of_two(uint2 low, uint2 high, int first) {
     const bool second = first & 4;
     const u32 a = second ? low.y : low.x, b = second ? high.x : low.y, c = second ? high.y : high.x;
@@ -32,12 +32,12 @@ __device__ __forceinline__ u8 byte_of(uint2 chunk, int row) {
     return (u8)((row & 4 ? chunk.y : chunk.x) >> (row & 3) * 8);
 }
 
-// Returns how many bytes from p on lie before the next multiple of 8.
+// Bytes from p to the next multiple of 8.
 __device__ __forceinline__ int before_multiple_of_8(const u8* p) {
     return (int)(-reinterpret_cast<u64>(p) & 7);
 }
 
-// The first step of store_ragged_rows() stores 8 shifted bytes at a time.
+// First step of store_ragged_rows(): 8 shifted bytes at a time.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_words(u8* to, i64 stride, int columns_left, int rows_left,
                                                    ChunkAt chunk_at) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_ragged_words(u8* to, i64 stride, int colum
     static_assert(kThreads % kChunks == 0, "a thread has the same chunk of every column it takes");
     static_assert(kColumns % (kInFlight * kStep) == 0,
                   "which are columns of the tile, whether they exist or not");
-    // No byte of the last chunk's successor is used.
+    // no byte after the last chunk is used
     const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;
 #pragma unroll 1
     for (int column = threadIdx.x / kChunks; column < columns_left; column += kInFlight * kStep) {
@@ -63,8 +63,8 @@ __device__ __forceinline__ void store_ragged_words(u8* to, i64 stride, int colum
     }
 }
 
-// The second step stores the bytes of each row before the first multiple of 8 and from the last one on, which
-// are 8 of a whole tile: a thread has one of them.
+// Second step: the bytes of each row before the first multiple of 8 and from the last one on (8 of a whole
+// tile), one per thread.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_ends(u8* to, i64 stride, int columns_left, int rows_left,
                                                   ChunkAt chunk_at) {
@@ -97,9 +97,9 @@ __device__ __forceinline__ void store_ragged_ends(u8* to, i64 stride, int column
     }
 }
 
-// Stores transposed rows of a tile where these do not start at multiples of 16 bytes. to: where source column
-// 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left source rows
-// exist. chunk_at(column, chunk) are source rows 8 * chunk and on of any source column of the tile.
+// Stores transposed rows of a tile that do not start at multiples of 16 bytes. to: destination of source
+// column 0; rows `stride` bytes apart; only the first columns_left source columns and rows_left source rows
+// exist. chunk_at(column, chunk): source rows 8 * chunk and on of any source column of the tile.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left,
                                                   ChunkAt chunk_at) {
@@ -107,9 +107,9 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
     store_ragged_ends<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, chunk_at);
 }
 
-// This does the same by whole sectors of memory, a warp per column. The bytes before and after these, 32 of a
-// whole tile, are one store of a byte per lane. It takes more instructions and fewer stores of parts of
-// sectors, which pays where many warps are in flight.
+// The same by whole sectors of memory, a warp per column. The bytes before and after these (32 of a whole
+// tile) are one store of a byte per lane. More instructions and fewer stores of parts of sectors, which pays
+// where many warps are in flight.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride, int columns_left,
                                                              int rows_left, ChunkAt chunk_at) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
         u8* row = first;
 #pragma unroll
         for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
-            const int from = lane + until_sector(row) / 8;          // No byte past the last chunk is used.
+            const int from = lane + until_sector(row) / 8;          // no byte past the last chunk is used
             low[u] = chunk_at(column + u * kStep, from % kChunks),
             high[u] = chunk_at(column + u * kStep, (from + 1) % kChunks);
         }
@@ -161,13 +161,13 @@ struct ByteTile {
     // kRows * kColumns bytes of shared memory, 16-byte aligned.
     u8* shared;
 
-    // Return where this thread's patch of the source tile is: neighbouring threads take neighbouring columns.
+    // Position of this thread's patch in the source tile: neighbouring threads take neighbouring columns.
     static __device__ __forceinline__ int row_patch() { return threadIdx.x / kColumnPatches; }
     static __device__ __forceinline__ int column_patch() { return threadIdx.x % kColumnPatches; }
     static __device__ __forceinline__ int patch_row() { return row_patch() * 8; }
     static __device__ __forceinline__ int patch_column() { return column_patch() * 8; }
 
-    // Loads the patch whose first element is at `from`, and zeros where only rows_left and columns_left of 8
+    // Loads the patch whose first element is at `from`; zeros where only rows_left and columns_left of 8
     // exist. vector: every row allows chunked access. columns: a reference, since by value the compiler
     // multiplies anew for every row.
     template <class F>
@@ -200,9 +200,9 @@ struct ByteTile {
                 *reinterpret_cast<uint2*>(to + (half * 4 + k) * kRows) = make_uint2(top[k], bottom[k]);
         }
     }
-    // Transposed rows are read back in units of kBytes (4, 8 or 16). Neighbouring threads have neighbouring
-    // units of a row. A thread reads kUnits<kBytes> of them: unit i holds source rows row() to row() + kBytes
-    // - 1 of source column column(i).
+    // Transposed rows are read back in units of kBytes (4, 8 or 16), neighbouring threads reading
+    // neighbouring units of a row. A thread reads kUnits<kBytes> of them: unit i holds source rows row() to
+    // row() + kBytes - 1 of source column column(i).
     template <int kBytes> static constexpr int kUnits = kRows * kColumns / kBytes / kThreads;
     template <int kBytes>
     static __device__ __forceinline__ int column(int unit) {
@@ -235,20 +235,20 @@ struct ByteTile {
     __device__ __forceinline__ uint2 chunk_at(int column, int row_patch) const {
         return *reinterpret_cast<const uint2*>(shared + column * kRows + swizzle(row_patch, column / 8) * 8);
     }
-    // Returns where a single byte lies, by its source row and column.
+    // Address of a single byte, by its source row and column.
     __device__ __forceinline__ u8* byte_at(int row, int column) const {
         return shared + column * kRows + swizzle(row / 8, column / 8) * 8 + row % 8;
     }
 
 private:
-    // Returns where the 8-byte chunk of source rows 8 * row_patch and on lies in its transposed row.
+    // Place, within its transposed row, of the 8-byte chunk of source rows 8 * row_patch and on.
     static __device__ __forceinline__ int swizzle(int row_patch, int column_patch) {
         return row_patch ^ column_patch % kRowPatches;
     }
 };
 
-// Says where the block-th block of a batch of [rows, columns] matrices works, one matrix after the other:
-// along rows of tiles, or down columns of tiles (kDownFirst), which makes neighbouring blocks write
+// Position of the block-th thread block in a batch of [rows, columns] matrices, one matrix after the other:
+// along rows of tiles, or down columns of tiles (kDownFirst), so that neighbouring thread blocks write
 // neighbouring parts of the transposed rows.
 struct TilePosition {
     i64 matrix, row, column;
@@ -257,7 +257,7 @@ struct TilePosition {
     static __device__ __forceinline__ TilePosition of_block(i64 block, i64 rows, i64 columns) {
         const i64 across = (columns + Tile::kColumns - 1) / Tile::kColumns;
         const i64 down = (rows + Tile::kRows - 1) / Tile::kRows;
-        // A strip is a row of tiles, or with kDownFirst a column of tiles.
+        // a strip: a row of tiles, or with kDownFirst a column of tiles
         const i64 per_strip = kDownFirst ? down : across, strips = kDownFirst ? across : down;
         const i64 strip = block / per_strip, in_strip = block - strip * per_strip;
         const i64 matrix = strip / strips, in_matrix = strip - matrix * strips;

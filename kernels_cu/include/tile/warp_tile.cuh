@@ -1,6 +1,6 @@
-// A warp tile is 32 rows x 128 columns of a matrix that one warp holds in registers. Lane l has
-// columns 4l to 4l + 3 of all 32 rows. So a lane finds the largest magnitude of its columns alone, lanes that
-// share a row exchange theirs, and both come from one read. All 32 loads are in flight before the first use.
+// A warp tile: 32 rows x 128 columns of a matrix, in the registers of one warp. Lane l has columns 4l to 4l +
+// 3 of all 32 rows, so a lane finds the amaxes of its columns alone, lanes exchange those of rows, and both
+// come from one read. All 32 loads are in flight before the first use.
 #pragma once
 #include "numerics/amax.cuh"
 #include "tile/tile.cuh"
@@ -14,7 +14,7 @@ struct WarpTile {
 
     // from: this lane's first column of the warp tile's first row; rows_left rows and columns_left columns
     // exist, the others become zeros. kVector: every row allows chunked access (and columns_left is 0 or
-    // all); otherwise `vector` tells.
+    // all); otherwise `vector` decides.
     template <bool kVector>
     __device__ __forceinline__ void load(const typename F::storage* from, i64 stride, int rows_left,
                                          int columns_left, bool vector) {
@@ -33,14 +33,13 @@ struct WarpTile {
     }
 };
 
-// Says where a warp tile lies in its array.
+// Position of a warp tile in its array.
 struct WarpTilePosition {
     i64 at;                      // this lane's first element
     int rows_left, columns_left;
 };
 
-// Finds the largest magnitudes of a warp tile's rows and columns. Rows of 16-bit formats are kept in pairs,
-// one in each half of a word.
+// Amaxes of a warp tile's rows and columns. Rows of 16-bit formats are kept in pairs, one per half of a word.
 template <class F, bool kNan>
 struct WarpTileAmax {
     static constexpr bool kPairs = sizeof(typename F::storage) == 2;
@@ -70,9 +69,9 @@ struct WarpTileAmax {
                                     __byte_perm(row[r / 2], of_row, 0x7632));
         }
     }
-    // Reduces over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part
-    // of, so that afterwards lane i of a group holds the whole maxima of rows i * kRowsPerLane to
-    // i * kRowsPerLane + kRowsPerLane - 1, as f32 bits.
+    // Reduces over groups of kLanes neighbouring lanes. Each exchange halves the rows of which a lane has a
+    // part, so that afterwards lane i of a group holds the complete maxima of rows i * kRowsPerLane to i *
+    // kRowsPerLane + kRowsPerLane - 1, as f32 bits.
     template <int kLanes> static constexpr int kRowsPerLane = kWarpTileRows / kLanes;
     template <int kLanes>
     __device__ __forceinline__ void reduce_rows(u32 (&owned)[kRowsPerLane<kLanes>]) {
@@ -99,7 +98,7 @@ private:
     static __device__ __forceinline__ u32 widened(u32 magnitude) { return as_bits(F::widen(magnitude)); }
 };
 
-// Transposes a 4 x 4 matrix of bytes, of which the lanes l, l + 8, l + 16 and l + 24 have a word each.
+// Transposes a 4 x 4 matrix of bytes held by lanes l, l + 8, l + 16 and l + 24, one word each.
 __device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
     const bool odd = threadIdx.x & 8, upper = threadIdx.x & 16;
     u32 other = __shfl_xor_sync(~0u, word, 16);
@@ -108,9 +107,9 @@ __device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
     return odd ? __byte_perm(word, other, 0x3715) : __byte_perm(word, other, 0x6240);
 }
 
-// Shared memory holds the FP8 bytes of a block's kTilesDown x kTilesAcross warp tiles until they are stored
-// as transposed rows. A column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by
-// column so that neither writes nor reads conflict in banks.
+// Shared memory for the FP8 bytes of a block's kTilesDown x kTilesAcross warp tiles, until they are stored as
+// transposed rows. A column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by column
+// against bank conflicts of writes and reads.
 template <int kTilesDown, int kTilesAcross>
 struct WarpTiles {
     static constexpr int kRows = kWarpTileRows * kTilesDown, kColumns = kWarpTileColumns * kTilesAcross;
@@ -120,13 +119,13 @@ struct WarpTiles {
 
     u8* shared;                                                      // kBytes, 16-byte aligned
 
-    // Return where this warp's warp tile begins in the tile, and this lane's first column.
+    // First row of this warp's warp tile in the tile, and this lane's first column.
     static __device__ __forceinline__ int row() { return threadIdx.x / 32 % kTilesDown * kWarpTileRows; }
     static __device__ __forceinline__ int column() {
         return threadIdx.x / 32 / kTilesDown * kWarpTileColumns + threadIdx.x % 32 * kLaneColumns;
     }
 
-    // Writes half of this warp's rows. words[c]: rows row() + 16 * half and on, four to a word, of column() +
+    // Writes half of this warp's rows. words[c]: rows row() + 16 * half and on, four per word, of column() +
     // c. Call __syncthreads() before storing.
     __device__ __forceinline__ void write(int half, const u32 (&words)[kLaneColumns][4]) const {
 #pragma unroll
@@ -134,7 +133,7 @@ struct WarpTiles {
             *reinterpret_cast<uint4*>(shared + at(column() + c, row() / 16 + half)) =
                 make_uint4(words[c][0], words[c][1], words[c][2], words[c][3]);
     }
-    // Stores the tile's columns as rows of `to` (where column 0 goes), `stride` bytes apart; columns_left
+    // Stores the tile's columns as rows of `to` (destination of column 0), `stride` bytes apart; columns_left
     // columns and rows_left rows exist. vector: rows_left and every row of `to` are multiples of 16 bytes.
     template <bool kVector>
     __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left,
@@ -146,7 +145,7 @@ struct WarpTiles {
             });
             return;
         }
-        // All loads come before the stores, and addresses that they share are computed once.
+        // All loads before the stores, so that addresses they share are computed once.
         constexpr int kStep = kThreads / kUnits, kUnitsPerThread = kColumns / kStep;
         constexpr int kPeriod = kStep < kSwizzlePeriod ? kSwizzlePeriod / kStep : 1;
         static_assert(kStep % kSwizzlePeriod == 0 || kSwizzlePeriod % kStep == 0,
@@ -162,19 +161,19 @@ struct WarpTiles {
         for (int i = 0; i < kUnitsPerThread; i++, row += kStep * stride)
             if (first + i * kStep < columns) *reinterpret_cast<uint4*>(row) = loaded[i];
     }
-    // Returns where write() would put a single byte.
+    // Address of a single byte.
     __device__ __forceinline__ u8* byte_at(int column, int tile_row) const {
         return shared + at(column, tile_row / 16) + tile_row % 16;
     }
     // Columns kSwizzlePeriod apart are swizzled alike: their units are kSwizzlePeriod * kUnits units apart.
     static constexpr int kSwizzlePeriod = 32;
-    // Returns where rows 16 * unit and on of a column are.
+    // Address of rows 16 * unit and on of a column.
     __device__ __forceinline__ const uint4* unit_at(int column, int unit) const {
         return reinterpret_cast<const uint4*>(shared + at(column, unit));
     }
 
 private:
-    static constexpr int kUnits = kRows / 16;                        // of a column
+    static constexpr int kUnits = kRows / 16;                        // per column
     static __device__ __forceinline__ int at(int column, int unit) {
         constexpr int kLanesPerPeriod = kSwizzlePeriod / kLaneColumns;
         constexpr int kMasks = kUnits < kLanesPerPeriod ? kUnits : kLanesPerPeriod;

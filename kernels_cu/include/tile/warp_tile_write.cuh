@@ -1,32 +1,32 @@
-// A warp writes the codes of its warp tile with this, in kernels of blocks. IN and OUT are the kernel's
-// formats; its file explains WARP_TILES_DOWN and WARP_TILES_ACROSS.
+// Writes the codes of a warp tile, in kernels of blocks. IN and OUT are the kernel's formats; WARP_TILES_DOWN
+// and WARP_TILES_ACROSS are explained in its file.
 #pragma once
 #include "tile/warp_tile.cuh"
 
 using Tile = WarpTiles<WARP_TILES_DOWN, WARP_TILES_ACROSS>;
 
-// Says where the codes of one set of operands go: to `data` in the order of x (as_is), transposed to the tile
-// in shared memory, to both, or nowhere. wide: `data` allows stores of 4 bytes.
+// Destination of the codes of one set of operands: `data` in the order of x (as_is), the tile in shared
+// memory (transposed), both, or none. wide: `data` allows stores of 4 bytes.
 struct Destination {
     bool as_is, transposed;
     u8* data;
     bool wide;
     Tile tile;
 
-    // stored: 0 nowhere, 1 in the order of x, 2 transposed.
+    // stored: 0 nowhere, 1 in the order of x, 2 transposed
     static __device__ __forceinline__ Destination of(int stored, u8* data, bool wide, const Tile& tile) {
         return {stored == 1, stored == 2, data, wide, tile};
     }
 };
 
-// The operands of rows and those of columns give codes for these destinations.
+// Destinations of the codes by the operands of rows, and by those of columns.
 struct Destinations {
     Destination of_rows, of_columns;
 };
 
-// Operands: quad<kAlongRows>(n) returns the operands of rows 4 * n to 4 * n + 3, of which codes(v, i) makes
-// the codes of four elements v of row i, in a word. kAlongRows: a row has an operand; otherwise each of the
-// lane's columns has one. columns: of the matrix.
+// Operands: quad<kAlongRows>(n) returns the operands of rows 4 * n to 4 * n + 3; its codes(v, i) returns the
+// codes of four elements v of row i in a word. kAlongRows: one operand per row; otherwise one for each of the
+// lane's columns. columns: of the matrix.
 template <class Operands>
 struct WarpTileWriter {
     const i64& columns;
@@ -34,7 +34,7 @@ struct WarpTileWriter {
     const WarpTilePosition& position;
     const Operands operands;
 
-    // Finds the codes of rows 4 * quad to 4 * quad + 3, stores them in the order of x if `to` wants that, and
+    // Computes the codes of rows 4 * quad to 4 * quad + 3, stores them in the order of x if `to` says so, and
     // transposes them into words[column][quad % 4].
     template <bool kAlongRows, bool kWide>
     __device__ __forceinline__ void write_quad(const Destination& to, int quad,
@@ -61,7 +61,7 @@ struct WarpTileWriter {
         for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
     }
 
-    // Writes sixteen rows, of which each column has 16 bytes of a transposed row.
+    // Writes sixteen rows: 16 bytes of a transposed row per column.
     template <bool kAlongRows, bool kWide>
     __device__ __forceinline__ void write_half(const Destination& to, int half) const {
         if (!to.as_is && !to.transposed) return;
@@ -72,8 +72,8 @@ struct WarpTileWriter {
         if (to.transposed) to.tile.write(half, words);
     }
 
-    // Writes all rows for both operands. These take turns by halves, so that addresses and widened values
-    // live briefly: those of a whole warp tile would not fit in registers.
+    // Writes all rows for both sets of operands, in turns by halves, so that addresses and widened values are
+    // short-lived: those of a whole warp tile would not fit in registers.
     template <bool kWide>
     __device__ __forceinline__ void write(const Destinations& to) const {
 #pragma unroll
@@ -83,8 +83,7 @@ struct WarpTileWriter {
         }
     }
 
-    // The same where the compiler knows the destinations (kWide): if nothing is transposed, the operands take
-    // turns by quads.
+    // The same for destinations known at compile time (kWide): if nothing is transposed, turns are by quads.
     template <bool kWide>
     __device__ __forceinline__ void write_known(const Destinations& to) const {
         if (!kWide || !to.of_rows.as_is || !to.of_columns.as_is) return write<kWide>(to);

@@ -14,10 +14,10 @@ from product_machine import K, M, Machine, N, machine
 
 import cupy_fp8 as fp8
 from cupy_fp8 import DeviceError, Scaled, reference
-from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from cupy_fp8.ops.matmul import cublaslt, library
 from cupy_fp8.reference.matmul.dense import magnitudes
+from cupy_fp8.reference.matmul.tolerance import assert_within
 
 #: Each kind of scaling has this number of cublasLtMatmulMatrixScale_t.
 MODES = {"tensor": 0, "row": 3, "vector": 4, "block": 5}

@@ -13,9 +13,9 @@ import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import poison, values
-from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
 from cupy_fp8.reference.matmul.dense import magnitudes
+from cupy_fp8.reference.matmul.tolerance import assert_within
 
 pytestmark = [pytest.mark.gpu, pytest.mark.full]
 every_kernel = pytest.mark.parametrize("kernel", product_kernels.KERNELS)

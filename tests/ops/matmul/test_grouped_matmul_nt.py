@@ -16,11 +16,11 @@ import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, Grouped, MXScaling, Quantized, Scaled, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.calls import group_sizes, remembered
-from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import FP8_DTYPES, float8_e4m3fn, float32
 from cupy_fp8.kernels import errors
 from cupy_fp8.ops.matmul import grouped, grouped_operands, tiles
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
+from cupy_fp8.reference.matmul.tolerance import assert_within
 
 SPLITS = np.array([0, 37, 0, 130, 8, 0], np.int64)
 TOTAL = 180                                             # Five rows are no group's.

@@ -10,10 +10,10 @@ from product_operands import integers, scaled
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, reference, testing
 from cupy_fp8.cases import poison
-from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
 from cupy_fp8.ops.matmul import wgmma
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
+from cupy_fp8.reference.matmul.tolerance import assert_within
 
 
 # ---- every number of rows ----

@@ -15,10 +15,10 @@ import cupy_fp8 as fp8
 from cupy_fp8 import DeviceError, Quantized, Scaled, reference, testing
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.matmul.dense import operand
-from cupy_fp8.cases.matmul.tolerance import SUMS, assert_within, ulp
 from cupy_fp8.formats import FORMATS, INPUT_DTYPES, bfloat16, float8_e4m3fn, float16, float32
 from cupy_fp8.reference import numerics
 from cupy_fp8.reference.matmul.dense import magnitudes
+from cupy_fp8.reference.matmul.tolerance import SUMS, assert_within, ulp
 
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector"),
          ("block", "block"), ("row", "vector"))

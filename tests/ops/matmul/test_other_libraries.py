@@ -14,10 +14,10 @@ from product_operands import quantized
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases.matmul.tolerance import ulp
 from cupy_fp8.formats import bfloat16, float32
 from cupy_fp8.reference.matmul.dense import magnitudes
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
+from cupy_fp8.reference.matmul.tolerance import ulp
 
 pytestmark = pytest.mark.gpu
 M, N, K = 256, 512, 1024

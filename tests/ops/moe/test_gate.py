@@ -33,13 +33,13 @@ def usual(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
 
 
 def expect_gate(run: testing.Executor, logits: np.ndarray, k: int, leads: tuple[int, ...] = (0, 4),
-                scores: bool = False, **options: Any) -> fp8.Gate:
+                return_scores: bool = False, **options: Any) -> fp8.Gate:
     """What the loops say, in a new result and in given ones."""
-    want = gate_loops.gate(logits, k, with_scores=scores, **options)
+    want = gate_loops.gate(logits, k, with_scores=return_scores, **options)
     there: dict[str, Any] = {name: run.array(a) if isinstance(a, np.ndarray) else a
                              for name, a in options.items()}
-    made: fp8.Gate = expect(run, want, fp8.topk_gate, run.array(logits), k, scores=scores, **there,
-                            leads=leads)
+    made: fp8.Gate = expect(run, want, fp8.topk_gate, run.array(logits), k, return_scores=return_scores,
+                            **there, leads=leads)
     return run.numpy(made)
 
 
@@ -49,7 +49,7 @@ def expect_gate(run: testing.Executor, logits: np.ndarray, k: int, leads: tuple[
 def test_scores_and_sums(dtype, score, run):
     for (tokens, experts), k, sequences in (((37, 24), 3, 1), ((12, 33), 8, 4), ((40, 4), 1, 2)):
         x = normal((tokens, experts), dtype)
-        expect_gate(run, x, k, score=score, scores=True, sequences=sequences)
+        expect_gate(run, x, k, score=score, return_scores=True, sequences=sequences)
         expect_gate(run, x, k, score=score, normalize=False, factor=2.5)
 
 
@@ -59,7 +59,7 @@ def test_scores_and_sums(dtype, score, run):
     (1024, 1), (1024, 64)]))
 def test_many_experts_and_slots(experts, k, score, run):
     for x in (normal((5, experts)), usual((5, experts))):
-        expect_gate(run, x, k, score=score, sequences=1, scores=True)
+        expect_gate(run, x, k, score=score, sequences=1, return_scores=True)
 
 
 @every_score
@@ -68,7 +68,7 @@ def test_a_bias_chooses_and_is_in_no_weight(score, run):
     found = expect_gate(run, x, 4, score=score, bias=bias)
     assert not np.array_equal(found.indices, reference.topk_gate(x, 4, score=score).indices)
     assert_equal(fp8.topk_gate(x, 4, score=score, indices=found.indices).weights, found.weights)
-    expect_gate(run, x, 4, score=score, bias=f32([NAN, INF, -INF, -0.0] * 5), scores=True)
+    expect_gate(run, x, 4, score=score, bias=f32([NAN, INF, -INF, -0.0] * 5), return_scores=True)
 
 
 @every_score
@@ -117,14 +117,14 @@ def test_nan_and_infinities(dtype, score, run):
     x = np.array([[NAN] * 5, [-INF] * 5, [INF] * 5, [NAN, -INF, NAN, -INF, NAN], [NAN, 1, -INF, 2, NAN],
                   [INF, 1, NAN, INF, -INF], [NAN] * 4 + [-INF], [-0.0, 0, -0.0, 0, NAN],
                   [-200, -300, 90, 200, -88]], np.float32).astype(dtype)
-    found = expect_gate(run, x, 4, score=score, scores=True, sequences=3)
+    found = expect_gate(run, x, 4, score=score, return_scores=True, sequences=3)
     want = [[-1] * 4, [0, 1, 2, 3], [0, 1, 2, 3], [1, 3, -1, -1], [3, 1, 2, -1], [0, 3, 1, 4],
             [4, -1, -1, -1], [0, 1, 2, 3]]
     assert found.indices.tolist()[:8] == want
     assert not found.weights[:2].any()
     for k, options in ((4, {"normalize": False}), (4, {"bias": f32([NAN, -INF, 0, INF, -1])}),
                        (3, {"groups": 5, "group_topk": 3})):
-        expect_gate(run, x, k, score=score, scores=True, **options)
+        expect_gate(run, x, k, score=score, return_scores=True, **options)
 
 
 def test_a_logit_of_minus_infinity_is_chosen_last(run):
@@ -140,14 +140,15 @@ def test_a_logit_of_minus_infinity_is_chosen_last(run):
 def test_any_bits(kind, score, run):
     for dtype in INPUT_DTYPES:
         x = cases.values(kind, (24, 21), np.dtype(dtype), 3)
-        expect_gate(run, x, 7, score=score, scores=True, sequences=2, bias=cases.values(
+        expect_gate(run, x, 7, score=score, return_scores=True, sequences=2, bias=cases.values(
             kind, (21,), np.dtype(float32), 4))
 
 
 @every_score
 def test_without_tokens(score, run):
     for dtype, sequences in ((bfloat16, None), (float32, 5)):
-        found = expect_gate(run, np.zeros((0, 12), dtype), 3, score=score, sequences=sequences, scores=True)
+        found = expect_gate(run, np.zeros((0, 12), dtype), 3, score=score, sequences=sequences,
+                            return_scores=True)
         assert (found.tokens, found.topk, found.num_experts, int(found.counts.sum())) == (0, 3, 12, 0)
 
 
@@ -169,7 +170,8 @@ def exactly(x: np.ndarray, score: str) -> np.ndarray:
 @pytest.mark.parametrize("normalize", [False, True])
 def test_values_against_f64(score, normalize, run):
     x = np.concatenate([usual((200, 48)), np.clip(usual((200, 48)) * np.float32(8), -20, 20)])
-    made = run.numpy(fp8.topk_gate(run.array(x), 6, score=score, normalize=normalize, factor=2.5, scores=True,
+    made = run.numpy(fp8.topk_gate(run.array(x), 6, score=score, normalize=normalize, factor=2.5,
+                                   return_scores=True,
                                    sequences=2))
     s = exactly(x, score)
     np.testing.assert_allclose(made.scores, s, rtol=4e-6)
@@ -189,7 +191,7 @@ def test_given_indices(dtype, score, run):
     x = normal((20, 9), bfloat16)
     indices = np.random.default_rng(0).integers(-1, 9, (20, 5)).astype(dtype)
     indices[3], indices[4] = -1, 7
-    expect_gate(run, x, 5, score=score, indices=indices, scores=True, sequences=4)
+    expect_gate(run, x, 5, score=score, indices=indices, return_scores=True, sequences=4)
     noted(run, [])
     assert_equal(fp8.topk_gate(x, 5, score=score, indices=indices, groups=3, group_topk=2, bias=normal((9,))),
                  fp8.topk_gate(x, 5, score=score, indices=indices))
@@ -220,9 +222,9 @@ def test_a_slot_past_the_first_32_that_is_no_expert(run):
 @every_score
 def test_the_rest_of_a_batch_changes_no_byte(score, run):
     x = normal((50, 70), bfloat16)
-    whole = run.numpy(fp8.topk_gate(run.array(x), 6, score=score, scores=True))
+    whole = run.numpy(fp8.topk_gate(run.array(x), 6, score=score, return_scores=True))
     for first, last in ((0, 1), (7, 8), (7, 31), (49, 50)):
-        part = run.numpy(fp8.topk_gate(run.array(x[first:last].copy()), 6, score=score, scores=True))
+        part = run.numpy(fp8.topk_gate(run.array(x[first:last].copy()), 6, score=score, return_scores=True))
         for name in ("indices", "weights", "scores"):
             assert_equal(getattr(part, name), getattr(whole, name)[first:last].copy())
 
@@ -278,14 +280,14 @@ def test_the_same_result_again(run):
 
 def test_a_refused_call_writes_nothing(run):
     x, wrong = run.array(normal((8, 12))), run.array(normal((8, 13)))
-    out = fp8.topk_gate(x, 3, scores=True)
+    out = fp8.topk_gate(x, 3, return_scores=True)
     before = [fp8.asnumpy(a).tobytes() for a in out._arrays().values()]
     calls: list[tuple[Any, int, dict[str, Any]]] = [
-        (wrong, 3, {}), (x, 4, {}), (x, 3, {"sequences": 2}), (x, 3, {"scores": False}),
+        (wrong, 3, {}), (x, 4, {}), (x, 3, {"sequences": 2}), (x, 3, {"return_scores": False}),
         (x, 3, {"factor": 2.0}), (x, 3, {"score": "sigmoid"}), (x, 3, {"bias": run.array(normal((11,)))})]
     for logits, k, options in calls:
         with pytest.raises(ValueError):         # noqa: PT011 (test_messages_of_gates.py has the messages)
-            fp8.topk_gate(logits, k, **{"scores": True, **options}, out=out)
+            fp8.topk_gate(logits, k, **{"return_scores": True, **options}, out=out)
         assert [fp8.asnumpy(a).tobytes() for a in out._arrays().values()] == before
 
 

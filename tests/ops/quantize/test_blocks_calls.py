@@ -147,12 +147,13 @@ def test_results_at_any_address(op, layout, lead, run):
 
 @pytest.mark.parametrize(("op", "recipe"), [
     (BLOCK, BlockScaling()),
-    (BLOCK, BlockScaling((128, 128), float8_e5m2, 1e-3, pow2_scale=False, profile="deepgemm",
+    (BLOCK, BlockScaling((128, 128), float8_e5m2, eps=1e-3, pow2_scale=False, profile="deepgemm",
                          scale_layout="compact")),
     (BLOCK, BlockScaling((1, None), profile="vllm")),
     (BLOCK, BlockScaling(block=(128, 1), dtype="float8_e5m2", profile="sglang",
                          scale_layout="deepgemm_sm90")),
-    (MX, MXScaling()), (MX, MXScaling(float8_e5m2, "floor", "torchao", (32, 32), "swizzled")),
+    (MX, MXScaling()),
+    (MX, MXScaling(float8_e5m2, mode="floor", profile="torchao", block=(32, 32), scale_layout="swizzled")),
     (MX, MXScaling(dtype="float8_e5m2", mode="even", scale_layout="swizzled"))], ids=str)
 def test_recipe(op, recipe, run):
     host = cases.values("bits", (2, 40, 70), float16)

@@ -51,7 +51,7 @@ def test_a_scalar_scale_is_its_float32(scale, run):
 
 @pytest.mark.parametrize("call", [
     lambda m, x, **out: m.cast_transpose(x, 3.0, **out),
-    lambda m, x, **out: m.cast_transpose(x, 3.0, transposed=False, **out),
+    lambda m, x, **out: m.quantize_tensor(x, 3.0, columnwise=True, transposed=False, **out),
     lambda m, x, **out: m.swiglu_quantize(x, DelayedScaling(), scale=0.7, columnwise=True, **out)])
 def test_separate_scale_inv_are_both_written(call, run):
     host = cases.values("normal", (33, 40), float16)

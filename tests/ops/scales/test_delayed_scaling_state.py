@@ -96,8 +96,8 @@ def test_state_starts_at_one_and_zero(run):
 
 
 def test_state_uses_its_recipe(run):
-    for recipe in (DelayedScaling(float8_e5m2, 3, 4, "most_recent"), DelayedScaling(margin=-1,
-                                                                                    history_len=2)):
+    for recipe in (DelayedScaling(float8_e5m2, margin=3, history_len=4, algo="most_recent"),
+                   DelayedScaling(margin=-1, history_len=2)):
         state = DelayedScalingState(1, recipe, like=run.array(f32(0)))
         for amax in (7.0, 3.5):
             state.amax_history[0, 0] = amax
