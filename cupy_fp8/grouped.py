@@ -52,8 +52,7 @@ class Grouped(Result, Generic[Member]):
     """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
     splits      int32 or int64 [N]: the rows of each group. `group_quantize` and `wrap` copy sizes and
-    offsets, so
-                that these keep matching the data
+                offsets, so that these keep matching the data
     offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays:
                 the sums of the sizes, times K. Others are refused, on the GPU by members and products
     shape       (M, K) of the flat arrays. Rows after the last group belong to none

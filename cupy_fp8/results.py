@@ -49,8 +49,7 @@ class Scaled(_Values):
                   'swizzled', 'gemm_ready', 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for
                   one scale
     splits       int32 or int64 [N]: the rows of N groups by which scales, and data stored transposed (flat),
-    are
-                 laid out, as in a `Grouped`. Made by `scaling_aware_transpose`, and accepted only by
+                 are laid out, as in a `Grouped`. Made by `scaling_aware_transpose`, and accepted only by
                  `grouped_matmul_nt`. None: a tensor of one piece
 
     TypeError or ValueError says which parts do not fit together. `==` compares bytes and metadata.
@@ -384,8 +383,7 @@ def facts_table(*rows: dict[str, str]) -> str:
 
 
 def row_wise(q: Any, name: str = "q", advice: str = "") -> Scaled:
-    """Return a Scaled, or the row-wise part of a Quantized. TypeError, ValueError (with this advice) without
-    one."""
+    """Return a Scaled, or the row-wise part of a Quantized. TypeError, ValueError (with this advice)."""
     if isinstance(q, Quantized):
         if q._row is None:
             if q._column:

@@ -42,8 +42,7 @@ class Routing(Result):
     splits          int32 [E]: rows of each expert
     aligned_splits  int32 [E]: including the unused rows
     offsets         int64 [E + 1]: the row at which each expert begins, and the last one ends, including
-    unused
-                    rows
+                    unused rows
     sources         int32 [rows]: the inverse of row_map: token * topk + slot; -1: an unused row
     rows            the bound of rows that permuted tokens are allocated for. Rows from offsets[E] on are
                     unused

@@ -187,13 +187,11 @@ class Experts(Unique, Generic[Gradients]):
               accumulate: bool = False, x_dtype: DType | None = None, grad_dtype: DType | None = None
               ) -> Buffers:
         """Allocate every array that a step writes, to pass as `out` to `forward` and `backward`, which then
-        allocate nothing. Every launch of a step is made once, over no tokens, so a step can be captured right
-        away.
+        allocate nothing. Every launch is made once, over no tokens, so a step can be captured right away.
 
-        tokens, topk, rows, align : those of the step's routing; align None: the alignment with which the
-            layer routes a Gate. rows and align without tokens and topk: for `forward_rows` and
-            `backward_rows` alone, with any align that they take, None: 128 (buffers made with tokens serve
-            these too, for as many rows)
+        tokens, topk, rows, align : those of the step's routing; align None: as the layer routes a Gate. rows
+            and align without tokens and topk: for `forward_rows` and `backward_rows` alone, with any align
+            that they take, None: 128 (buffers made with tokens serve these too, for as many rows)
         probs : whether the forward pass gets probs
         keep : as `forward` gets it. None: no backward pass
         accumulate : whether the weight gradients are added to arrays of the caller

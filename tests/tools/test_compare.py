@@ -31,7 +31,7 @@ def values(*shape: int, outliers: float = 1.0, dtype: Any = np.float32) -> np.nd
 
 
 def local_sqnr(x: np.ndarray, q: Any) -> float:
-    """Return the definition, in a loop."""
+    """Compute the definition, in a loop."""
     a, v = x.astype(np.float64).reshape(-1), q.dequantize().astype(np.float64).reshape(-1)
     ratios = []
     for run in range(0, a.size, 32):
