@@ -1,7 +1,7 @@
 """Experts over several GPUs: one process per GPU, or several ranks in one process.
 
 >>> import cupy_fp8 as fp8
->>> with fp8.distributed.init() as world:                   # alone, unless started by torchrun or the like
+>>> with fp8.distributed.init() as world:                   # alone, unless torchrun or another has started it
 ...     world
 World(rank 0 of 1)
 """
