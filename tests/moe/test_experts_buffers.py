@@ -88,7 +88,8 @@ def test_align_of_rows():
 
 
 # ---- dtypes ----
-@pytest.mark.parametrize("dtypes", [(float32, bfloat16), (bfloat16, float16), (float16, float32)])
+@pytest.mark.parametrize("dtypes", quick_if(lambda dtypes: dtypes[1] == float32, [
+    (float32, bfloat16), (bfloat16, float16), (float16, float32)]))
 def test_tokens_of_other_dtypes(dtypes, run):
     given, (of_x, of_grad) = GIVEN.moved(run), dtypes
     other = given._replace(x=fp8.astype(given.x, of_x), grad=fp8.astype(given.grad, of_grad))

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tiers import quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import testing
@@ -231,7 +232,7 @@ def test_remembered_calls_know_the_sizes(device):
         assert fp8.device_errors(clear=True) == found
 
 
-@pytest.mark.parametrize("place", [0, 1, 31, 32, 33, 69, 70])
+@pytest.mark.parametrize("place", quick_if(lambda place: place in (0, 70), [0, 1, 31, 32, 33, 69, 70]))
 def test_every_offset_is_compared(place, device):
     run, sizes = device.run, np.full(70, 2)
     g = grouped(run, sizes)
@@ -267,7 +268,7 @@ def test_save_refuses_sizes_that_disagree(device, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", [0, 31, 32, 69])
+@pytest.mark.parametrize("place", quick_if(lambda place: place in (0, 69), [0, 31, 32, 69]))
 def test_every_size_is_compared(place, device):
     """For more groups than a warp has lanes, and sizes of either dtype."""
     run, sizes = device.run, np.full(70, 2)

@@ -54,7 +54,7 @@ def test_scores_and_sums(dtype, score, run):
 
 
 @every_score
-@pytest.mark.parametrize(("experts", "k"), quick_if(lambda at: at in {(1, 1), (200, 33), (1024, 64)}, [
+@pytest.mark.parametrize(("experts", "k"), quick_if(lambda at: at in {(1, 1), (200, 33)}, [
     (1, 1), (2, 2), (31, 31), (32, 32), (33, 8), (64, 64), (65, 64), (200, 33), (512, 6), (600, 64),
     (1024, 1), (1024, 64)]))
 def test_many_experts_and_slots(experts, k, score, run):

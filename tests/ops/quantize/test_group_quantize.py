@@ -46,8 +46,9 @@ BOTH = DIRECTIONS[2]
     *product((RECIPE, CURRENT, fp8.CurrentScaling(eps=0.5, pow2_scale=True)), [1], [48, 37]),
     *((recipe, *how) for recipe, how in product(ALL.values(), ((16, 48), (128, 37))))]))
 @pytest.mark.parametrize("splits",
-                         [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 49, 0], [1] * 50,
-                          [0] * 300 + [50]], ids=lambda s: f"{len(s)}of{sum(s)}")
+                         quick_if(lambda splits: len(splits) not in (1, 50),
+                                  [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 49, 0], [1] * 50,
+                                   [0] * 300 + [50]]), ids=lambda s: f"{len(s)}of{sum(s)}")
 def test_each_group_by_itself(recipe, splits, align, columns, run):
     """The result equals that of each group alone, whatever follows the groups. With `align` it equals
     pad_groups, then group_quantize."""
