@@ -74,7 +74,7 @@ __all__ += [
 ]
 
 
-if TYPE_CHECKING:                           # A `__getattr__` would hide misspelt names from type checkers.
+if TYPE_CHECKING:                           # a `__getattr__` would hide misspelt names from type checkers
     from . import reference as reference
     from . import testing as testing
 

@@ -20,8 +20,8 @@ COMMANDS = {
     "convert": "a checkpoint to FP8, between FP8 formats, or back to bfloat16",
 }
 
-_CLOSED_PIPE = 141             # A shell reports this for a program that SIGPIPE ended,
-_INTERRUPTED = 130             # and this for SIGINT.
+_CLOSED_PIPE = 141             # exit codes that shells report for SIGPIPE
+_INTERRUPTED = 130             # and SIGINT
 
 
 def main(argv: list[str] | None = None) -> int:

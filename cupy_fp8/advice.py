@@ -1,6 +1,6 @@
-"""What error messages say to write instead of what was given. Nothing here runs before a call is refused.
+"""Advice at the end of error messages: what to write instead. Nothing here runs before a call is refused.
 
-Functions return the end of a message, which begins with a semicolon, or '' where there is nothing to say.
+Functions return the end of a message, which begins with a semicolon, or '' if there is no advice.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Short names of dtypes, which may be given for the dtype.
+#: short names of dtypes, accepted in place of the dtype
 SHORT_DTYPES = {
     **dict.fromkeys(("e4m3", "e4m3fn", "fp8_e4m3", "fp8_e4m3fn"), "float8_e4m3fn"),
     **dict.fromkeys(("e5m2", "fp8_e5m2"), "float8_e5m2"),
     **dict.fromkeys(("e8m0", "e8m0fnu"), "float8_e8m0fnu"),
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
 }  # fmt: skip
-#: What other libraries call a thing, in lower case, and what it is called here.
+#: names in other libraries, in lower case, and the names here
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gemm", "mm", "scaled_mm", "fp8_gemm", "linear", "dot"),
                     ("matmul_nt", "grouped_matmul_nt")),
@@ -47,13 +47,13 @@ _MOST_BITS = 128        # bits of an integer that a message shows
 
 # ---- instead of a value ----
 def type_name(a: Any) -> str:
-    """The type of a value, or which class it is itself."""
+    """Return the name of a value's type, or of the class that it is itself."""
     return f"the class {a.__name__}" if isinstance(a, type) else type(a).__name__
 
 
 class _Shown(reprlib.Repr):
-    """`repr` for messages: of huge integers, which Python may refuse to print, it says how large they are,
-    and of what would fill a page it shows the beginning and the end."""
+    """`repr` for messages: shows only the size of huge integers, which Python may refuse to print, and only
+    the beginning and the end of what would fill a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ shown = _Shown().repr
 
 
 def member(a: Any, name: str) -> str:
-    """What to take of a Grouped instead, whose scales are those of all groups and fit no matrix; '' of
-    anything else."""
+    """Return the advice to take a member of a Grouped, whose scales are those of all groups and fit no
+    matrix; '' for anything else."""
     if type(a).__module__ != "cupy_fp8.grouped":
         return ""
     return f"; {name}[i] is the tensor of group i" + ("" if a._plain else
@@ -78,8 +78,8 @@ def member(a: Any, name: str) -> str:
 
 
 def array_instead(a: Any, name: str, dtype: str = "float32", dimensions: int = 0) -> str:
-    """Says how to make an array of this dtype of something that is no NumPy or CuPy array. dimensions: those
-    of an array that a number can be made to; 0 if that would be of no use."""
+    """Return advice on making an array of this dtype from something that is not a NumPy or CuPy array.
+    dimensions: those of an array made from a number; 0 if that would be of no use."""
     kind = type(a)
     if kind.__module__.startswith("cupy_fp8."):
         if instead := member(a, name):
@@ -112,7 +112,7 @@ def array_instead(a: Any, name: str, dtype: str = "float32", dimensions: int = 0
 
 
 def dtype_instead(dtype: np.dtype[Any], allowed: Iterable[np.dtype[Any]], name: str) -> str:
-    """Says how to convert an array whose dtype is none of those allowed."""
+    """Return advice on converting an array whose dtype is not allowed."""
     wanted = [each.name for each in allowed]
     if not wanted or not (dtype.kind in "biufcOUS" or dtype.type.__module__ == "ml_dtypes"):
         return ""
@@ -129,14 +129,14 @@ def dtype_instead(dtype: np.dtype[Any], allowed: Iterable[np.dtype[Any]], name: 
 
 
 def scale_instead(a: Any, name: str) -> str:
-    """Says what to write instead of a scale that is neither a number nor an array."""
+    """Return advice for a scale that is neither a number nor an array."""
     if isinstance(a, np.dtype) or (isinstance(a, str) and a.rpartition("_")[2].lower() in SHORT_DTYPES):
         return "; write dtype= before a dtype"
     return array_instead(a, name)
 
 
 def dtype_named(dtype: Any, allowed: Sequence[str]) -> str:
-    """Names the dtype that is meant by one that is not among these."""
+    """Return a suggestion of the dtype that is meant by one that is not among these."""
     text = dtype if isinstance(dtype, str) else str(dtype) if type(dtype).__module__ == "torch" else ""
     name = text.removeprefix("torch.")
     if name in allowed and name != text:
@@ -149,7 +149,7 @@ def dtype_named(dtype: Any, allowed: Sequence[str]) -> str:
 
 
 def matrix_instead(shape: tuple[int, ...], name: str, batch: bool = True) -> str:
-    """Says how to read an array that is no matrix as one, or as a batch of matrices."""
+    """Return advice on reading an array that is not a matrix as one, or as a batch of matrices."""
     if len(shape) > 2 and batch:
         return f"; {name}.reshape(-1, *{name}.shape[-2:]) is a batch of matrices"
     if len(shape) > 2:
@@ -158,14 +158,14 @@ def matrix_instead(shape: tuple[int, ...], name: str, batch: bool = True) -> str
 
 
 def block_instead(block: Any) -> str:
-    """Says how to write a block, instead of something that is no pair of rows and columns."""
+    """Return advice for a block that is not a pair of rows and columns."""
     if isinstance(block, int) and not isinstance(block, bool):
         return f"; write (1, {block if 1 < block < 2**31 else 128}) for blocks of a row"
     return "" if isinstance(block, tuple) else "; write a pair of rows and columns, such as (1, 128)"
 
 
 def list_instead(a: Any, name: str) -> str:
-    """Says how to make a list of something that is none."""
+    """Return advice on making a list of something else."""
     if hasattr(type(a), "values"):
         return f"; list({name}.values()) makes one"
     if hasattr(type(a), "__next__") or isinstance(a, (set, frozenset, range)):
@@ -175,8 +175,8 @@ def list_instead(a: Any, name: str) -> str:
 
 # ---- instead of a call ----
 def without_rest(function: _Function) -> _Function:
-    """Shows a function without what takes no argument, and is there to answer misplaced ones alone: a `*rest`
-    or `**renamed` of NoReturn."""
+    """Hide from a function's signature the parameters that only answer misplaced arguments: a `*rest` or
+    `**renamed` of NoReturn."""
     shown = inspect.signature(function)
     named = [each for each in shown.parameters.values() if each.annotation != "NoReturn"]
     vars(function)["__signature__"] = shown.replace(parameters=named)
@@ -184,8 +184,8 @@ def without_rest(function: _Function) -> _Function:
 
 
 def renamed(function: str, given: Iterable[str], **names: str) -> TypeError:
-    """The error for keywords that a function does not have. names: of those that it had before, the keyword
-    or the call that there is instead."""
+    """Return the error for unknown keywords. names: former keywords, with the keyword or the call that
+    replaces each."""
     name = next(iter(given))
     instead = names.get(name, "")
     advice = instead and f"; write {instead}" + ("" if instead.endswith(")") else "=")
@@ -193,8 +193,8 @@ def renamed(function: str, given: Iterable[str], **names: str) -> TypeError:
 
 
 def renamed_keywords(**names: str) -> Callable[[_Function], _Function]:
-    """Answers keywords that a function had before with those that it has: for functions that are called
-    rarely, since it costs a call."""
+    """Answer former keywords with the present ones: for functions that are called rarely, since it adds a
+    call."""
     def decorated(function: _Function) -> _Function:
         @functools.wraps(function)
         def checked(*args: Any, **options: Any) -> Any:
@@ -215,15 +215,15 @@ def listed(names: Sequence[str]) -> str:
 
 
 def meant(name: str, public: Iterable[str]) -> str:
-    """Suggests names of `public` (with the modules that hold them) for a name that is not there."""
+    """Return a suggestion of names in `public` (with the modules that hold them) for an unknown name."""
     found = list(_meant(name, list(public)))[:_MOST]
     return f"; did you mean {listed(found)}?" if found else ""
 
 
 def _meant(name: str, public: list[str]) -> Iterable[str]:
-    """The names that may be meant, best first: the same name in another spelling, a synonym, names that it
-    begins, the longest one that begins it, names that have it inside, names with its first word, names with
-    similar letters. A name in lower case is no class, if anything else has such a name."""
+    """Return the names that may be meant, best first: the same name in another spelling, a synonym, names
+    that it begins, the longest one that begins it, names that contain it, names with its first word, names
+    with similar letters. A name in lower case is not taken for a class, if anything else has such a name."""
     from difflib import get_close_matches
 
     plain, first_word = _plain(name), _plain(name.partition("_")[0])
@@ -252,19 +252,19 @@ def _of_its_case(name: str, found: list[str]) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """A name without case and underscores, in American spelling."""
+    """Return a name without case and underscores, in American spelling."""
     return name.lower().replace("_", "").replace("quantis", "quantiz").replace("normalis", "normaliz")
 
 
 def no_attribute(owner: str, name: str, public: Iterable[str]) -> AttributeError:
-    """The error for a name that a module or an object does not have."""
+    """Return the error for a name that a module or an object does not have."""
     advice = "" if name[:1] == "_" else meant(name, public)
     return AttributeError(f"{owner} has no attribute {name!r}{advice}")
 
 
 def public_only(module: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a module with these globals: `dir` shows what `__all__` has, and a name
-    that the module does not have is answered with one that was meant."""
+    """Return `__getattr__` and `__dir__` for a module with these globals: `dir` shows the names in `__all__`,
+    and an unknown name is answered with a similar one."""
     public: list[str] = module["__all__"]
 
     def missing(name: str) -> Any:
@@ -274,8 +274,8 @@ def public_only(module: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[
 
 
 class Absent:
-    """An attribute that people look for and that is named otherwise here: AttributeError says how. Unlike
-    `__getattr__`, it costs nothing where other attributes are read."""
+    """An attribute that users look for under a name that it does not have here: raises AttributeError with
+    the right name. Unlike `__getattr__`, it costs nothing when other attributes are read."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead

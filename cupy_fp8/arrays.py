@@ -28,7 +28,7 @@ _Made = TypeVar("_Made", bound="Result")
 
 
 def empty(shape: Shape, dtype: Any, *, like: Any = None) -> TypedArray:
-    """A new C-contiguous array with arbitrary contents.
+    """Return a new C-contiguous array with arbitrary contents.
 
     like : an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
     """
@@ -42,7 +42,7 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> TypedArray:
 
 
 def empty_beside(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """`empty` for results, of a's kind and on a's device. It validates nothing."""
+    """Return an `empty` array for results, of a's kind and on a's device. Validates nothing."""
     if isinstance(a, np.ndarray):
         return np.empty(shape, dtype)
     cp = backend.cupy()
@@ -54,7 +54,7 @@ def empty_beside(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
 
 
 def _cupy_empty(cp: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An array on the current device. CuPy cannot allocate FP8 dtypes, but can view memory as one."""
+    """Return an array on the current device. CuPy cannot allocate FP8 dtypes, but can view memory as one."""
     count = dtype.itemsize
     for extent in shape:
         count *= extent
@@ -63,8 +63,8 @@ def _cupy_empty(cp: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 @functools.cache
 def array_at(cp: Any) -> Callable[[tuple[int, ...], np.dtype[Any], Any], Array]:
-    """What makes an array from its shape, its dtype and a pointer to its memory. CuPy's class passes these on
-    to its private `_init`, which takes 60 % of the time if it is called itself."""
+    """Return a function that makes an array from its shape, its dtype and a pointer to its memory. CuPy's
+    class passes these on to its private `_init`, which takes 60 % of the time if called directly."""
     ndarray: Any = cp.ndarray
     new: Any = ndarray.__base__.__new__
     if not hasattr(ndarray, "_init"):
@@ -79,14 +79,14 @@ def array_at(cp: Any) -> Callable[[tuple[int, ...], np.dtype[Any], Any], Array]:
 
 
 def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> TypedArray:
-    """A new array of zero bytes (for float8_e8m0fnu, which has no zero, the byte 0 means 2**-127)."""
+    """Return a new array of zero bytes (for float8_e8m0fnu, which has no zero, the byte 0 means 2**-127)."""
     out = empty(shape, dtype, like=like)
     raw_bytes(out).fill(0)
     return out
 
 
 def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> TypedArray:
-    """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as
+    """Return a new array whose every element is `fill_value`, rounded like `astype` (saturating, NaN as
     0x7F)."""
     dtype, given = as_dtype(dtype), cast(Any, fill_value)
     if isinstance(given, np.ndarray) and not given.ndim:
@@ -113,16 +113,18 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ty
 
 
 def empty_like(a: Array, dtype: Any = None, *, shape: Shape | None = None) -> TypedArray:
-    """A new C-contiguous array of the same kind and device. Shape and dtype are the same unless given."""
+    """Return a new C-contiguous array of the same kind and device. Shape and dtype are the same unless
+    given."""
     backend.module_of(a, "a")
     return empty(a.shape if shape is None else shape, a.dtype if dtype is None else dtype, like=a)
 
 
 def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> TypedArray:
-    """`a` as an array of the kind that `like` names, converted to `dtype`; `a` itself if it is that already.
+    """Return `a` as an array of the kind that `like` names, converted to `dtype`; `a` itself if nothing
+    changes.
 
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
-    `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
+    `cupy_fp8.xp`). Conversions between the formats of this library follow `astype` (saturating).
     """
     dtype = None if dtype is None else as_dtype(dtype)
     if is_array(a):
@@ -130,7 +132,7 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> TypedArray:
     else:
         a, target = _from_values(a), backend.like_module(like)
     a = _move(a, target)
-    # The conversion goes through f32, so that astype's rules hold.
+    # the conversion goes through f32, so that astype's rules hold
     if dtype in FORMATS and a.dtype not in FORMATS and a.dtype.kind in "fiub":
         with np.errstate(over="ignore"):
             a = a.astype(np.float32)
@@ -142,7 +144,7 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> TypedArray:
 
 
 def _from_values(a: Any) -> np.ndarray:
-    """Numbers, lists of these, or another library's array in the CPU's memory as a NumPy array."""
+    """Return numbers, lists of these, or another library's array in CPU memory as a NumPy array."""
     reason = ""
     if not isinstance(a, Result):
         try:
@@ -157,7 +159,7 @@ def _from_values(a: Any) -> np.ndarray:
 
 
 def asnumpy(a: Array) -> np.ndarray:
-    """A NumPy array of the same bytes (the array itself if it is one)."""
+    """Return a NumPy array of the same bytes (the array itself if it is one)."""
     return cast(np.ndarray, _move(a, np))
 
 
@@ -172,7 +174,7 @@ def _move(a: Array, target: Any) -> Array:
 
 
 def concatenate(arrays: Any, axis: int = 0) -> TypedArray:
-    """The arrays (of one dtype and kind) joined along `axis`."""
+    """Join arrays of one dtype and kind along `axis`."""
     if not is_sequence(arrays):
         raise TypeError(f"arrays: expected a list of arrays, got {type(arrays).__name__}")
     axis = integer(axis, "axis")
@@ -218,8 +220,8 @@ def bytes_equal(a: Any, b: Any) -> bool:
 class Result:
     """Base class of results: `==` compares bytes and metadata.
 
-    They cannot be hashed, as arrays and lists cannot: ops write to them, which changes what they equal. Keys
-    of a dict of results are `id(q)`, or names.
+    They cannot be hashed, like arrays and lists: ops write to them, which changes what they equal. Use
+    `id(q)`, or names, as keys of a dict of results.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -233,7 +235,7 @@ class Result:
 
     @classmethod
     def _of_fields(cls: type[_Made], **fields: Any) -> _Made:
-        """Makes a result of all its fields, which the library made or has checked. Constructors check them,
+        """Make a result from all its fields, which the library made or has checked. Constructors check them,
         which takes much of a whole call. (`Scaled._of` and `Quantized._of` do the same in less time.)"""
         made = object.__new__(cls)
         made.__dict__.update(fields)
@@ -243,21 +245,21 @@ class Result:
         raise TypeError("@: results are multiplied by cupy_fp8.matmul_nt(a, b), of a [M, K] and b [N, K]")
 
     __rmatmul__ = __matmul__
-    #: NumPy leaves operators to this class, and makes no array of it.
+    #: makes NumPy leave operators to this class, instead of making an array of it
     __array_ufunc__ = None
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(f"expected an array, got {type(self).__name__}{array_instead(self, 'q')}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, which copies and pickles contain. What ops remember about this object's memory is not
-        among them."""
+        """Return the fields, which copies and pickles contain, without what ops remember about this object's
+        memory."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
 
 def check_comparable(a: Any, name: str) -> None:
-    """TypeError unless `a` is an array, a result, or a list or tuple of these (or None, as ops return it for
-    an absent part)."""
+    """Raise TypeError unless `a` is an array, a result, or a list or tuple of these (or None, as ops return
+    it for an absent part)."""
     try:
         comparable = _is_comparable(a)
     except RecursionError:
@@ -273,8 +275,8 @@ def _is_comparable(a: Any) -> bool:
 
 
 def pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, x, y) for everything that is equal if a and b are: arrays, metadata, or two objects of different
-    types. Metadata come before arrays, since arrays differ whenever metadata do."""
+    """Yield (path, x, y) for everything that must be equal for a and b to be equal: arrays, metadata, or two
+    objects of different types. Metadata come before arrays, since arrays differ whenever metadata do."""
     if isinstance(a, Result) and type(a) is type(b):
         fields, others = a.__getstate__(), b.__getstate__()
         for name in sorted(fields,
@@ -290,8 +292,7 @@ def pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether two arrays have the same kind, dtype, shape and bytes; whether two pieces of metadata are
-    equal."""
+    """Whether two arrays have the same kind, dtype, shape and bytes, or two pieces of metadata are equal."""
     if isinstance(x, Result) or isinstance(y, Result) or is_array(x) != is_array(y):
         return False
     if not is_array(x):
@@ -305,13 +306,13 @@ def is_array(a: Any) -> bool:
 
 
 def bits(a: Array) -> Array:
-    """The elements as a view of unsigned integers of the same width, for what CuPy cannot do with FP8
+    """Return a view of the elements as unsigned integers of the same width, for what CuPy cannot do with FP8
     dtypes."""
     return a.view(f"u{a.dtype.itemsize}")
 
 
 def once(change: Callable[[Array], Array], done: dict[int, Any]) -> Callable[[Array], Array]:
-    """`change` for each array once. done: what became of arrays, by their identity."""
+    """Return `change`, applied to each array once. done: changed arrays, by the identity of the original."""
     def changed(a: Array) -> Array:
         if id(a) not in done:
             done[id(a)] = change(a)
@@ -321,17 +322,17 @@ def once(change: Callable[[Array], Array], done: dict[int, Any]) -> Callable[[Ar
 
 
 def raw_bytes(a: Array) -> Array:
-    """`bits`, or of elements of other sizes their bytes, along a further axis."""
+    """Return `bits`, or for elements of other sizes their bytes, along a further axis."""
     return bits(a) if a.dtype.itemsize in (1, 2, 4, 8) else a[..., None].view(np.uint8)
 
 
 def address(a: Array) -> int:
-    """The address of its first element."""
+    """Return the address of the first element."""
     return a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr
 
 
 def aligned_address(a: Array, name: str) -> int:
-    """The address of its first element, a multiple of the element size. ValueError if it is not."""
+    """Return the address of the first element. ValueError if it is not a multiple of the element size."""
     at = address(a)
     if at % a.dtype.itemsize:
         raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {a.dtype.itemsize}")
@@ -340,8 +341,8 @@ def aligned_address(a: Array, name: str) -> int:
 
 def check_dimensions(shape: tuple[int, ...], name: str, least: int, most: int | None = None,
                      array: str = "") -> None:
-    """ValueError unless there are so many dimensions; most None: or more of them. name: of the argument that
-    needs them; array: of the array, if that is another one."""
+    """Raise ValueError unless the number of dimensions is in this range; most None: no upper bound. name: of
+    the argument that needs them; array: of the array, if that is another one."""
     if least <= len(shape) <= (len(shape) if most is None else most):
         return
     words = _NUMBERS[least]
@@ -359,7 +360,7 @@ def is_contiguous(a: Array) -> bool:
 
 
 def contiguous(a: Array) -> Array:
-    """`a` itself if C-contiguous, else a C-contiguous copy."""
+    """Return `a` itself if C-contiguous, else a C-contiguous copy."""
     if is_contiguous(a):
         return a
     return backend.module_of(a).ascontiguousarray(bits(a)).view(a.dtype)
@@ -370,7 +371,7 @@ def _is_cupy(a: Any) -> bool:
 
 
 def is_sequence(values: Any) -> bool:
-    """Whether values are a list, a tuple, an array with axes or another sequence. Text and bytes are none."""
+    """Whether values are a list, a tuple, an array with axes or another sequence, except text and bytes."""
     if is_array(values):
         return bool(values.ndim)
     return isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray, memoryview))

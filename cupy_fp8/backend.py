@@ -1,5 +1,5 @@
 """NumPy or CuPy: finds which of the two an array belongs to, and whether there is a GPU. CuPy is imported
-only when it is needed."""
+only when needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class DeviceError(RuntimeError):
 
 
 def free_in_children(lock: Any) -> Any:
-    """The lock, which is free after a fork: a child would wait for ever for another thread of its parent."""
+    """Return the lock, registered to be free after a fork: a child would wait for ever for its parent's
+    thread."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return lock
@@ -35,7 +36,7 @@ INSTALL_HINT = "pip install 'cupy-cuda13x[ctk]>=14.2' (CUDA 13 driver) or 'cupy-
 
 @functools.cache
 def cupy() -> Any:
-    """The cupy module, or DeviceError with the line that installs it."""
+    """Return the cupy module. Raises DeviceError with the line that installs it."""
     try:
         import cupy
     except ImportError as error:
@@ -45,7 +46,7 @@ def cupy() -> Any:
 
 @functools.cache
 def gpu_problem() -> str | None:
-    """Why kernels cannot run on a GPU here, or None if they can."""
+    """Return why kernels cannot run on a GPU here, or None if they can."""
     try:
         cp = cupy()
     except DeviceError as error:
@@ -61,7 +62,7 @@ def gpu_problem() -> str | None:
 
 @functools.cache
 def check_device(device_id: int) -> None:
-    """DeviceError unless device `device_id` can run the kernels."""
+    """Raise DeviceError unless device `device_id` can run the kernels."""
     problem = gpu_problem()
     if problem:
         raise DeviceError(problem)
@@ -72,13 +73,13 @@ def check_device(device_id: int) -> None:
 
 
 def default_module() -> Any:
-    """The module `cupy_fp8.xp`: CuPy if there is a GPU, else NumPy."""
+    """Return the module `cupy_fp8.xp`: CuPy if there is a GPU, else NumPy."""
     return np if gpu_problem() else cupy()
 
 
 def module_of(a: Any, name: str = "x", dtype: str = "float32", dimensions: int = 0) -> Any:
-    """numpy or cupy, by the type of `a`. TypeError, which names the argument, for any other object. dtype,
-    dimensions: of the array that the message says how to make (see `advice.array_instead`)."""
+    """Return numpy or cupy, by the type of `a`. TypeError, which names the argument, for any other object.
+    dtype, dimensions: of the array that the message says how to make (see `advice.array_instead`)."""
     if type(a) is np.ndarray:
         return np
     cp = sys.modules.get("cupy")
@@ -95,14 +96,14 @@ def kind_of(a: Any) -> str:
 
 
 def require_module(a: Any, xp: Any, name: str, dtype: str = "float32", dimensions: int = 0) -> None:
-    """TypeError unless `a` is an array of module `xp`. dtype, dimensions: as for `module_of`."""
+    """Raise TypeError unless `a` is an array of module `xp`. dtype, dimensions: as for `module_of`."""
     if type(a) is not xp.ndarray and (given := module_of(a, name, dtype, dimensions)) is not xp:
         raise TypeError(f"{name}: a {given.__name__} array among {xp.__name__} arrays; "
                         f'cupy_fp8.asarray({name}, like="{xp.__name__}") moves it')
 
 
 def same_device(a: Any, other: Any, name: str, of: str = "the input") -> None:
-    """ValueError unless two CuPy arrays are on one GPU. of: the other array's name."""
+    """Raise ValueError unless two CuPy arrays are on one GPU. of: the other array's name."""
     if a.data.device_id != other.data.device_id:
         there = other.data.device_id
         raise ValueError(f"{name}: on GPU {a.data.device_id}, {of} is on GPU {there}; "
@@ -110,8 +111,8 @@ def same_device(a: Any, other: Any, name: str, of: str = "the input") -> None:
 
 
 def like_module(like: Any) -> Any:
-    """The module that `like` means: None (the default), 'numpy'/'cupy', one of the two modules, or an array.
-    """
+    """Return the module for `like`: None (the default), 'numpy'/'cupy', one of the two modules, or an
+    array."""
     if like is None:
         return default_module()
     if like is np or (isinstance(like, str) and like == "numpy"):
@@ -136,7 +137,7 @@ def _usable_cupy() -> Any:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns in the name of the user's line, which called the package."""
+    """Warn with the location of the user's line that called the package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1

@@ -29,13 +29,13 @@ __all__ = ["WeightCache"]
 
 _FLAGS: set[type] = {bool}
 _MOST_HITS = 256            # remembered lists of weights
-#: Held while a cache changes. All caches share it, so that each can be copied. It is reentrant, since weights
-#: may die meanwhile.
+#: Held while a cache changes. Shared by all caches, so that each can be copied. Reentrant, since weights may
+#: die meanwhile.
 _LOCK = backend.free_in_children(threading.RLock())
-#: What a weight is known by: its identity; the identity and the dtype of a NumPy array, whose dtype can be
-#: assigned to; of a view the identity of the owner of its memory, and where in it the view lies.
+#: Key of a weight: its identity; for a NumPy array, whose dtype can be assigned to, identity and dtype; for a
+#: view the identity of the owner of its memory, and its place there.
 _Key = int | tuple[Any, ...]
-#: A call's key: the identities of the weights, or their keys if some keys are more than that; their shapes
+#: Key of a call: the identities of the weights, or their keys if some keys are more than that; their shapes
 #: (arrays can be reshaped in place); and the directions.
 _CallKey = tuple[Any, tuple[Any, ...], bool, bool]
 
@@ -51,7 +51,7 @@ class _Work(NamedTuple):
 
     def call(self, recipe: Recipe, weights: Sequence[Any], scales: Any, amaxes: Any,
              noop: Any) -> tuple[Op[Any], tuple[Any, ...]]:
-        """The op and its arguments."""
+        """Return the op and its arguments."""
         scales, amaxes = (_chosen(a, self.indices, len(weights)) for a in (scales, amaxes))
         return call_of([weights[i] for i in self.indices], recipe, rowwise=self.rowwise,
                        columnwise=self.columnwise, scales=scales, amaxes=amaxes,
@@ -59,23 +59,23 @@ class _Work(NamedTuple):
 
 
 class _Hit(NamedTuple):
-    """The results of a call that found all weights quantised, and what updates them."""
+    """The results of a call that found all weights quantised, and the calls that update them."""
 
     results: list[Quantized]
     updates: list[_Work]
 
 
 class WeightCache:
-    """Holds quantised weights from call to call, so that a training step with several micro-batches quantises
-    its weights once.
+    """Keeps quantised weights between calls, so that a training step with several micro-batches quantises its
+    weights once.
 
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
-    Weights are known by identity: the same array objects, call after call, in the same shapes and dtypes (one
-    that was reshaped in place, or got another dtype, is new). Views, such as `w.T`, are known by the array
-    that owns their memory and by address, shape, strides and dtype, so that a new view of the same weight is
-    known again. The cache keeps no weight alive, and forgets what belongs to a weight that is gone. Threads
-    may share a cache.
+    Weights are recognised by identity: the same array objects, call after call, in the same shapes and dtypes
+    (one that was reshaped in place, or got another dtype, is new). Views, such as `w.T`, are recognised by
+    the array that owns their memory and by address, shape, strides and dtype, so that a new view of the same
+    weight is not new. The cache keeps no weight alive, and drops the results of a weight that is gone.
+    Threads may share a cache.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> cache = fp8.WeightCache(fp8.CurrentScaling())
@@ -93,10 +93,9 @@ class WeightCache:
     def __init__(self, recipe: Recipe) -> None:
         check_recipe(recipe)
         self.recipe: Recipe = recipe
-        #: The owner of each weight's memory, and the result, by the weight's key.
+        #: the owner of each weight's memory, and the result, by the weight's key
         self._entries: dict[_Key, tuple[weakref.ref[Any], Quantized]] = {}
-        # Whole calls, and the last one, which one comparison finds. They are forgotten whenever an entry
-        # goes.
+        # whole calls, and the last one, found by one comparison; dropped whenever an entry goes
         self._hits: dict[_CallKey, _Hit] = {}
         self._last: tuple[_CallKey, _Hit] | None = None
         self._cleared = 0                                               # counts the calls of `clear`
@@ -108,7 +107,7 @@ class WeightCache:
 
         A weight that is new, or lacks a direction, is quantised into new memory, all such weights together by
         `multi_quantize`. With `update` all other weights are quantised again, together and in place, at the
-        same addresses. Without it their results are returned as they are, and if no weight is new nothing is
+        same addresses. Without it their results are returned unchanged, and if no weight is new nothing is
         launched.
 
         weights : list of arrays as `multi_quantize` takes; members that are Quantized already are returned as
@@ -130,8 +129,8 @@ class WeightCache:
         hit = self._hit(call)
         keys: list[_Key] = []
         if hit is None:
-            # Identities alone are those of CuPy arrays that own their memory, and live as long as their
-            # entries: no view has one.
+            # plain identities are those of CuPy arrays that own their memory, and live as long as their
+            # entries: never of a view
             keys = [_key(weight) for weight in weights]
             if any(type(key) is tuple for key in keys):
                 call = tuple(keys), *call[1:]
@@ -150,7 +149,7 @@ class WeightCache:
         results |= {keys[i]: result for i, result in made.items()}
         found = [results[key] for key in keys]
         with _LOCK:
-            if self._cleared == cleared:                    # else another thread has called `clear`
+            if self._cleared == cleared:                    # otherwise another thread has called `clear`
                 fresh = [i for work in works if work.outputs is None for i in work.indices]
                 self._keep([(keys[i], weights[i], made[i]) for i in fresh])
                 works = self._works(weights, keys, {}, call, True)
@@ -165,13 +164,13 @@ class WeightCache:
         hit = self._hits.get(call)
         if hit is not None:
             with _LOCK:
-                if self._hits.get(call) is hit:             # else another thread has forgotten it
+                if self._hits.get(call) is hit:             # otherwise another thread has dropped it
                     self._last = call, hit
         return hit
 
     def _works(self, weights: Sequence[Any], keys: list[_Key], results: dict[_Key, Quantized],
                call: _CallKey, update: bool) -> list[_Work]:
-        """The weights to quantise. Those that need new memory come first, since these may be refused.
+        """Return the weights to quantise. Those that need new memory come first, since these may be refused.
         `results` gets the results of all others."""
         works: dict[tuple[bool, bool, bool], _Work] = {}
         seen: set[_Key] = set()
@@ -197,9 +196,9 @@ class WeightCache:
 
     def _run(self, works: list[_Work], weights: Sequence[Any], scales: Any, amaxes: Any,
              noop: Any) -> dict[int, Quantized]:
-        """Quantises the weights, and returns the results by the weights' indices."""
+        """Quantise the weights, and return the results by the weights' indices."""
         for work in works:
-            if noop is not None and work.outputs is None:       # The call does not get noop.
+            if noop is not None and work.outputs is None:       # this call does not get noop
                 weight = weights[work.indices[0]]
                 one_f32(noop, weight, backend.module_of(weight), "noop")
         calls = [(work, *work.call(self.recipe, weights, scales, amaxes, noop)) for work in works]
@@ -236,8 +235,8 @@ class WeightCache:
         return known if owner is _owner(weight) and known.shape == weight.shape else None
 
     def clear(self) -> None:
-        """Forgets all weights. Results that another thread's `quantize` is making are returned there, and
-        forgotten too."""
+        """Forget all weights. Results that another thread's `quantize` is making are returned there, and not
+        kept."""
         with _LOCK:
             self._cleared += 1
             self._forget_calls()
@@ -251,7 +250,7 @@ class WeightCache:
         return self.recipe, [(key, *entry) for key, entry in self._entries.items()]
 
     def __setstate__(self, state: tuple[Recipe, list[tuple[_Key, weakref.ref[Any], Quantized]]]) -> None:
-        """A copy watches the weights by itself."""
+        """Restore a copy, which watches the weights itself."""
         WeightCache.__init__(self, state[0])
         self._keep([(key, owner, result) for key, held, result in state[1] if (owner := held()) is not None])
 
@@ -261,7 +260,7 @@ class WeightCache:
         return sum(result.nbytes for _, result in list(self._entries.values()))
 
     def __len__(self) -> int:
-        """How many weights are known."""
+        """Return the number of weights in the cache."""
         return len(self._entries)
 
     def __repr__(self) -> str:
@@ -270,7 +269,7 @@ class WeightCache:
 
 @contextmanager
 def _numbered(indices: list[int]) -> Iterator[None]:
-    """Renames the arrays in error messages of `multi_quantize` to the weights that they are."""
+    """Rename the arrays in error messages of `multi_quantize` to the weights that they are."""
     def renamed(match: re.Match[str]) -> str:
         return f"{'weights' if match[1] == 'xs' else match[1]}[{indices[int(match[2])]}]"
 
@@ -281,7 +280,8 @@ def _numbered(indices: list[int]) -> Iterator[None]:
 
 
 def _owner(weight: Any) -> Any:
-    """The array whose life is that of a weight's memory: itself, if it is no view of another array."""
+    """Return the array that owns a weight's memory: the weight itself, if it is not a view of another
+    array."""
     base: Any = getattr(weight, "base", None)
     while is_array(base):
         weight, base = base, base.base
@@ -296,12 +296,12 @@ def _key(weight: Any) -> _Key:
 
 
 def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
-    """What tells the shapes of these objects from the shapes that they had before: of matrices alone, which
-    keep their number of elements, the numbers of rows. CuPy takes 75 ns for a shape, 20 for these."""
+    """Return what distinguishes the objects' shapes from their earlier ones: for matrices, whose number of
+    elements is fixed, only the numbers of rows. CuPy takes 75 ns for a shape, 20 for these."""
     try:
         if list(map(_DIMENSIONS, weights)).count(2) == len(weights):
             return tuple(map(len, weights))
-    except AttributeError:              # A weight is no array: _known raises the error.
+    except AttributeError:              # a weight is not an array: _known raises the error
         pass
     return tuple(getattr(weight, "shape", None) for weight in weights)
 
@@ -310,8 +310,8 @@ _DIMENSIONS = operator.attrgetter("ndim")
 
 
 def _check_number(name: str, a: Any, number: int) -> None:
-    """TypeError or ValueError unless scales or amaxes are a list or an array of so many, or None. What they
-    are is examined by the call that gets them."""
+    """Raise TypeError or ValueError unless scales or amaxes are a list or an array of this length, or None.
+    The members are checked by the call that gets them."""
     if a is None:
         return
     if not isinstance(a, (list, tuple)):
@@ -333,7 +333,7 @@ def _forget(cache: weakref.ref[WeightCache], key: _Key, gone: weakref.ref[Any]) 
 
 
 def _chosen(a: Any, indices: list[int], number: int) -> Any:
-    """The scales or amaxes of some of the weights."""
+    """Return the scales or amaxes of some of the weights."""
     if len(indices) == number:
         return a
     if isinstance(a, (list, tuple)):

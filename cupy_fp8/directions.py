@@ -1,4 +1,4 @@
-"""The directions of a quantised result, row-wise and column-wise: what each holds before there is memory, and
+"""The directions of a quantised result, row-wise and column-wise: their description without memory, and
 uninitialised results in new arrays or in the caller's."""
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Direction(NamedTuple):
 
     @property
     def attributes(self) -> tuple[Any, ...]:
-        """The attributes of its Scaled beside the arrays."""
+        """The attributes of its Scaled, except the arrays."""
         return self.shape, self.transposed, self.block, self.scale_layout
 
 
 class Directions(dict[str, Direction]):
     """The directions of a result by name, row-wise first.
 
-    shared: the arrays, 'data' or 'scale_inv', that both directions have in common, since their bytes are the
-    same. If these are all, both directions are one Scaled."""
+    shared: the arrays, 'data' or 'scale_inv', that both directions share, since their bytes are the same. If
+    both are shared, both directions are one Scaled."""
 
     def __init__(self, directions: Mapping[str, Direction], shared: tuple[str, ...] = ()) -> None:
         super().__init__(directions)
@@ -61,11 +61,11 @@ class Directions(dict[str, Direction]):
         return [name for name in self if name == "rowwise" or len(self.shared) < 2]
 
     def is_shared(self, name: str, what: str) -> bool:
-        """Whether an array of this direction is that of the row-wise one."""
+        """Whether an array of this direction is shared with the row-wise one."""
         return name == "columnwise" and what in self.shared
 
     def arrays(self) -> Iterator[tuple[str, str, tuple[int, ...], np.dtype[Any]]]:
-        """(direction, 'scale_inv' or 'data', shape, dtype) of every array; of shared ones once."""
+        """Yield (direction, 'scale_inv' or 'data', shape, dtype) of every array; shared ones once."""
         for name, direction in self.items():
             for what, shape, dtype in (("scale_inv", direction.scale_shape, direction.scale_dtype),
                                        ("data", direction.stored, direction.dtype)):
@@ -74,7 +74,7 @@ class Directions(dict[str, Direction]):
 
     @functools.cached_property
     def positions(self) -> dict[str, tuple[int, int]]:
-        """Where the data and scale_inv of each direction are among the arrays."""
+        """Indices of the data and scale_inv of each direction among the arrays."""
         order = [(name, what) for name, what, _, _ in self.arrays()]
 
         def at(name: str, what: str) -> int:
@@ -83,8 +83,8 @@ class Directions(dict[str, Direction]):
         return {name: (at(name, "data"), at(name, "scale_inv")) for name in self}
 
     def parts(self, arrays: Sequence[Array]) -> tuple[Scaled | None, Scaled | None]:
-        """The row-wise and the column-wise part of a result that has these arrays, given in their order.
-        Every call that allocates makes them, so this looks nothing up."""
+        """Return the row-wise and the column-wise part of a result with these arrays, given in their order.
+        Called by every allocating call, so it looks nothing up."""
         row = column = None
         of_row, of_column = self._parts
         if of_row:
@@ -97,14 +97,14 @@ class Directions(dict[str, Direction]):
 
     @functools.cached_property
     def _parts(self) -> list[tuple[Any, ...] | None]:
-        """(positions of data and scale_inv, the other attributes of its Scaled) of the row-wise and of the
-        column-wise part, or None if there is no such part or if it is the row-wise one."""
+        """(indices of data and scale_inv, the other attributes of its Scaled) for the row-wise and for the
+        column-wise part; None if there is no such part or if it is the row-wise one."""
         return [(*self.positions[name], *self[name].attributes) if name in self.distinct else None
                 for name in ("rowwise", "columnwise")]
 
 
 def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, dbias: bool = False) -> None:
-    """TypeError or ValueError if an array of this shape has no such directions or no bias gradient."""
+    """Raise TypeError or ValueError if an array of this shape has no such directions or no bias gradient."""
     flags(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
     if not (rowwise or columnwise):
         raise ValueError("rowwise, columnwise: expected at least one of them, got neither")
@@ -115,8 +115,8 @@ def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, db
 
 def tensor_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
                       transposed: bool = True) -> Directions:
-    """The directions of a result with one scale, which they share. transposed: how column-wise data are
-    stored; if they are not, both directions have the same data."""
+    """Return the directions of a result with one scale, which they share. transposed: how column-wise data
+    are stored; if not, both directions have the same data."""
     found = {name: Direction(dtype=dtype, shape=shape, transposed=swapped, block=None, scale_layout=None,
                              scale_dtype=float32, scale_shape=(1,))
              for name, wanted, swapped in (("rowwise", rowwise, False),
@@ -127,9 +127,9 @@ def tensor_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: boo
 def block_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
                      transposed: bool, block: Block, scale_layout: str,
                      scale_dtype: np.dtype[Any] = float32) -> Directions:
-    """The directions of a result in blocks. block: the row-wise one. Square blocks make both directions the
-    same unless column-wise data are stored transposed. ValueError if both directions are unwanted, or if the
-    array is not two- or three-dimensional."""
+    """Return the directions of a result in blocks. block: the row-wise one. Square blocks make both
+    directions the same unless column-wise data are stored transposed. ValueError if neither direction is
+    wanted, or if the array is not two- or three-dimensional."""
     check_directions(shape, rowwise, columnwise)
     check_dimensions(shape, "x", 2, 3)
     across = block[1], block[0]
@@ -143,28 +143,28 @@ def block_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool
 
 def mx_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
                   transposed: bool, block: tuple[int, int], scale_layout: str) -> Directions:
-    """The directions of an MX result. Blocks of (32, 32) repeat their scale for each line, so their scales
-    are those of (1, 32) too; their codes are the same in both directions."""
+    """Return the directions of an MX result. Blocks of (32, 32) repeat their scale for each line, so their
+    scales are those of (1, 32) too; their codes are the same in both directions."""
     found = block_directions(shape, dtype, rowwise, columnwise, transposed, (1, 32), scale_layout,
                              float8_e8m0fnu)
     return Directions(found, ("data",) if block == (32, 32) and not transposed else ())
 
 
 def dbias_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array's bias gradient, which has one sum per column of each matrix."""
+    """Return the shape of an array's bias gradient, with one sum per column of each matrix."""
     return (*shape[:-2], shape[-1])
 
 
 # ---- uninitialised results ----
 def new_parts(directions: Directions, like: Any) -> dict[str, Scaled]:
-    """The parts of a result in new arrays, by name."""
+    """Return the parts of a result in new arrays, by name."""
     parts = directions.parts([empty(shape, dtype, like=like) for _, _, shape, dtype in directions.arrays()])
     return {name: part for name, part in zip(("rowwise", "columnwise"), parts, strict=True) if part}
 
 
 def from_buffers(buffers: Mapping[str, tuple[Array, Array]],
                  directions: Mapping[str, Direction]) -> dict[str, Scaled]:
-    """The parts of a result in the caller's arrays. TypeError or ValueError if these do not fit."""
+    """Return the parts of a result in the caller's arrays. TypeError or ValueError if these do not fit."""
     if not isinstance(buffers, Mapping):
         raise TypeError(f"buffers: expected a dict of (data, scale_inv) pairs, got {type(buffers).__name__}")
     if sorted(buffers) != sorted(directions):

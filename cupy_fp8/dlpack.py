@@ -51,8 +51,7 @@ class _ManagedVersioned(ctypes.Structure):
                 ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", _Tensor))
 
 
-# Prototypes of our own: attributes set on ctypes.pythonapi's functions would be shared with every other
-# library.
+# our own prototypes: attributes set on ctypes.pythonapi's functions would be shared with every other library
 _capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi))
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -60,11 +59,11 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 def _managed(capsule: Any) -> _Managed | _ManagedVersioned:
-    """The structure inside a capsule that has not been consumed; valid as long as the capsule."""
+    """Return the structure inside a capsule that has not been consumed; valid as long as the capsule."""
     for name, struct in ((b"dltensor", _Managed), (b"dltensor_versioned", _ManagedVersioned)):
         if _capsule_is_valid(capsule, name):
             address = _capsule_pointer(capsule, name)
-            assert address is not None      # IsValid said so
+            assert address is not None      # guaranteed by IsValid
             return struct.from_address(address)
     raise TypeError(f"__dlpack__: expected an unused capsule 'dltensor' or 'dltensor_versioned', got "
                     f"{capsule!r}")
@@ -82,8 +81,8 @@ class Exporter:
         return device
 
     def __dlpack__(self, **options: Any) -> Any:
-        """A capsule of the array. options (stream, max_version, dl_device, copy) go to NumPy's or CuPy's
-        `__dlpack__`."""
+        """Return a capsule of the array. options (stream, max_version, dl_device, copy) go to NumPy's or
+        CuPy's `__dlpack__`."""
         capsule = self._carrier.__dlpack__(**options)
         if self._array.dtype in _CODES:
             managed = _managed(capsule)
@@ -98,7 +97,7 @@ class Exporter:
 
 
 def to_dlpack(a: Array) -> Exporter:
-    """An object that other libraries import with their `from_dlpack`: the same memory, the true type.
+    """Return an object that other libraries import with their `from_dlpack`: the same memory, the true type.
 
     a : NumPy or CuPy array of any shape and strides; FP8, E8M0 and bfloat16 carry their DLPack codes, other
         numbers pass through.
@@ -118,13 +117,13 @@ def to_dlpack(a: Array) -> Exporter:
 
 
 def from_dlpack(x: Any, *, dtype: Any = None) -> TypedArray:
-    """The array behind any DLPack producer, without a copy: a CuPy array where the memory is on a GPU, else a
-    NumPy array.
+    """Return the array behind any DLPack producer, without a copy: a CuPy array if the memory is on a GPU,
+    else a NumPy array.
 
     x : an object with `__dlpack__` and `__dlpack_device__` (a torch or JAX array, an `Exporter`), or a
         NumPy or CuPy array.
-    dtype : names the type of a producer that says only uint8 or uint16 (or opaque bits of that width); has
-        to agree with one that says more.
+    dtype : the type of a producer that says only uint8 or uint16 (or opaque bits of that width); must agree
+        with one that says more.
     Returns an array of the same shape and strides that keeps the producer's memory alive.
     Raises TypeError (no `__dlpack__`, a type this library does not know, a dtype that disagrees) or what
     NumPy or CuPy raise.
@@ -147,8 +146,8 @@ def from_dlpack(x: Any, *, dtype: Any = None) -> TypedArray:
 
 
 def _check_exchanged(a: Any, name: str) -> None:
-    """TypeError for anything but an array of numbers that DLPack has: strings, objects, dates and records
-    are none."""
+    """Raise TypeError for anything but an array of numbers that DLPack has: not for strings, objects, dates
+    and records."""
     backend.module_of(a, name)
     if a.dtype in _CODES or (a.dtype.kind in "biufc" and a.dtype.isbuiltin == 1 and a.dtype.char not in "gG"):
         return
@@ -157,8 +156,8 @@ def _check_exchanged(a: Any, name: str) -> None:
 
 
 class _Carrier:
-    """The producer x as one of unsigned integers; `dtype` is then the type to view them as (None: as they
-    are)."""
+    """The producer x, presented as one of unsigned integers; `dtype` is then the type to view them as (None:
+    unchanged)."""
 
     def __init__(self, x: Any, wanted: np.dtype[Any] | None) -> None:
         self._x, self._wanted = x, wanted
@@ -178,8 +177,8 @@ class _Carrier:
 
 
 def _view_dtype(carried: _DataType, wanted: np.dtype[Any] | None) -> np.dtype[Any] | None:
-    """What to view the imported elements as; None where NumPy and CuPy import what is wanted by themselves.
-    """
+    """Return the dtype to view the imported elements as; None if NumPy and CuPy import the wanted one
+    themselves."""
     code, width = carried.code, carried.bits
     what = f"DLPack type (code {code}, {width} bits, {carried.lanes} lanes)"
     if carried.lanes != 1:
@@ -198,7 +197,7 @@ def _view_dtype(carried: _DataType, wanted: np.dtype[Any] | None) -> np.dtype[An
 
 
 def _native_dtype(code: int, width: int) -> np.dtype[Any] | None:
-    # A 'float' of 8 bits is no type at all: it is how CuPy 14 mislabels float8_e5m2.
+    # CuPy 14 mislabels float8_e5m2 as a 'float' of 8 bits, which is not a type
     if code not in _NATIVE_KINDS or width % 8 or (code, width) == (_FLOAT, 8):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The number formats: one table that everything else reads.
+"""The number formats, in one table that everything else reads.
 
 Sources: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Formats v1.0 (E8M0), IEEE 754.
 """
@@ -20,7 +20,7 @@ __all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "as
            "finfo", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
 
 _Name = TypeVar("_Name", bound=str)
-#: What functions take for a dtype, and for one of FP8.
+#: what functions accept as a dtype, and as an FP8 dtype
 DType: TypeAlias = (np.dtype[Any] | type[Any] | Literal[
     "float8_e4m3fn", "e4m3", "e4m3fn", "fp8_e4m3", "fp8_e4m3fn", "float8_e5m2", "e5m2", "fp8_e5m2",
     "float8_e8m0fnu", "e8m0", "e8m0fnu", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32"])
@@ -33,7 +33,7 @@ float8_e8m0fnu = np.dtype(ml_dtypes.float8_e8m0fnu)
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float16 = np.dtype(np.float16)
 float32 = np.dtype(np.float32)
-#: The dtype of packed scales (deepgemm_sm100). It is no number format here.
+#: dtype of packed scales (deepgemm_sm100); not a number format here
 int32 = np.dtype(np.int32)
 
 
@@ -79,7 +79,7 @@ FORMATS: dict[np.dtype[Any], Format] = {
     )
 }
 
-#: The formats that quantisers read, those that they write, and all one-byte formats.
+#: the formats that quantisers read, those that they write, and all one-byte formats
 INPUT_DTYPES = (bfloat16, float16, float32)
 FP8_DTYPES = (float8_e4m3fn, float8_e5m2)
 BYTE_DTYPES = (*FP8_DTYPES, float8_e8m0fnu)
@@ -88,7 +88,8 @@ SIZE_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def finfo(dtype: DType) -> Format:
-    """What `dtype` can represent: maximum, smallest normal and subnormal, bits, NaN and Inf bit patterns.
+    """Return what `dtype` can represent: maximum, smallest normal and subnormal, bits, NaN and Inf bit
+    patterns.
 
     Its fields are `dtype`, `bits`, `exponent_bits`, `mantissa_bits`, `bias`, `max`, `smallest_normal`,
     `smallest_subnormal`, `nan`, `inf` (None: the format has none), `signed` and `storage`, the unsigned
@@ -103,7 +104,8 @@ def finfo(dtype: DType) -> Format:
 
 
 def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
-    """The `Format` of `dtype` if it is one of `allowed`, else a TypeError that says what was expected."""
+    """Return the `Format` of `dtype` if it is one of `allowed`, else raise a TypeError that says what was
+    expected."""
     if not isinstance(dtype, np.dtype):
         given, dtype = dtype, _dtype_of(dtype)
         if dtype is None:
@@ -117,7 +119,8 @@ def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
 
 def as_dtype(dtype: Any, what: str = "dtype",
              expected: str = "a dtype, its type or its name") -> np.dtype[Any]:
-    """A dtype given as NumPy takes it, or by a short name such as 'e4m3'. TypeError for anything else."""
+    """Return a dtype given as NumPy takes it, or by a short name such as 'e4m3'. TypeError for anything
+    else."""
     if (found := _dtype_of(dtype)) is not None:
         return found
     raise TypeError(f"{what}: expected {expected}, got {shown(dtype)}"
@@ -125,7 +128,8 @@ def as_dtype(dtype: Any, what: str = "dtype",
 
 
 def _dtype_of(dtype: Any) -> np.dtype[Any] | None:
-    """NumPy itself takes more: None for float64, and whatever has an attribute `dtype`, such as a recipe."""
+    """Return NumPy's dtype, except for what NumPy also takes: None for float64, and objects with an attribute
+    `dtype`, such as recipes."""
     if isinstance(dtype, str):
         dtype = SHORT_DTYPES.get(dtype.lower(), dtype)
     is_type = isinstance(dtype, type) and issubclass(dtype, (np.generic, bool, int, float, complex))
@@ -138,8 +142,8 @@ def _dtype_of(dtype: Any) -> np.dtype[Any] | None:
 
 
 def flag(value: Any, what: str) -> bool:
-    """A bool, a NumPy bool, 0 or 1 as True or False. TypeError for anything else, whose truth would be a
-    guess."""
+    """Return a bool, a NumPy bool, 0 or 1 as True or False. TypeError for anything else, whose truth would be
+    a guess."""
     if value is True or value is False:
         return value
     is_number = isinstance(value, (int, np.bool_, np.integer)) and not isinstance(value, np.timedelta64)
@@ -149,14 +153,14 @@ def flag(value: Any, what: str) -> bool:
 
 
 def flags(**given: Any) -> None:
-    """`flag` of each, by its name."""
+    """Check each with `flag`, by its name."""
     for what, value in given.items():
         flag(value, what)
 
 
 def integer(value: Any, what: str) -> int:
-    """Anything that Python takes for an index, but for a truth value, as an int. TypeError for anything else.
-    """
+    """Return anything that Python takes as an index, except a truth value, as an int. TypeError for anything
+    else."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -166,7 +170,7 @@ def integer(value: Any, what: str) -> int:
 
 
 def number(value: Any, what: str) -> float:
-    """A number rounded to f32. TypeError or ValueError unless it is one, and finite there."""
+    """Return a number rounded to f32. TypeError or ValueError unless it is a number, and finite in f32."""
     if not isinstance(value, (int, float, np.floating, np.integer)) or isinstance(value, bool):
         raise TypeError(f"{what}: expected a number, got {shown(value)}")
     try:
@@ -181,7 +185,8 @@ def number(value: Any, what: str) -> float:
 
 
 def integers(values: Iterable[Any]) -> tuple[int, ...]:
-    """Values that Python takes for indices as ints. TypeError for anything else, and for truth values."""
+    """Return values that Python takes as indices as ints. TypeError for anything else, and for truth
+    values."""
     given = tuple(values)
     if bool in map(type, given):
         raise TypeError("a truth value is no integer")
@@ -189,17 +194,18 @@ def integers(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def choice(value: Any, what: str, allowed: Iterable[_Name]) -> _Name:
-    """A name that is one of those allowed. ValueError for anything else, with the name that may be meant."""
+    """Return a name that is one of those allowed. ValueError for anything else, with the name that may be
+    meant."""
     known = tuple(allowed)
     if isinstance(value, str) and value in known:
-        return known[known.index(value)]        # Python's own str for one of NumPy's
+        return known[known.index(value)]        # Python's own str in place of NumPy's
     advice = meant(value, known) if isinstance(value, str) else ""
     raise ValueError(f"{what}: expected one of {known}, got {shown(value)}{advice}")
 
 
 def plain_name(name: Any) -> Any:
-    """A name as Python's own str, which JSON keeps, for one of NumPy's. Anything else as it is, for checks to
-    refuse."""
+    """Return a NumPy str as Python's own, which JSON keeps. Anything else is returned unchanged, for checks
+    to refuse."""
     return str(name) if isinstance(name, str) else name
 
 

@@ -1,4 +1,4 @@
-"""What a gate has chosen: the experts of each token, and their weights."""
+"""The result of a gate: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Gate"]
 
 Score: TypeAlias = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORES: tuple[Score, ...] = get_args(Score)
-#: The most experts of a token.
+#: most experts of a token
 MOST_SLOTS = 64
 
 _INT32 = np.dtype(np.int32)
@@ -31,9 +31,9 @@ class Gate(Result):
 
     indices      int32 [T, k]: experts, the best one first; -1: none was left
     weights      f32 [T, k]: what their outputs are multiplied by; 0 for index -1
-    counts       int32 [E]: slots of each expert; [S, E] of S sequences
-    scores       f32 [T, E], of all experts; None: not asked for
-    score_sums   f32 [S, E]: sums over the tokens of each sequence; None: not asked for
+    counts       int32 [E]: slots of each expert; [S, E] for S sequences
+    scores       f32 [T, E], of all experts; None: not requested
+    score_sums   f32 [S, E]: sums over the tokens of each sequence; None: not requested
     score, normalize, factor    options of the gate, which its gradient needs
 
     `route(gate.indices, num_experts=E)` and `permute(…, probs=gate.weights)` go on from here.
@@ -48,7 +48,7 @@ class Gate(Result):
     normalize: bool = True
     factor: float = 1.0
 
-    if TYPE_CHECKING:               # Arrays of any class are taken.
+    if TYPE_CHECKING:               # arrays of any class are accepted
         def __init__(self, indices: Array, weights: Array, counts: Array, scores: Array | None = None,
                      score_sums: Array | None = None, score: str = "softmax", normalize: bool = True,
                      factor: float = 1.0) -> None: ...
@@ -90,7 +90,7 @@ class Gate(Result):
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return int(self.indices.shape[0])
 
     @property
@@ -100,7 +100,7 @@ class Gate(Result):
 
     @property
     def num_experts(self) -> int:
-        """How many experts there are."""
+        """Number of experts."""
         return int(self.counts.shape[-1])
 
     @property
@@ -109,7 +109,7 @@ class Gate(Result):
         return sum(int(a.nbytes) for a in self._arrays().values())
 
     def _arrays(self) -> dict[str, Array]:
-        """The arrays by name, without absent ones."""
+        """Return the arrays by name, without absent ones."""
         names = ("indices", "weights", "counts", "scores", "score_sums")
         return {name: a for name in names if (a := getattr(self, name)) is not None}
 

@@ -1,4 +1,4 @@
-"""Groups of rows that are tensors of their own, one after the other in memory."""
+"""Groups of rows that are separate tensors, one after the other in memory."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 class Grouped(Result, Generic[Member]):
     """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
-    splits      int32 or int64 [N]: the rows of each group. `group_quantize` and `wrap` make copies of sizes
-                and offsets, so that data stay what these say
+    splits      int32 or int64 [N]: the rows of each group. `group_quantize` and `wrap` copy sizes and
+                offsets, so that these keep matching the data
     offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays:
                 the sums of the sizes, times K. Others are refused, on the GPU by members and products
     shape       (M, K) of the flat arrays. Rows after the last group belong to none
@@ -88,7 +88,7 @@ class Grouped(Result, Generic[Member]):
     scale_layout: ScaleLayout | None = None
     transposed: bool = True
 
-    if TYPE_CHECKING:               # Arrays of any class are taken.
+    if TYPE_CHECKING:               # arrays of any class are accepted
         def __init__(self, splits: Array, offsets: Array, shape: tuple[int, int],
                      rowwise: Array | None = None, columnwise: Array | None = None,
                      scale_inv: Array | None = None, columnwise_scale_inv: Array | None = None,
@@ -112,8 +112,7 @@ class Grouped(Result, Generic[Member]):
 
         splits : rows of each group: an int32 or int64 array of data's kind, or a list. Rows after the last
             group belong to none
-        offsets : int64 [N + 1], if they are known: the sums of the sizes, times K. None: one launch computes
-            them
+        offsets : int64 [N + 1], if known: the sums of the sizes, times K. None: one launch computes them
         The result has copies of given splits and offsets, which may change.
         Raises TypeError, ValueError before anything is launched. Sizes in NumPy arrays and lists are errors
         if data has fewer rows.
@@ -128,7 +127,7 @@ class Grouped(Result, Generic[Member]):
     @classmethod
     def _plain_values(cls, splits: Array, offsets: Array, shape: tuple[int, int], rowwise: Array
                       ) -> Grouped[TypedArray]:
-        """Makes a Grouped without scales of fields that the library made or has checked."""
+        """Make a Grouped without scales from fields that the library made or has checked."""
         made: Any = cls._of_fields(
             splits=splits, offsets=offsets, shape=shape, rowwise=rowwise, columnwise=None, scale_inv=None,
             columnwise_scale_inv=None, block=None, scale_layout=None, transposed=True)
@@ -170,8 +169,8 @@ class Grouped(Result, Generic[Member]):
         return map(self._members(*self._sizes_and_offsets()), range(len(self)))
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> TypedArray:
-        """The values [M, K], with 0 in rows of no group. Waits for offsets on the device, then takes one
-        launch per group.
+        """Return the values [M, K], with 0 in rows of no group. Waits for offsets on the device, then takes
+        one launch per group.
 
         out : array of this shape and dtype, written and returned.
         Raises TypeError, ValueError before anything is written to it."""
@@ -186,7 +185,7 @@ class Grouped(Result, Generic[Member]):
         return self.columnwise if self.rowwise is None else self.rowwise
 
     def _sizes_and_offsets(self) -> tuple[list[int], list[int]]:
-        """(sizes, offsets) on the host."""
+        """Return (sizes, offsets) on the host."""
         given: Array = self.offsets
         if not isinstance(given, np.ndarray) and capturing(given.data.device_id):
             raise ValueError("Grouped: members are found by their offsets on the device, which cannot be "
@@ -202,12 +201,12 @@ class Grouped(Result, Generic[Member]):
             if size < 0 or offset < 0 or offset + size * columns > rows * columns:
                 raise ValueError(f"splits: group {i} of {size} rows at element {offset} is not within the "
                                  f"{rows} x {columns} elements there are")
-        # These fields were exchanged or changed in place: data and scales would be those of other groups.
+        # these fields were exchanged or changed in place: data and scales would be those of other groups
         check_offsets_of_sizes(np.array(offsets), np.array(sizes, np.int64), columns)
         return sizes, offsets
 
     def _members(self, sizes: list[int], offsets: list[int]) -> Callable[[int], Any]:
-        """A function that returns the i-th member."""
+        """Return a function that returns the i-th member."""
         columns = self.shape[1]
 
         def part(i: int, flat: Array | None, transposed: bool) -> Array | None:
@@ -230,7 +229,7 @@ class Grouped(Result, Generic[Member]):
         return member
 
     def _scales(self, sizes: list[int]) -> Callable[[str, int], Array]:
-        """A function that returns the scales of a direction of the i-th group."""
+        """Return a function that returns the scales of a direction of the i-th group."""
         if self.block is None:
             per_tensor = cast(Array, self.scale_inv)
             if per_tensor.shape != (len(sizes),):
@@ -255,12 +254,12 @@ class Grouped(Result, Generic[Member]):
             if flat.size < end:
                 prefix = "columnwise_" if name == "columnwise" else ""
                 raise ValueError(f"{prefix}scale_inv: group {i} has scales {at[i]} to {end}, got {flat.size}")
-            return flat[at[i] : end].reshape(shape)     # It is empty for whole columns without rows.
+            return flat[at[i] : end].reshape(shape)     # empty for whole columns without rows
 
         return scales
 
     def _facts(self) -> dict[str, str]:
-        """The facts that users see, as those of a `Scaled`."""
+        """Return the facts that users see, as for a `Scaled`."""
         column = "columnwise (stored transposed)" if self.transposed else "columnwise"
         directions = [name for name, part in (("rowwise", self.rowwise), (column, self.columnwise))
                       if part is not None]
@@ -282,7 +281,7 @@ class Grouped(Result, Generic[Member]):
 
 
 def check_fields(g: Grouped) -> None:
-    """TypeError or ValueError, which names the field, unless the fields of a Grouped fit together."""
+    """Raise TypeError or ValueError, which names the field, unless the fields of a Grouped are consistent."""
     if len(g.shape) != 2:
         raise ValueError(f"shape: expected (M, K), got {g.shape}")
     backend.module_of(g.splits, "splits")
@@ -319,7 +318,7 @@ def _check_block_scales(g: Grouped, block: Block, number: int) -> None:
     layout = g.scale_layout
     if layout is None:
         raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {block}, got None")
-    scale_shape(g.shape, block, layout)     # Its error says what blocks and layouts there are.
+    scale_shape(g.shape, block, layout)     # its error lists the blocks and layouts
     for data, scales, along, transposed in (
             ("rowwise", "scale_inv", block, False),
             ("columnwise", "columnwise_scale_inv", (block[1], block[0]), g.transposed)):
@@ -333,8 +332,8 @@ def _check_block_scales(g: Grouped, block: Block, number: int) -> None:
 
 
 def _check_field(g: Grouped, name: str, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int, ...]) -> None:
-    """TypeError or ValueError unless a field is an array of one of these dtypes (of any, if there are none)
-    and of this shape, of the kind and on the device of splits."""
+    """Raise TypeError or ValueError unless a field is an array of one of these dtypes (any, if none are
+    given) and of this shape, of the kind and on the device of splits."""
     a, xp = getattr(g, name), backend.module_of(g.splits, "splits")
     backend.require_module(a, xp, name)
     if dtypes and a.dtype not in dtypes:

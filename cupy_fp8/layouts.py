@@ -2,7 +2,7 @@
 
 A direction's scales form, per matrix, a grid of `outer` lines by `blocks` scales along each line: for
 row-wise blocks (1, B) the lines are the M rows and the blocks run along K, for column-wise blocks (B, 1) the
-lines are the K columns and the blocks run along M. Of 2-D blocks the lines are the rows of blocks.
+lines are the K columns and the blocks run along M. For 2-D blocks the lines are the rows of blocks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from .formats import choice, float8_e8m0fnu, float32, int32
 
 __all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
 
-#: Rows and columns of a block that shares a scale. None: all that the matrix has.
+#: rows and columns of a block that shares a scale; None: all rows or columns of the matrix
 Block = tuple[int | None, int | None]
 _BLOCK_TYPES = frozenset((int, type(None)))
 
 ScaleLayout: TypeAlias = Literal["compact", "swizzled", "gemm_ready", "deepgemm_sm90", "deepgemm_sm100"]
-#: The layouts of block scales, and the dtypes that they hold (int32: words of four E8M0 scales).
+#: layouts of block scales, and the dtypes that they hold (int32: words of four E8M0 scales)
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,),
     "deepgemm_sm90": (float32,), "deepgemm_sm100": (int32,)}
-#: The layouts in which equally many elements lie between one scale and the next everywhere, along lines and
-#: along blocks.
+#: Layouts with constant strides between scales, along lines and along blocks.
 LAYOUTS_WITH_STRIDES = ("compact", "gemm_ready", "deepgemm_sm90")
 #: gemm_ready and DeepGEMM's layouts round lines up to this, so that rows of scales begin at multiples of 16
 #: bytes.
@@ -50,7 +49,7 @@ class ScaleGrid(NamedTuple):
 
 
 def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with its last two axes exchanged."""
+    """Return the shape with its last two axes exchanged."""
     return (*shape[:-2], shape[-1], shape[-2])
 
 
@@ -63,8 +62,8 @@ def round_up(a: int, b: int) -> int:
 
 
 def as_block(block: Any) -> Any:
-    """A block given as a list, as an array or in NumPy's integers, as a tuple of Python's. Anything else as
-    it is, for checks to refuse.
+    """Return a block given as a list, as an array or in NumPy's integers as a tuple of Python's. Anything
+    else is returned unchanged, for checks to refuse.
 
     >>> as_block([1, np.int64(128)]), as_block(np.array([128, 128]))
     ((1, 128), (128, 128))
@@ -77,14 +76,14 @@ def as_block(block: Any) -> Any:
 
 
 def block_text(block: tuple[int | None, int | None]) -> str:
-    """A block as users see it: 'block 1×128', 'block 1×row'."""
+    """Return a block as users see it: 'block 1×128', 'block 1×row'."""
     return "block " + "×".join(("column", "row")[axis] if b is None else str(b)
                                for axis, b in enumerate(block))
 
 
 def check_block(block: Any, name: str = "block") -> Block:
-    """A block as a tuple. ValueError unless elements can share a scale that way. name: of the block, in
-    messages."""
+    """Return a block as a tuple. ValueError unless elements can share a scale that way. name: of the block,
+    in messages."""
     block = as_block(block)
     if not is_block(block):
         raise ValueError(f"{name}: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or "
@@ -95,14 +94,14 @@ def check_block(block: Any, name: str = "block") -> Block:
 
 
 def is_of_integers(block: tuple[Any, ...]) -> bool:
-    """Whether no extent of a block is a number that merely equals an integer, or an array, which has no one
-    truth value to compare it by."""
+    """Whether every extent of a block is None or an int: not a number that merely equals one, nor an array,
+    whose comparison has no single truth value."""
     return all(extent is None or type(extent) is int for extent in block)
 
 
 def scale_grid(shape: tuple[int, ...], block: Block) -> ScaleGrid:
-    """The grid of blocks: (1, B) lie along rows, (B, 1) along columns, and (1, None) is one block per row.
-    The grid of 2-D blocks has rows of blocks as lines.
+    """Return the grid of blocks: (1, B) lie along rows, (B, 1) along columns, and (1, None) is one block per
+    row. The grid of 2-D blocks has rows of blocks as lines.
 
     >>> scale_grid((4, 100, 64), (32, 1))
     ScaleGrid(batch=(4,), outer=64, blocks=4, columnwise=True)
@@ -116,8 +115,8 @@ def scale_grid(shape: tuple[int, ...], block: Block) -> ScaleGrid:
 
 
 def grouped_rows(lines: int, groups: int) -> int:
-    """Rows for the swizzled scales of `groups` groups that have `lines` lines together, each rounded up to
-    128 rows: a bound for groups of any sizes.
+    """Return the rows for the swizzled scales of `groups` groups with `lines` lines in all, each group
+    rounded up to 128 rows: a bound for groups of any sizes.
 
     >>> grouped_rows(300, 1), grouped_rows(300, 4), grouped_rows(3, 1000)
     (384, 768, 384)
@@ -126,7 +125,7 @@ def grouped_rows(lines: int, groups: int) -> int:
 
 
 def grouped_columns(blocks: int, groups: int) -> int:
-    """The same along the blocks, with each group rounded up to 4.
+    """Do the same along the blocks, with each group rounded up to 4.
 
     >>> grouped_columns(30, 4)
     40
@@ -135,8 +134,9 @@ def grouped_columns(blocks: int, groups: int) -> int:
 
 
 def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, ...]:
-    """The shape of swizzled scales of `groups` groups, given the shape of the compact ones. axis 0: groups
-    are lines, and rows of the result; axis 1: groups lie along the blocks, and are bytes of the result.
+    """Return the shape of swizzled scales of `groups` groups, given the shape of the compact ones. axis 0:
+    groups are lines, and rows of the result; axis 1: groups lie along the blocks, and are bytes of the
+    result.
 
     >>> grouped_shape((300, 30), 4, 0), grouped_shape((300, 30), 4, 1)
     ((768, 32), (15360,))
@@ -148,8 +148,8 @@ def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, 
 
 
 def padded_rows(rows: int, groups: int, align: int) -> int:
-    """Rows of `groups` groups that have `rows` rows together, each rounded up to a multiple of `align`: the
-    largest sum, for groups of any sizes. At most min(groups, rows) of them are not empty, and rounding one up
+    """Return the most rows of `groups` groups with `rows` rows in all, each rounded up to a multiple of
+    `align`, for groups of any sizes. At most min(groups, rows) of them are not empty, and rounding one up
     adds at most align - 1.
 
     >>> padded_rows(300, 4, 128), padded_rows(3, 1000, 16)
@@ -159,8 +159,8 @@ def padded_rows(rows: int, groups: int, align: int) -> int:
 
 
 def target_rows(rows: int, groups: int | None, block: int) -> int:
-    """Rows of the compact scales of blocks (block, 1), which lie along M: for `groups` groups a bound that
-    does not depend on their sizes.
+    """Return the rows of the compact scales of blocks (block, 1), which lie along M: for `groups` groups a
+    bound that does not depend on their sizes.
 
     >>> target_rows(300, None, 128), target_rows(300, 4, 128)
     (3, 6)
@@ -169,8 +169,8 @@ def target_rows(rows: int, groups: int | None, block: int) -> int:
 
 
 def row_scale_rows(rows: int, groups: int | None) -> int:
-    """Lines of gemm_ready scales of blocks (1, B), padding included: for `groups` groups, each padded by
-    itself, a bound that does not depend on their sizes.
+    """Return the lines of gemm_ready scales of blocks (1, B), padding included: for `groups` groups, each
+    padded separately, a bound that does not depend on their sizes.
 
     >>> row_scale_rows(301, None), row_scale_rows(301, 4)
     (304, 312)
@@ -179,7 +179,7 @@ def row_scale_rows(rows: int, groups: int | None) -> int:
 
 
 def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
-    """The dtype of scales in a layout: this dtype if the layout holds it.
+    """Return the dtype of scales in a layout: this dtype if the layout holds it.
 
     >>> [scale_dtype(float32, layout).name for layout in ("compact", "swizzled")]
     ['float32', 'float8_e8m0fnu']
@@ -192,7 +192,7 @@ def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
 
 def scale_shape(shape: tuple[int, ...], block: Block | None, layout: str | None,
                 transposed: bool = False) -> tuple[int, ...]:
-    """The shape of a `Scaled`'s scale_inv. For 1-D blocks it is, with `lines` and `blocks` of the direction,
+    """Return the shape of a `Scaled`'s scale_inv. For 1-D blocks, with `lines` and `blocks` of the direction:
 
     compact : row-wise […, M, blocks], column-wise […, blocks, K]
     swizzled : […, lines rounded up to 128, blocks rounded up to 4], whose bytes lie in tiles of 128 x 4
@@ -239,7 +239,7 @@ def scale_shape(shape: tuple[int, ...], block: Block | None, layout: str | None,
 
 
 def group_unit(block: Block, layout: str, transposed: bool = False) -> int:
-    """The scales of a group are stored for a multiple of this many rows: the rows of a block, times the
+    """Return the granularity, in rows, of a group's stored scales: the rows of a block, times the
     blocks that a layout rounds up to if blocks lie along M. 0 for whole columns, since a group with any
     number of rows, even none, has equally many scales.
 
@@ -262,7 +262,8 @@ def group_unit(block: Block, layout: str, transposed: bool = False) -> int:
 
 def group_scales(columns: int, block: Block, layout: str,
                  transposed: bool = False) -> int:
-    """How many scales `group_unit` rows of so many columns have. For whole columns: how many a group has."""
+    """Return the number of scales of `group_unit` rows with this many columns; for whole columns, of a
+    group."""
     unit = group_unit(block, layout, transposed) or 1
     down, across = scale_shape((unit, columns), block, layout, transposed)
     return down * across
@@ -270,9 +271,10 @@ def group_scales(columns: int, block: Block, layout: str,
 
 def grouped_scale_shape(shape: tuple[int, int], groups: int, block: Block, layout: str,
                         transposed: bool = False) -> tuple[int, ...]:
-    """The shape of the scales of `groups` groups of rows of an array of this shape: a bound for groups of any
-    sizes. Each group's scales have the `scale_shape` of the group alone, one group after the other. The shape
-    is flat if rows of scales are not equally long in every group. Whole columns have one line for each group.
+    """Return the shape of the scales of `groups` groups of rows of an array of this shape: a bound for groups
+    of any sizes. Each group's scales have the `scale_shape` of the group alone, one group after the other.
+    The shape is flat if rows of scales are not equally long in every group. Whole columns have one line for
+    each group.
 
     >>> [grouped_scale_shape((300, 256), 4, (1, 128), layout) for layout in ("compact", "gemm_ready")]
     [(300, 2), (624,)]

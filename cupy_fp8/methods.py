@@ -1,5 +1,5 @@
-"""Ops that methods call. `Scaled.dequantize`, for one, is an op, and ops import Scaled. So the module that
-defines the op puts its function here, and the method finds it here when it is called."""
+"""Ops that methods call. `Scaled.dequantize`, for example, is an op, and ops import Scaled; so the module
+that defines the op registers its function here, and the method finds it here when called."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ ops = _Ops()
 
 
 def for_methods(function: _Function) -> _Function:
-    """Marks the function of an op that methods call."""
+    """Register the function of an op for methods."""
     setattr(ops, function.__name__, function)
     return function

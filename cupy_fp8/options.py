@@ -1,4 +1,4 @@
-"""The values that options of recipes may have, and the defaults of each profile."""
+"""The allowed values of recipes' options, and the defaults of each profile."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ BLOCK_SCALE_LAYOUTS: tuple[BlockScaleLayout, ...] = get_args(BlockScaleLayout)
 _BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS)
                            if o[0] != (128, 128) or o[2] != "deepgemm_sm90")
 
-_F32 = struct.Struct("f")        # This rounds to f32 ten times faster than np.float32 does.
+_F32 = struct.Struct("f")        # rounds to f32 ten times faster than np.float32
 
 
 def checked_eps(eps: Any) -> float:
-    """eps rounded to f32. TypeError or ValueError unless it is a finite number of 0 or more."""
+    """Return eps rounded to f32. TypeError or ValueError unless it is a finite number of 0 or more."""
     if not isinstance(eps, (int, float, np.floating, np.integer)) or isinstance(eps, bool):
         raise TypeError(f"eps: expected a number, got {shown(eps)}")
     value = float(eps) if isinstance(eps, np.floating) else eps     # NumPy rounds the limit to eps's type
@@ -59,7 +59,7 @@ def checked_eps(eps: Any) -> float:
 
 
 def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layout: str) -> None:
-    """ValueError for an option of MX quantisation that does not exist."""
+    """Raise ValueError for an unknown option of MX quantisation."""
     given = mode, profile, block, scale_layout
     try:
         if given in _MX_OPTIONS and is_of_integers(block):
@@ -72,7 +72,8 @@ def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layo
 
 
 def check_block_options(block: tuple[int | None, int | None], profile: str, scale_layout: str) -> None:
-    """ValueError for an option of blocks with f32 scales that does not exist, or does not fit the block."""
+    """Raise ValueError for an unknown option of blocks with f32 scales, or one that does not fit the
+    block."""
     given = block, profile, scale_layout
     try:
         if given in _BLOCK_OPTIONS and is_of_integers(block):
@@ -87,7 +88,7 @@ def check_block_options(block: tuple[int | None, int | None], profile: str, scal
 
 
 def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """ValueError unless the value is one of those allowed."""
+    """Raise ValueError unless the value is one of those allowed."""
     if name != "block":
         choice(value, name, allowed)
         return
@@ -102,8 +103,8 @@ def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def check_path(path: Any, advice: str = "") -> None:
-    """TypeError or ValueError unless it is a file name. Python would take a number for a file that is open
-    already, and an empty name for the current folder."""
+    """Raise TypeError or ValueError unless it is a file name. Python would take a number for an open file,
+    and an empty name for the current folder."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a file name, got {type_name(path)}{advice}")
     if path == "":
@@ -111,10 +112,10 @@ def check_path(path: Any, advice: str = "") -> None:
 
 
 def block_eps(eps: Any, profile: str) -> float:
-    """eps rounded to f32, or the profile's own."""
+    """Return eps rounded to f32, or the profile's own."""
     return float(_F32.unpack(_F32.pack(BLOCK_PROFILES[profile].eps))[0]) if eps is None else checked_eps(eps)
 
 
 def block_pow2(pow2_scale: Any, profile: str) -> bool:
-    """Whether scales are powers of two: as given, or as the profile has them."""
+    """Whether scales are powers of two: as given, or by the profile's default."""
     return BLOCK_PROFILES[profile].pow2_scale if pow2_scale is None else flag(pow2_scale, "pow2_scale")

@@ -41,7 +41,7 @@ __all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling", "qua
 
 
 def _as_matrices(shape: Shape) -> tuple[int, ...]:
-    """The shape of a matrix or of a batch of matrices, which have blocks."""
+    """Return the shape of a matrix or of a batch of matrices, which have blocks."""
     shape = _as_shape(shape)
     if not 2 <= len(shape) <= 3:
         raise ValueError(f"shape: expected two or three extents, got {shape}"
@@ -50,14 +50,14 @@ def _as_matrices(shape: Shape) -> tuple[int, ...]:
 
 
 def _keep(recipe: Any, **fields: Any) -> None:
-    """Stores checked fields as Python's own numbers and names, so that `save` writes what `load` takes."""
+    """Store checked fields as Python's own numbers and names, so that `save` writes what `load` takes."""
     recipe.__dict__.update(fields)
 
 
 class _Recipe:
-    """Answers options that are given by position: one may be added between two others one day."""
+    """Refuses positional options, so that new ones can be added between others."""
 
-    if not TYPE_CHECKING:               # The constructor is the dataclass's.
+    if not TYPE_CHECKING:               # the constructor is the dataclass's
         def __new__(cls, *args: Any, **options: Any) -> Any:
             names, first = [f.name for f in fields(cls)], [f.name for f in fields(cls) if not f.kw_only]
             if len(args) > len(first):
@@ -75,7 +75,7 @@ class _PerTensor(_Recipe):
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, dbias: bool = False,
               like: Any = None, buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
-        """An uninitialised result to pass as `out=`. Allocating it launches nothing.
+        """Allocate an uninitialised result to pass as `out=`, without a launch.
 
         dbias : the result has an array for the bias gradient too.
         buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
@@ -120,8 +120,8 @@ class DelayedScaling(_PerTensor):
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,
                  amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
                  out: Quantized | None = None) -> Quantized:
-        """`quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's state
-        holds it."""
+        """Call `quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's
+        state holds it."""
         check_scales(self, scale, amax)
         return ops.quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise,
                                    amax=amax, noop=noop, dbias=dbias, out=out)
@@ -129,7 +129,7 @@ class DelayedScaling(_PerTensor):
 
 @dataclass(frozen=True)
 class CurrentScaling(_PerTensor):
-    """Per-tensor scaling with the scale that the tensor's own amax calls for.
+    """Per-tensor scaling with the scale from the tensor's own amax.
 
     dtype       float8_e4m3fn or float8_e5m2
     eps         floor of the amax, finite, 0 or more
@@ -151,8 +151,8 @@ class CurrentScaling(_PerTensor):
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
                  amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
                  out: Quantized | None = None) -> Quantized:
-        """`quantize_tensor` without a scale, with this recipe's dtype, eps and pow2_scale. `amax` receives
-        the maximum."""
+        """Call `quantize_tensor` without a scale, with this recipe's dtype, eps and pow2_scale. `amax`
+        receives the maximum."""
         check_scales(self, scale, amax)
         return ops.quantize_tensor(x, rowwise=rowwise, columnwise=columnwise, amax=amax, noop=noop,
                                    dbias=dbias, out=out, **vars(self))
@@ -187,14 +187,14 @@ class MXScaling(_Recipe):
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
                  amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
-        """`quantize_mx` with this recipe's options. Every block finds its own scale: `scale` and `amax`
+        """Call `quantize_mx` with this recipe's options. Every block finds its own scale: `scale` and `amax`
         belong to per-tensor recipes."""
         check_scales(self, scale, amax)
         return ops.quantize_mx(x, rowwise=rowwise, columnwise=columnwise, noop=noop, out=out, **vars(self))
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
-        """An uninitialised result to pass as `out=`. Allocating it launches nothing. Column-wise data is not
+        """Allocate an uninitialised result to pass as `out=`, without a launch. Column-wise data is not
         stored transposed.
 
         buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
@@ -242,15 +242,15 @@ class BlockScaling(_Recipe):
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
                  amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
-        """`quantize_block` with this recipe's options. Every block finds its own scale: `scale` and `amax`
-        belong to per-tensor recipes."""
+        """Call `quantize_block` with this recipe's options. Every block finds its own scale: `scale` and
+        `amax` belong to per-tensor recipes."""
         check_scales(self, scale, amax)
         return ops.quantize_block(x, rowwise=rowwise, columnwise=columnwise, noop=noop, out=out, **vars(self))
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
-        """An uninitialised result to pass as `out=`. Allocating it launches nothing. Column-wise data is
-        stored transposed.
+        """Allocate an uninitialised result to pass as `out=`, without a launch. Column-wise data is stored
+        transposed.
 
         buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
             arrays.
@@ -270,10 +270,10 @@ def quantize(x: Array, recipe: Recipe, *, rowwise: bool = True, columnwise: bool
              out: Quantized | None = None) -> Quantized:
     """Quantise to FP8 by any recipe: ``recipe.quantize(x, …)``.
 
-    x : bfloat16, float16 or float32 array of a shape that the recipe takes: one scale is for any array,
-        blocks are of matrices and batches of matrices
+    x : bfloat16, float16 or float32 array of a shape that the recipe takes: any for recipes with one scale, a
+        matrix or a batch of matrices for blocks
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling
-    scale, amax, dbias : with recipes of one scale only, as for `quantize_tensor`; DelayedScaling needs a
+    scale, amax, dbias : for recipes with one scale only, as for `quantize_tensor`; DelayedScaling needs a
         scale
     rowwise, columnwise, noop, out : as for `quantize_tensor`, `quantize_block` and `quantize_mx`, which
         define every byte
@@ -295,7 +295,7 @@ def quantize(x: Array, recipe: Recipe, *, rowwise: bool = True, columnwise: bool
 
 
 def check_recipe(recipe: Any, kinds: tuple[type, ...] = RECIPES) -> None:
-    """TypeError unless this is a recipe of one of these kinds."""
+    """Raise TypeError unless this is a recipe of one of these kinds."""
     if isinstance(recipe, kinds):
         return
     names = [kind.__name__ for kind in kinds]
@@ -306,7 +306,7 @@ def check_recipe(recipe: Any, kinds: tuple[type, ...] = RECIPES) -> None:
 
 
 def check_scales(recipe: Recipe, scale: Any, amax: Any, several: bool = False) -> None:
-    """ValueError for a scale that the recipe lacks, and for a scale or an amax that it does not take.
+    """Raise ValueError for a scale that the recipe lacks, and for a scale or an amax that it does not take.
     several: they are those of several arrays, and named `scales` and `amaxes`."""
     name, other = ("scales", "amaxes") if several else ("scale", "amax")
     them, given = ("them", "given scales") if several else ("it", "a given scale")
@@ -323,5 +323,5 @@ def check_scales(recipe: Recipe, scale: Any, amax: Any, several: bool = False) -
                          "their own elements")
 
 
-if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+if not TYPE_CHECKING:               # otherwise type checkers accept any name
     __getattr__, __dir__ = public_only(globals())

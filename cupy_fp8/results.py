@@ -1,5 +1,5 @@
-"""What quantisers return. All frozen: no function changes an input's metadata, and scale_inv always belongs
-to its data."""
+"""The results of quantisers. All frozen: no function changes an input's metadata, and scale_inv always
+belongs to its data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Quantized", "Scaled"]
 
 
 class _Values(Result):
-    """Base class of results that stand for one tensor: what they are not, NumPy arrays or other libraries'
-    tensors, and what to write instead."""
+    """Base class of results that stand for one tensor. Its errors say that they are not NumPy arrays or other
+    libraries' tensors, and what to write instead."""
 
     scale, scales = Absent("scale_inv"), Absent("scale_inv")
     astype, to, float = (Absent("dequantize(dtype)") for _ in range(3))
@@ -48,9 +48,9 @@ class Scaled(_Values):
     scale_layout  how the scales of blocks are stored: 'compact' (a row of scales per row of blocks),
                   'swizzled', 'gemm_ready', 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for
                   one scale
-    splits       int32 or int64 [N]: the rows of N groups that scales, and data stored transposed (flat), are
-                 laid out by, as in a `Grouped`. `scaling_aware_transpose` makes such, and `grouped_matmul_nt`
-                 alone takes them. None: a tensor of one piece
+    splits       int32 or int64 [N]: the rows of N groups by which scales, and data stored transposed (flat),
+                 are laid out, as in a `Grouped`. Made by `scaling_aware_transpose`, and accepted only by
+                 `grouped_matmul_nt`. None: a tensor of one piece
 
     TypeError or ValueError says which parts do not fit together. `==` compares bytes and metadata.
     """
@@ -75,7 +75,7 @@ class Scaled(_Values):
     def _of(cls, data: Array, scale_inv: Array, shape: tuple[int, ...], transposed: bool = False,
             block: tuple[int | None, int | None] | None = None, scale_layout: str | None = None,
             splits: Array | None = None) -> Scaled:
-        """Makes a Scaled of parts that the library made or has checked, as `_of_fields` does, but stores one
+        """Make a Scaled from parts that the library made or has checked, like `_of_fields`, but stores one
         after the other, which takes two thirds of the time."""
         made = object.__new__(cls)
         fields = made.__dict__
@@ -98,7 +98,7 @@ class Scaled(_Values):
     def T(self) -> Scaled:
         """The transposed matrix (last two axes), without moving a byte: the same data read the other way
         round. Compact scales follow the logical matrix, so they become a transposed view; those of other
-        layouts follow the lines, and stay as they are. ValueError for data laid out by sizes of groups."""
+        layouts follow the lines, and are unchanged. ValueError for data laid out by sizes of groups."""
         check_one_piece(self)
         if len(self.shape) < 2:
             return self
@@ -109,15 +109,15 @@ class Scaled(_Values):
                           block and (block[1], block[0]), self.scale_layout)
 
     def dequantize(self, dtype: Any = np.float32) -> TypedArray:
-        """The values, in the logical shape: see `cupy_fp8.dequantize`."""
+        """Return the values, in the logical shape: see `cupy_fp8.dequantize`."""
         return ops.dequantize(self, dtype=dtype)
 
     def to_layout(self, name: ScaleLayout, *, dtype: Any = None) -> Scaled:
-        """The same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0), 'gemm_ready'
-        or 'deepgemm_sm90' (f32), or 'deepgemm_sm100' (words of E8M0 scales). Itself if they are already.
-        `convert_scales` does the conversion.
+        """Return the same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0),
+        'gemm_ready' or 'deepgemm_sm90' (f32), or 'deepgemm_sm100' (words of E8M0 scales). Itself if they are
+        already. `convert_scales` does the conversion.
 
-        dtype : of compact scales, float32 or float8_e8m0fnu. None: as they are; float8_e8m0fnu for words
+        dtype : of compact scales, float32 or float8_e8m0fnu. None: unchanged; float8_e8m0fnu for words
         Raises ValueError for other names, for a per-tensor result, whose one scale has no layout, for data
         laid out by sizes of groups, where the layout does not fit the block, and (of NumPy arrays) for f32
         scales that E8M0 does not hold; TypeError for a dtype that the layout does not hold.
@@ -131,7 +131,7 @@ class Scaled(_Values):
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self
         shape, block = self.shape, self.block
-        if self.transposed and 1 not in block:              # such scales follow the data as stored
+        if self.transposed and 1 not in block:              # scales in the order of the stored data
             shape, block = swap_last(shape), (block[1], block[0])
         scale_inv = ops.convert_scales(self.scale_inv, source=self.scale_layout, target=name, shape=shape,
                                        block=block, dtype=dtype)
@@ -139,10 +139,10 @@ class Scaled(_Values):
 
     def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
                  scale_layout: ScaleLayout = "compact", changed: Array | None = None) -> Scaled:
-        """The same values in other blocks of power-of-two scales, such as MX data (1×32) in blocks of 1×128
-        or 128×128. Itself if it has these blocks, this layout and this dtype of scales; where only the layout
-        or the dtype differs, `to_layout` converts the scales alone. Else `rebase_scales` moves exponents and
-        rounds once; it says what the arguments are, and which errors are raised.
+        """Return the same values in other blocks of power-of-two scales, such as MX data (1×32) in blocks of
+        1×128 or 128×128. Itself if it has these blocks, this layout and this dtype of scales; if only the
+        layout or the dtype differs, `to_layout` converts the scales alone. Otherwise `rebase_scales` moves
+        exponents and rounds once; see there for the arguments and errors.
 
         >>> import numpy as np, cupy_fp8 as fp8
         >>> q = fp8.quantize_mx(np.float32([[448] * 32 + [1] * 32])).rowwise
@@ -160,11 +160,11 @@ class Scaled(_Values):
         return iter((self.data, self.scale_inv))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
-        """Copies the arrays' bytes, since CuPy cannot copy FP8 arrays."""
+        """Copy the arrays' bytes, since CuPy cannot copy FP8 arrays."""
         return self._with_arrays(once(lambda a: bits(a).copy().view(a.dtype), memo))
 
     def _with_arrays(self, change: Callable[[Array], Array]) -> Scaled:
-        """The same result with other arrays of the same contents."""
+        """Return the same result with other arrays of the same contents."""
         return Scaled._of(change(self.data), change(self.scale_inv), self.shape, self.transposed, self.block,
                           self.scale_layout, None if self.splits is None else change(self.splits))
 
@@ -190,8 +190,8 @@ class Scaled(_Values):
 
 
 class _Part:
-    """A direction of a Quantized. One that it does not have raises AttributeError, which says how to get it;
-    the library itself reads `_row` and `_column`, which are None then."""
+    """A direction of a Quantized. A missing one raises AttributeError, which says how to get it; the library
+    itself reads `_row` and `_column`, which are None then."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name, other = name, {"rowwise": "columnwise", "columnwise": "rowwise"}[name]
@@ -212,7 +212,7 @@ class _Part:
 class Quantized(_Values):
     """A quantised tensor: the row-wise direction, the column-wise direction, or both, of the same values.
 
-    rowwise, columnwise  a `Scaled` each. One that there is not raises AttributeError (see `parts`)
+    rowwise, columnwise  a `Scaled` each. A missing one raises AttributeError (see `parts`)
     dbias                the bias gradient, or None
 
     ``Quantized(**q.parts, dbias=b)`` is q with another bias gradient. `==` compares bytes and metadata.
@@ -231,7 +231,7 @@ class Quantized(_Values):
 
     @classmethod
     def _of(cls, rowwise: Scaled | None, columnwise: Scaled | None, dbias: Array | None = None) -> Quantized:
-        """Makes a Quantized of parts that the library made or has checked, as `Scaled._of` does."""
+        """Make a Quantized from parts that the library made or has checked, like `Scaled._of`."""
         made = object.__new__(cls)
         fields = made.__dict__
         fields["rowwise"], fields["columnwise"], fields["dbias"] = rowwise, columnwise, dbias
@@ -239,7 +239,7 @@ class Quantized(_Values):
 
     @property
     def parts(self) -> dict[str, Scaled]:
-        """The directions that there are, by name. `parts.get("columnwise")` is None without that one."""
+        """The existing directions, by name. `parts.get("columnwise")` is None if there is none."""
         return {name: part for name, part in (("rowwise", self._row), ("columnwise", self._column))
                 if part is not None}
 
@@ -281,7 +281,7 @@ class Quantized(_Values):
         return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
 
     def dequantize(self, dtype: Any = np.float32) -> TypedArray:
-        """The values in the logical shape, from the row-wise part if there is one."""
+        """Return the values in the logical shape, from the row-wise part if there is one."""
         return self._any.dequantize(dtype)
 
     @property
@@ -290,15 +290,15 @@ class Quantized(_Values):
         becomes its `Scaled.T`. The bias gradient is left out, since it sums this tensor's columns."""
         if len(self.shape) < 2:
             return self
-        if "_turned" not in self.__dict__:                  # Weights are turned in each step of a layer.
+        if "_turned" not in self.__dict__:                  # weights are turned in each step of a layer
             row = self._row and self._row.T
             column = row if self._column is self._row else self._column and self._column.T
             self.__dict__["_turned"] = Quantized(column, row)
         return self.__dict__["_turned"]
 
     def to_layout(self, name: ScaleLayout, *, dtype: Any = None) -> Quantized:
-        """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes
-        them and with its errors. Itself if they are already."""
+        """Return the same data with the scales of both directions in another layout; see `Scaled.to_layout`,
+        also for errors. Itself if they are already."""
         row = self._row and self._row.to_layout(name, dtype=dtype)
         column = row
         if self._column is not self._row:
@@ -308,9 +308,9 @@ class Quantized(_Values):
 
     def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
                  scale_layout: ScaleLayout = "compact", changed: Array | None = None) -> Quantized:
-        """The same values with each direction in other blocks, as `Scaled.to_block` makes them and with its
-        errors. `block` is that of rows, (1, 128) or (128, 128); columns get it the other way round, which
-        needs data stored transposed. Itself if they are already."""
+        """Return the same values with each direction in other blocks; see `Scaled.to_block`, also for errors.
+        `block` is that of rows, (1, 128) or (128, 128); columns get its transpose, which needs data stored
+        transposed. Itself if they are already."""
         options: dict[str, Any] = {"scale_dtype": scale_dtype, "scale_layout": scale_layout,
                                    "changed": changed}
         row = self._row and self._row.to_block(block, **options)
@@ -325,7 +325,7 @@ class Quantized(_Values):
     @property
     def _any(self) -> Scaled:
         part = self._row or self._column
-        assert part is not None     # __init__ has checked it
+        assert part is not None     # checked by __init__
         return part
 
     def _rowwise(self, name: str) -> Scaled:
@@ -335,7 +335,7 @@ class Quantized(_Values):
 
     def __repr__(self) -> str:
         f = self._any._facts()
-        # Row-wise MX data are not laid out by sizes when their columns are.
+        # row-wise MX data are not laid out by sizes when their columns are
         more = self._column._groups() if self._column and not self._any._groups() else ""
         parts = " + ".join(name + (f" (stored transposed{more})" if part.transposed else "")
                            for name, part in self.parts.items())
@@ -346,7 +346,7 @@ class Quantized(_Values):
 
 
 def _check_directions(q: Quantized) -> None:
-    """TypeError or ValueError unless the parts of a Quantized fit together."""
+    """Raise TypeError or ValueError unless the parts of a Quantized are consistent."""
     for name, part in (("rowwise", q._row), ("columnwise", q._column)):
         if part is not None and not isinstance(part, Scaled):
             raise TypeError(f"Quantized: expected a Scaled as {name}, got {type_name(part)}; "
@@ -369,7 +369,7 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], first: str = "td") -> str:
-    """An HTML table. first: 'th' if the first cell of a row names it."""
+    """Return an HTML table. first: 'th' if the first cell of a row names it."""
     lines = ["".join(f"<th>{escape(title)}</th>" for title in head)]
     for begin, *others in rows:
         lines.append(f"<{first}>{escape(begin)}</{first}>"
@@ -378,12 +378,12 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], first: str = 
 
 
 def facts_table(*rows: dict[str, str]) -> str:
-    """An HTML table with a column for each fact."""
+    """Return an HTML table with a column for each fact."""
     return html_table(rows[0], [row.values() for row in rows])
 
 
 def row_wise(q: Any, name: str = "q", advice: str = "") -> Scaled:
-    """A Scaled, or the row-wise part of a Quantized. TypeError, ValueError (with this advice) without one."""
+    """Return a Scaled, or the row-wise part of a Quantized. TypeError, ValueError (with this advice)."""
     if isinstance(q, Quantized):
         if q._row is None:
             if q._column:
@@ -394,7 +394,7 @@ def row_wise(q: Any, name: str = "q", advice: str = "") -> Scaled:
 
 
 def as_scaled(q: Any, name: str = "q") -> Scaled:
-    """A Scaled, or of a Quantized its row-wise part if it has one. TypeError for anything else."""
+    """Return a Scaled, or for a Quantized its row-wise part if it has one. TypeError for anything else."""
     if not isinstance(q, (Scaled, Quantized)):
         raise TypeError(f"{name}: expected a Scaled or Quantized, got {type_name(q)}{member(q, name)}")
     return q if isinstance(q, Scaled) else q._any

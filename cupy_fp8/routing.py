@@ -1,4 +1,4 @@
-"""The rows for an expert layer's tokens, which `route` finds and `permute` and its relatives read."""
+"""The rows for an expert layer's tokens, as found by `route` and read by `permute` and its relatives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .typed_array import TypedArray
 
 __all__ = ["Routing"]
 
-#: The most experts, and the most slots of a token: kernels keep these in shared memory.
+#: most experts, and most slots of a token: kernels keep these in shared memory
 MOST_EXPERTS = 1024
-#: The most slots of all tokens, and rows: indices are int32.
+#: most slots of all tokens, and most rows: indices are int32
 MOST_SLOTS = 2**31 - 1
 
 _ALIGNS = tuple(1 << i for i in range(8))
@@ -27,7 +27,7 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def as_align(align: Any) -> int:
-    """ValueError unless it is one of those that there are."""
+    """Return align as an int. ValueError unless it is one of the allowed powers of two."""
     if integer(align, "align") not in _ALIGNS:
         raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got {shown(align)}")
     return integer(align, "align")
@@ -40,11 +40,11 @@ class Routing(Result):
 
     row_map         int32 [T, topk]: the row that a token's slot goes to; -1: nowhere
     splits          int32 [E]: rows of each expert
-    aligned_splits  int32 [E]: with the unused rows
-    offsets         int64 [E + 1]: the row at which each expert begins, and the last one ends; unused rows
-                    counted
+    aligned_splits  int32 [E]: including the unused rows
+    offsets         int64 [E + 1]: the row at which each expert begins, and the last one ends, including
+                    unused rows
     sources         int32 [rows]: the inverse of row_map: token * topk + slot; -1: an unused row
-    rows            the bound of rows that permuted tokens are allocated for. What follows offsets[E] is
+    rows            the bound of rows that permuted tokens are allocated for. Rows from offsets[E] on are
                     unused
     align           1, 2, 4, … 128
     experts         int32 [T, topk]: the expert of each slot, -1 for none, if the assignment was a mask. Else
@@ -61,10 +61,10 @@ class Routing(Result):
     rows: int
     align: int
     experts: TypedArray | None = None
-    #: How often `route` has written it: what a step has saved belongs to one time.
+    #: number of times that `route` has written it; what a step has saved belongs to one of them
     _written: ClassVar[int] = 0
 
-    if TYPE_CHECKING:               # Arrays of any class are taken.
+    if TYPE_CHECKING:               # arrays of any class are accepted
         def __init__(self, row_map: Array, splits: Array, aligned_splits: Array, offsets: Array,
                      sources: Array, rows: int, align: int, experts: Array | None = None) -> None: ...
 
@@ -99,7 +99,7 @@ class Routing(Result):
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return int(self.row_map.shape[0])
 
     @property
@@ -109,7 +109,7 @@ class Routing(Result):
 
     @property
     def num_experts(self) -> int:
-        """How many experts there are."""
+        """Number of experts."""
         return int(self.splits.shape[0])
 
     @property
@@ -118,7 +118,7 @@ class Routing(Result):
         return sum(int(a.nbytes) for a in self._arrays().values())
 
     def _arrays(self) -> dict[str, Array]:
-        """The arrays by name, without an absent one."""
+        """Return the arrays by name, without an absent one."""
         names = ("row_map", "splits", "aligned_splits", "offsets", "sources", "experts")
         return {name: a for name in names if (a := getattr(self, name)) is not None}
 

@@ -1,4 +1,4 @@
-"""Whether the data and the scales of a result fit together."""
+"""Checks that the data and the scales of a result are consistent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_block_scales", "check_data_shape", "check_offsets_of_sizes", "
 
 
 class Parts(Protocol):
-    """What a Scaled consists of."""
+    """The parts of a Scaled."""
 
     @property
     def data(self) -> Any: ...
@@ -36,8 +36,8 @@ class Parts(Protocol):
 
 
 def check_data_shape(s: Parts, name: str) -> None:
-    """ValueError unless the data of `s` have its shape as they are stored. name: that of s in messages; '' if
-    these begin with the part's name."""
+    """Raise ValueError unless the data of `s` have its shape as stored. name: of s in messages; '' if these
+    begin with the part's name."""
     where = name and f"{name}."
     if s.splits is not None and len(s.shape) != 2:
         raise ValueError(f"{where}shape: expected (M, K) of groups of rows, got {s.shape}")
@@ -54,8 +54,8 @@ def check_data_shape(s: Parts, name: str) -> None:
 
 
 def check_block_scales(s: Parts, name: str) -> None:
-    """ValueError or TypeError unless the scale_inv of an `s` with blocks fits its shape, block and
-    scale_layout. name: the name of s in messages; '' if these begin with the part's name."""
+    """Raise ValueError or TypeError unless the scale_inv of an `s` with blocks fits its shape, block and
+    scale_layout. name: of s in messages; '' if these begin with the part's name."""
     _check_block_scales(s, s.scale_layout, name and f"{name}.")
 
 
@@ -79,7 +79,7 @@ def _check_block_scales(s: Parts, layout: str | None, where: str) -> None:
 
 
 def check_parts(s: Parts) -> None:
-    """TypeError or ValueError unless the parts of a Scaled fit together."""
+    """Raise TypeError or ValueError unless the parts of a Scaled are consistent."""
     data, scale_inv = s.data, s.scale_inv
     xp = backend.module_of(data, "data")
     backend.require_module(scale_inv, xp, "scale_inv")
@@ -109,7 +109,7 @@ def check_parts(s: Parts) -> None:
 
 
 def _check_splits(s: Parts, xp: Any) -> None:
-    """TypeError or ValueError unless the sizes of a Scaled can be those of groups of its rows."""
+    """Raise TypeError or ValueError unless the sizes of a Scaled can be those of groups of its rows."""
     splits = s.splits
     backend.require_module(splits, xp, "splits")
     if splits.dtype not in SIZE_DTYPES:
@@ -124,7 +124,7 @@ def _check_splits(s: Parts, xp: Any) -> None:
 
 
 def check_one_piece(s: Parts, name: str = "q") -> None:
-    """ValueError if data and scales are laid out by sizes of groups. name: that of s in messages."""
+    """Raise ValueError if data and scales are laid out by sizes of groups. name: of s in messages."""
     if s.splits is not None:
         raise ValueError(f"{name}: expected data of one piece, got data of {len(s.splits)} groups, laid out "
                          "by their sizes (scaling_aware_transpose with splits) for products of groups; "
@@ -139,8 +139,8 @@ def may_be_equal(sizes: Any, others: Any) -> bool:
 
 def check_offsets_of_sizes(offsets: np.ndarray, sizes: np.ndarray, columns: int,
                            name: str = "offsets") -> None:
-    """ValueError unless offsets of groups are the sums of their sizes, times columns. name: of the offsets,
-    in messages."""
+    """Raise ValueError unless offsets of groups are the sums of their sizes, times columns. name: of the
+    offsets, in messages."""
     want = np.concatenate([[0], np.cumsum(sizes)]) * columns
     if not np.array_equal(offsets, want):
         wrong = int(np.argmax(offsets != want))
@@ -149,7 +149,7 @@ def check_offsets_of_sizes(offsets: np.ndarray, sizes: np.ndarray, columns: int,
 
 
 def _fitting(s: Parts) -> str:
-    """The end of a message that names the layouts that these scales fit."""
+    """Return the end of a message that names the layouts that these scales fit."""
     found = []
     for layout in SCALE_DTYPES:
         try:

@@ -16,7 +16,7 @@ __all__ = ["DelayedScalingState"]
 class DelayedScalingState:
     """Scales and amax histories of n tensors that share a recipe.
 
-    n : how many tensors.
+    n : the number of tensors.
     recipe : DelayedScaling, whose dtype, margin, history_len and algo hold for all of them.
     like : an array, 'numpy' / 'cupy' or the module: where the state lives; default `cupy_fp8.xp`.
 
@@ -50,8 +50,8 @@ class DelayedScalingState:
         self._updates = 0
 
     def update(self, amax: Array | None = None) -> None:
-        """`update_delayed_scaling` of all tensors in one launch: the end of a step. amax: f32 [n] to use for
-        row 0, after a reduction over devices."""
+        """Call `update_delayed_scaling` for all tensors in one launch, at the end of a step. amax: f32 [n] to
+        use for row 0, after a reduction over devices."""
         self._updates += 1
         update_delayed_scaling(self.amax_history, self.scale, dtype=self.recipe.dtype,
                                margin=self.recipe.margin,

@@ -42,8 +42,8 @@ EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 def assert_bytes_equal(actual: Any, desired: Any) -> None:
     """Raise AssertionError unless both arrays (of either kind) have the same dtype, shape and bytes.
 
-    Takes results (`Scaled`, `Quantized`, `Grouped`, `Routing`, `Gate`) and lists and tuples of arrays and
-    results, too; their metadata have to be equal as well. The message names the field that differs, and of an
+    Also takes results (`Scaled`, `Quantized`, `Grouped`, `Routing`, `Gate`) and lists and tuples of arrays
+    and results; their metadata must be equal as well. The message names the field that differs, and for an
     array the first differing index, both elements in hex and as values, and how many differ. Raises TypeError
     for anything else.
 
@@ -101,22 +101,22 @@ def assert_product_close(actual: Array, a: Scaled | Quantized | Grouped, b: Scal
                                                 S = the same sum of magnitudes
 
     of the dequantised values, D summed in f64 and rounded once to actual's dtype, ulp its unit in the last
-    place. Where a term is NaN or Inf, actual has to be either; where S is beyond float32, anything is right.
-    The message names the element with the largest error by its bound: index, both values, difference and
-    bound, and how many elements are wrong.
+    place. Where a term is NaN or Inf, actual must be either; where S exceeds the float32 range, any result is
+    accepted. The message names the element with the largest error relative to its bound: index, both values,
+    difference and bound, and how many elements are wrong.
 
     Parameters
     ----------
-    actual : bfloat16, float16 or float32 array [M, N] or [B, M, N], of groups [sum m, N] or ("k") [E, M, N]
-    a, b : what was multiplied, in all forms that `matmul_nt` takes; with splits, for a `Grouped` and for
-        group="k" those that `grouped_matmul_nt` takes. b is [N, K]
+    actual : bfloat16, float16 or float32 array [M, N] or [B, M, N], for groups [sum m, N] or ("k") [E, M, N]
+    a, b : the operands, in all forms that `matmul_nt` takes; with splits, for a `Grouped` and for group="k"
+        those that `grouped_matmul_nt` takes. b is [N, K]
     splits, group : as for `grouped_matmul_nt`
-    bias : [N]; of groups [E, N], which `bias_weights` [sum m] may scale
-    accumulate : float32 array, what was in actual before the product was added to it
-    rtol : of S. 2⁻⁶ is what docs/numerics.md section 10 promises of tensor cores that add in float32; usual
-        values come closer (2⁻⁸ is what this package's own tests allow)
+    bias : [N]; for groups [E, N], which `bias_weights` [sum m] may scale
+    accumulate : float32 array, the contents of actual before the product was added
+    rtol : relative to S. docs/numerics.md section 10 promises 2⁻⁶ for tensor cores that add in float32; usual
+        values come closer (this package's own tests allow 2⁻⁸)
 
-    Everything may be of NumPy or CuPy, and is compared on the host, in f64: M · N · K multiplications, twice.
+    Arrays may be of NumPy or CuPy, and are compared on the host, in f64: M · N · K multiplications, twice.
     Raises TypeError and ValueError for operands that cannot be multiplied, and for other dtypes of actual.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -138,7 +138,7 @@ def assert_product_close(actual: Array, a: Scaled | Quantized | Grouped, b: Scal
         raise ValueError(f"rtol: expected a number of 0 or more, got {shown(rtol)}")
     left, right, splits, *added = (_map_arrays(each, asnumpy) for each in (a, b, splits, bias, accumulate))
     addends: dict[str, Any] = dict(zip(("bias", "accumulate"), added, strict=True))
-    before = {"accumulate": None if added[1] is None else added[1].copy()}       # The call adds to it.
+    before = {"accumulate": None if added[1] is None else added[1].copy()}       # the call adds to it
     with kernels.forced_executor("reference"):
         if splits is None and group == "m" and not _has_sizes(left):
             if bias_weights is not None:
@@ -169,18 +169,18 @@ class Executor:
         choice(self.name, "name", EXECUTORS)
 
     def array(self, a: _Made) -> _Made:
-        """A NumPy array, a result, or a list or tuple of these, moved to where kernels run."""
+        """Move a NumPy array, a result, or a list or tuple of these to where kernels run."""
         on_gpu = self.name == "cuda"
         moved: _Made = _map_arrays(a, lambda v: asarray(v, like="cupy") if on_gpu else v)
         return moved
 
     def array_arguments(self, args: _Arguments, kwargs: _Keywords) -> tuple[_Arguments, _Keywords]:
-        """The arguments of a call, each moved as `array` does."""
+        """Return the arguments of a call, each moved by `array`."""
         moved: Any = tuple(map(self.array, args)), {name: self.array(a) for name, a in kwargs.items()}
         return moved
 
     def numpy(self, a: _Made) -> _Made:
-        """The same brought back: NumPy arrays."""
+        """Bring the same back: NumPy arrays."""
         back: _Made = _map_arrays(a, asnumpy)
         return back
 
@@ -208,7 +208,7 @@ def executor(name: ExecutorName) -> Iterator[Executor]:
 
 
 def executor_problem(name: ExecutorName) -> str | None:
-    """Why an executor cannot be used on this machine, or None."""
+    """Return why an executor cannot be used on this machine, or None."""
     choice(name, "executor", EXECUTORS)
     if name == "cuda":
         return backend.gpu_problem()
@@ -223,7 +223,7 @@ def _map_arrays(a: Any, move: Any) -> Any:
     if isinstance(a, Scaled):
         return a._with_arrays(move)
     if isinstance(a, Quantized):
-        move_once = once(move, {})                             # Both directions may share an array.
+        move_once = once(move, {})                             # both directions may share an array
         row, column = (s and s._with_arrays(move_once) for s in (a._row, a._column))
         return Quantized(row, column, None if a.dbias is None else move(a.dbias))
     if isinstance(a, Grouped):
@@ -236,7 +236,7 @@ def _map_arrays(a: Any, move: Any) -> Any:
 
 
 def _strategies() -> Any:
-    """hypothesis.strategies, or ImportError with the line that installs it."""
+    """Return hypothesis.strategies. ImportError with the line that installs it."""
     try:
         from hypothesis import strategies
     except ImportError as error:
@@ -249,14 +249,14 @@ def _strategies() -> Any:
 
 def arrays(dtype: DType | None = None, *, max_side: int = 40,
            max_dims: int = 3) -> SearchStrategy[np.ndarray]:
-    """A Hypothesis strategy: NumPy arrays of any bit patterns (NaN, Inf, -0, subnormals included) of `dtype`,
-    or of any dtype that quantisers read; up to `max_dims` dimensions, sides from 0."""
+    """Return a Hypothesis strategy: NumPy arrays of any bit patterns (NaN, Inf, -0, subnormals included) of
+    `dtype`, or of any dtype that quantisers read; up to `max_dims` dimensions, sides from 0."""
     st = _strategies()
 
     dtypes = st.sampled_from(INPUT_DTYPES) if dtype is None else st.just(as_dtype(dtype))
     shapes = st.lists(st.integers(0, max_side), min_size=0, max_size=max_dims).map(tuple)
 
-    def array(draw: Any) -> np.ndarray:             # Failures show what a composite strategy returns.
+    def array(draw: Any) -> np.ndarray:             # failures show what a composite strategy returns
         return _random_bits(draw(dtypes), draw(shapes), draw(st.integers(0, 2**32 - 1)))
 
     made: SearchStrategy[np.ndarray] = st.composite(array)()
@@ -264,7 +264,7 @@ def arrays(dtype: DType | None = None, *, max_side: int = 40,
 
 
 def scales() -> SearchStrategy[float]:
-    """A Hypothesis strategy: f32 scales over the whole range, subnormals, 0, negative, Inf and NaN
+    """Return a Hypothesis strategy: f32 scales over the whole range, subnormals, 0, negative, Inf and NaN
     included."""
     st = _strategies()
 
@@ -274,8 +274,8 @@ def scales() -> SearchStrategy[float]:
 
 
 def mx_results(*, max_side: int = 140) -> SearchStrategy[Scaled]:
-    """A Hypothesis strategy: `Scaled`s of any FP8 codes under any E8M0 scales, in blocks of 32 along rows or
-    columns, 2-D and 3-D, sides from 0, data stored either way round, scales compact or swizzled (with
+    """Return a Hypothesis strategy: `Scaled`s of any FP8 codes with any E8M0 scales, in blocks of 32 along
+    rows or columns, 2-D and 3-D, sides from 0, data stored either way round, scales compact or swizzled (with
     anything in the padding)."""
     st = _strategies()
 
@@ -289,7 +289,7 @@ def mx_results(*, max_side: int = 140) -> SearchStrategy[Scaled]:
         seed = draw(st.integers(0, 2**32 - 1))
         data = _random_bits(dtype, swap_last(shape) if transposed else shape, seed)
         scale_inv = _random_bits(float8_e8m0fnu, scale_shape(shape, block, layout, transposed), seed + 1)
-        # Failures show the call that `builds` makes, with its arrays; the repr of a result has none.
+        # failures show the call that `builds` makes, with its arrays; the repr of a result has none
         made: Scaled = draw(st.builds(Scaled, st.just(data), st.just(scale_inv), st.just(shape),
                                       st.just(transposed), st.just(block), st.just(layout)))
         return made
@@ -304,5 +304,5 @@ def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.
                                                  endpoint=True).reshape(shape).view(dtype))
 
 
-if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+if not TYPE_CHECKING:               # otherwise type checkers accept any name
     __getattr__, __dir__ = public_only(globals())

@@ -1,4 +1,4 @@
-"""What type checkers know of the arrays that functions return."""
+"""Types of the arrays that functions return, for type checkers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from .formats import FP8DType
 
     class TypedArray(np.ndarray[Any, np.dtype[Any]]):
-        """A NumPy or CuPy array: what NumPy's arrays have, and what CuPy's have beside. Arithmetic and copies
-        are such arrays too. (CuPy has no types, and arrays that are given may be of any class.)"""
+        """A NumPy or CuPy array, with the attributes of NumPy's and those that CuPy's have in addition.
+        Arithmetic and copies return such arrays too. (CuPy has no types, and arguments may be of any
+        class.)"""
 
         data: Any
         device: Any
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         __matmul__ = __rmatmul__ = __neg__ = __abs__ = _again
         astype = reshape = view = copy = transpose = ravel = swapaxes = _again  # type: ignore[assignment]
 
-    # A field of a dataclass, whose constructor takes more than the attribute has.
+    # a field of a dataclass, whose constructor takes more than the attribute has
     class FP8DTypeField:
         def __get__(self, owner: object, kind: Any = None) -> np.dtype[Any]: ...
         def __set__(self, owner: object, value: FP8DType) -> None: ...

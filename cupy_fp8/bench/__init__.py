@@ -1,9 +1,9 @@
-"""Measuring the ops on a GPU: time, GB/s, the share of a device copy's speed, and host time per call.
+"""Measures the ops on a GPU: time, GB/s, the share of a device copy's speed, and host time per call.
 
-The calls to time are those of the ops' registrations (`cases.Registration.timed`, and `host_calls` for host
-times). A module in a family's folder has what a registration has not: COMPARE has a function by op that
+The timed calls are those of the ops' registrations (`cases.Registration.timed`, and `host_calls` for host
+times). A module in a family's folder adds what a registration lacks: COMPARE has a function by op that
 compares samples of large results, where the reference of a whole one takes too long (see `generic.Compare`),
-and `rows` gives the rows of matrix products, which have FLOP counts and stand beside other libraries' in
+and `rows` yields the rows of matrix products, which have FLOP counts and are compared with other libraries in
 `matmul.compare`.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Measurement", "Spec", "measure", "specs"]
 
 
 def specs() -> Iterator[Spec]:
-    """Every row of the benchmark, by op."""
+    """Yield every row of the benchmark, by op."""
     compare = compare_functions()
     written = [spec for module in family_modules(__name__) for spec in getattr(module, "rows", tuple)()]
     for name, op in OPS.items():
@@ -29,6 +29,6 @@ def specs() -> Iterator[Spec]:
 
 
 def compare_functions() -> dict[str, Compare]:
-    """The functions that compare samples, by op."""
+    """Return the functions that compare samples, by op."""
     modules = family_modules(__name__)
     return {name: how for module in modules for name, how in getattr(module, "COMPARE", {}).items()}

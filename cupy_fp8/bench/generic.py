@@ -1,4 +1,4 @@
-"""Rows of the benchmark, and calls for host times, that are made from an op's registration."""
+"""Rows of the benchmark, and calls for host times, made from an op's registration."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .data import on_gpu
 from .measure import Call, Check, Spec
 
 #: A comparison gets the positional arguments, the options and the result of a timed call. It raises
-#: AssertionError unless samples of the result are those of the reference.
+#: AssertionError unless samples of the result equal the reference's.
 Compare = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 
 
 def specs_of(op: Registration, compare: Compare | None = None) -> Iterator[Spec]:
-    """A row for each of the registration's timed calls. compare: None: the whole result is compared."""
+    """Yield a row for each of the registration's timed calls. compare: None: the whole result is compared."""
     for label, case, shape in op.timed():
         yield Spec(op.name, label, case.shape if shape is None else shape,
                    functools.partial(traffic, op, case), functools.partial(make, op, case, compare))
 
 
 def traffic(op: Registration, case: Case) -> int:
-    """The bytes that a call must move, from the sizes of its arrays. No kernel runs."""
+    """Return the bytes that a call must move, from the sizes of its arrays. No kernel runs."""
     with forced_executor("host"), recording(), values_made_by(zeros):
         args, kwargs = op.inputs(case)
         result = op.function(*args, **kwargs)
@@ -36,7 +36,7 @@ def traffic(op: Registration, case: Case) -> int:
 
 
 def make(op: Registration, case: Case, compare: Compare | None = None) -> tuple[Call, Check]:
-    """A call on the GPU over arrays of its own, and a check of what it wrote."""
+    """Return a call on the GPU over new arrays, and a check of what it wrote."""
     args, kwargs = arguments = _arguments(op, case)
     starts = {name: asnumpy(kwargs[name]).copy() for name in RAISED if kwargs.get(name) is not None}
     call, out = _with_out(op, arguments)
@@ -44,7 +44,7 @@ def make(op: Registration, case: Case, compare: Compare | None = None) -> tuple[
         return call, functools.partial(_check_another, op, case)
     given = {address(a) for value in (*args, *kwargs.values()) for a in arrays_in(value)}
     for a in arrays_in(out):
-        if address(a) not in given:  # The check is of what the timed calls write.
+        if address(a) not in given:  # the check covers what the timed calls write
             poison(a)
     if compare is not None:
         return call, functools.partial(compare, args, kwargs, out)
@@ -58,7 +58,7 @@ def _arguments(op: Registration, case: Case) -> Arguments:
 
 
 def _with_out(op: Registration, arguments: Arguments) -> tuple[Call, Any]:
-    """A call that writes a result in place, and this result."""
+    """Return a call that writes a result in place, and this result."""
     args, kwargs = arguments
     out = op.function(*args, **kwargs)
     given = {} if op.updates else {"out": out}
@@ -66,7 +66,7 @@ def _with_out(op: Registration, arguments: Arguments) -> tuple[Call, Any]:
 
 
 def _check_all(op: Registration, arguments: Arguments, starts: dict[str, Any], out: Any) -> None:
-    """Compares all arrays that were written. starts: the values from which a call raises buffers."""
+    """Compare all written arrays. starts: initial values of the buffers that a call raises."""
     args, kwargs = arguments
     written = outputs(out, kwargs)
     args, kwargs = _on_host(args, kwargs | starts)
@@ -74,7 +74,7 @@ def _check_all(op: Registration, arguments: Arguments, starts: dict[str, Any], o
 
 
 def _check_another(op: Registration, case: Case) -> None:
-    """Checks another call, since the timed calls have updated their arguments."""
+    """Check another call, since the timed calls have updated their arguments."""
     args, kwargs = _arguments(op, case)
     given, options = _on_host(args, kwargs)
     desired = outputs(op.reference(*given, **options), options, op.updates)
@@ -95,7 +95,7 @@ def _compare(op: Registration, actual: dict[str, Any], desired: dict[str, Any], 
 
 
 def smallest_calls(op: Registration) -> HostCalls:
-    """Calls with an op's smallest matrix that has elements."""
+    """Return calls with an op's smallest non-empty matrix."""
     sizes: dict[int, Case] = {}
     for case in op.cases():
         if math.prod(case.shape) and len(case.shape) == len(ALIGNED_MATRIX):

@@ -26,8 +26,8 @@ class HostTime(NamedTuple):
 
 
 def measured(ops: Sequence[str]) -> Iterator[HostTime]:
-    """The host times of ops, after that of a bare launch. It is timed again beside each of them, since the
-    speed of a host that others use changes within seconds."""
+    """Yield the host times of ops, after that of a bare launch. The bare launch is timed again beside each of
+    them, since the speed of a shared host changes within seconds."""
     launch = bare_launch()
     yield HostTime(BARE, host_us(launch), 1.0, None, None)
     for name, calls in all_calls(ops):
@@ -37,7 +37,7 @@ def measured(ops: Sequence[str]) -> Iterator[HostTime]:
 
 
 def bare_launch() -> Call:
-    """A launch of an empty kernel with CuPy alone: the cost of a launch without this library."""
+    """Return a launch of an empty kernel with CuPy alone: the cost of a launch without this library."""
     cp = backend.cupy()
     code = 'extern "C" __global__ void bare(float* a, float* b, long long n, float s) {}'
     kernel = cp.RawKernel(code, "bare")
@@ -46,7 +46,7 @@ def bare_launch() -> Call:
 
 
 def all_calls(ops: Sequence[str]) -> Iterator[tuple[str, HostCalls]]:
-    """The calls of ops, with the names of their rows."""
+    """Yield the calls of ops, with the names of their rows."""
     x = asarray(backend.cupy().zeros((16, 16), backend.cupy().float32), bfloat16)
     for op in map(OPS.__getitem__, ops):
         for calls in op.host_calls(x) if op.host_calls else [smallest_calls(op)]:

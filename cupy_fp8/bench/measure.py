@@ -1,8 +1,8 @@
-"""How a time is taken.
+"""Measures times.
 
 CUDA events enclose many back-to-back calls. A delay on the device comes before them, so that gaps between
-launches on the host do not count. The calls rotate over more buffers than the L2 cache holds. The time is the
-median of repeats, and a device copy of the same bytes is timed in the same way.
+launches on the host do not count. The calls rotate over more buffers than fit into the L2 cache. The time is
+the median of repeats, and a device copy of the same bytes is timed in the same way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .. import backend
 from ..kernels import Kernel
 
 DELAY = Kernel("bench/delay", "delay", block=1).variant()
-_ROTATE_BYTES = 512 << 20       # This is well past the 60 MB L2 of an H200.
+_ROTATE_BYTES = 512 << 20       # well past the 60 MB L2 of an H200
 _REPEATS = 21
 _HOST_CALLS, _HOST_REPEATS = 400, 15
-_HOST_US_PER_CALL = 40          # No call takes longer: the delay covers the host time of all calls.
+_HOST_US_PER_CALL = 40          # no call takes longer: the delay covers the host time of all calls
 
 
 Call = Callable[[], Any]
@@ -30,7 +30,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of the benchmark. moved: the bytes that a call must move, or a function that finds them.
+    """One row of the benchmark. moved: the bytes that a call must move, or a function that returns them.
     make() allocates inputs and outputs and returns (call, check): the call to time, and a function that
     compares what it wrote with the reference. flops: of a product."""
 
@@ -69,8 +69,8 @@ class Measurement:
 
 
 def measure(make: Callable[[], tuple[Call, Check]], traffic: int) -> Measurement:
-    """Times a call. make() returns a call over buffers of its own, and a check of what it wrote, which runs
-    after the timing. traffic: the bytes that one call must move."""
+    """Time a call. make() returns a call over new buffers, and a check of what it wrote, which runs after the
+    timing. traffic: the bytes that one call must move."""
     made = [make() for _ in range(_sets(traffic))]
     us, spread = _median_us([call for call, _ in made])
     for _, check in (made[0], made[-1]):
@@ -80,7 +80,7 @@ def measure(make: Callable[[], tuple[Call, Check]], traffic: int) -> Measurement
 
 
 def copy_us(traffic: int) -> float:
-    """Time of a device-to-device copy that reads traffic / 2 bytes and writes as many."""
+    """Return the time of a device-to-device copy that reads traffic / 2 bytes and writes as many."""
     cp = backend.cupy()
     half = max(traffic // 2, 16)
 
@@ -93,8 +93,8 @@ def copy_us(traffic: int) -> float:
 
 
 def host_us(call: Call) -> float:
-    """Wall time per call of enqueueing it, over hundreds of calls, before any synchronisation. The shortest
-    of repeats counts, since whatever else the host does only adds to it."""
+    """Return the wall time of enqueueing a call, over hundreds of calls, before any synchronisation. The
+    minimum of repeats, since other work of the host only adds to it."""
     cp = backend.cupy()
     best = float("inf")
     for _ in range(_HOST_REPEATS):
@@ -110,7 +110,7 @@ def host_us(call: Call) -> float:
 
 
 def graph_us(make: Callable[[], tuple[Call, Check]], traffic: int) -> float:
-    """Time per call when a graph of calls over rotating buffers is replayed."""
+    """Return the time per call when a graph of calls over rotating buffers is replayed."""
     cp = backend.cupy()
     calls = [make()[0] for _ in range(_sets(traffic))]
     for call in calls:

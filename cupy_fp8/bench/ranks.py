@@ -1,9 +1,10 @@
-"""How the time of a step that several ranks take together is measured.
+"""Measures the time of a step that several ranks run together.
 
-All ranks make the same calls: how many is found from times that all of them have. The hosts meet before each
-burst, and one step that is not timed brings the GPUs together. The time is that of the slowest rank, the
+All ranks make the same calls: their number is computed from times that all ranks share. The hosts synchronise
+before each burst, and one untimed step synchronises the GPUs. The time is that of the slowest rank, the
 median of bursts. The queue is filled behind a delay on the device, so that the host counts only where a step
-waits for the GPU (NCCL's counts); its time is given beside. Arrays are the same each time, as windows are.
+waits for the GPU (NCCL's counts); its time is reported separately. Arrays are the same each time, as windows
+are.
 """
 
 from __future__ import annotations
@@ -45,29 +46,29 @@ class Ranks:
     bursts: int = 8
 
     def slowest(self, times: Sequence[float]) -> list[float]:
-        """Of each time, that of the slowest rank."""
+        """Return each time's maximum over the ranks."""
         packed = struct.Struct(f"!{len(times)}d")
         return [max(of_ranks) for of_ranks in zip(*map(packed.unpack, self.world.gather(packed.pack(*times))),
                                                   strict=True)]
 
     def middle(self, times: Sequence[float]) -> list[float]:
-        """Of each time, the median of the ranks."""
+        """Return each time's median over the ranks."""
         packed = struct.Struct(f"!{len(times)}d")
         return [statistics.median(of_ranks) for of_ranks in
                 zip(*map(packed.unpack, self.world.gather(packed.pack(*times))), strict=True)]
 
     def all(self, right: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Whether this holds on every rank."""
         return all(each == b"\1" for each in self.world.gather(bytes([right])))
 
     def problem(self, own: str | None) -> str | None:
-        """What the first rank says that has a problem; None if none has one."""
+        """Return the problem of the first rank that has one, or None."""
         said = [text.decode() for text in self.world.gather((own or "").encode())]
         return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), None)
 
     def time(self, step: Call, *, queued: bool = True) -> RankTime:
-        """queued: behind a delay. Else the host's time counts where it is the longer one, as for a program
-        that does nothing else."""
+        """Time a step. queued: behind a delay. Otherwise the host's time counts where it is longer, as for a
+        program that does nothing else."""
         self.world.gather()
         for _ in range(_WARM):
             step()
@@ -85,7 +86,7 @@ class Ranks:
         return RankTime(median, (max(device) - min(device)) / median * 100, statistics.median(host))
 
     def _burst(self, step: Call, steps: int, delay: float) -> tuple[float, float]:
-        """This rank's microseconds of a step, and its host's."""
+        """Return this rank's microseconds of a step, and its host's."""
         clock = self.clock
         self.world.gather()
         if delay:

@@ -1,4 +1,4 @@
-"""How the time of a step is taken, which consists of many calls.
+"""Measures the time of a step of many calls.
 
 A GPU at its power limit slows down, so bursts of steps have pauses between them, and the time of a step is
 the median over the bursts. The times of its calls come from events around each of them. A delay on the device
@@ -18,13 +18,13 @@ from ..moe.step import Calls
 from .measure import DELAY, Call
 
 _BURSTS, _STEPS, _PAUSE = 8, 3, 0.15
-_BURST_US = 10_000.0            # how long a burst of short steps is, about
+_BURST_US = 10_000.0            # approximate length of a burst of short steps
 _REPEATS, _SHORT_PAUSE = 5, 0.1
-_DELAY_US = 20_000.0            # what the host takes to enqueue a step with events, at most
+_DELAY_US = 20_000.0            # most host time to enqueue a step with events
 
 
 class Clock(Protocol):
-    """What takes times. A mark is a point in the order of the device's work."""
+    """A source of times. A mark is a point in the order of the device's work."""
 
     def mark(self) -> Any: ...
     def us(self, start: Any, stop: Any) -> float: ...
@@ -72,7 +72,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(step: Call, clock: Clock) -> StepTime:
-    """The time of a step in bursts, which have the more steps the shorter these are."""
+    """Return the time of a step in bursts, which have more steps the shorter these are."""
     for _ in range(_STEPS):
         step()
     clock.wait()
@@ -99,8 +99,8 @@ def step_time(step: Call, clock: Clock) -> StepTime:
 
 
 def call_times(step: Call, clock: Clock) -> dict[str, float]:
-    """The microseconds of a step's calls on the device, by their names and in their order: medians over some
-    steps. Calls that share a name are added up."""
+    """Return the microseconds of a step's calls on the device, by name and in order: medians over some steps.
+    Calls that share a name are summed."""
     found: dict[str, list[float]] = {}
     for _ in range(_REPEATS):
         clock.pause(_SHORT_PAUSE)
@@ -118,7 +118,7 @@ def call_times(step: Call, clock: Clock) -> dict[str, float]:
 
 @contextmanager
 def marked_calls(clock: Clock) -> Iterator[list[tuple[str, Any, Any]]]:
-    """Within this context every call of a step leaves its name and the marks before and after it."""
+    """Record for every call of a step, within this context, its name and the marks before and after it."""
     plain = Calls.__call__
     marks: list[tuple[str, Any, Any]] = []
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""SwiGLU in bfloat16 as a Triton kernel, for the layer that stands beside this package's: a program for each
+"""SwiGLU in bfloat16 as a Triton kernel, for the layer that this package is compared with: one program per
 row. Importing this module needs Triton."""
 
 import triton

@@ -1,4 +1,4 @@
-"""The registered ops and their cases: tests, selftest, bench, command line and docs/ops.md walk over them.
+"""The registered ops and their cases, used by tests, selftest, bench, the command line and docs/ops.md.
 
 The modules in the families' folders register their ops; importing this package imports all of them.
 """

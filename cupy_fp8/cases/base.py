@@ -1,4 +1,4 @@
-"""What cases are made of: shapes, values and arguments. Also finds the arrays that a call wrote."""
+"""The parts of cases: shapes, values and arguments; and the arrays that a call wrote."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from ..layouts import swap_last
 from ..results import Quantized, Scaled
 from ..routing import Routing
 
-#: They have tails of every tile, primes, no elements, or more than two dimensions. All are small enough for a
-#: CPU under sanitizers.
+#: tails of every tile, primes, no elements, more than two dimensions; small enough for a CPU under sanitizers
 SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64),
           (128, 128), (127, 129), (130, 257), (256, 256), (272, 520), (2, 3, 40, 24), (3, 0, 4),
           (2, 133, 144), (8200,))
-#: These have tails of 256-wide tiles, and many blocks; only a GPU takes them.
+#: tails of 256-wide tiles, and many blocks; on a GPU only
 LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
 MATRIX = (130, 257)
-#: Its rows allow wide loads and stores, and it has tails of every tile.
+#: rows that allow wide loads and stores, with tails of every tile
 ALIGNED_MATRIX = (144, 264)
-#: `bench` times these matrices. Rows that are timed with one size have TIMED_MATRIX.
+#: shapes of timed matrices; TIMED_MATRIX for what is timed with one size
 TIMED_MATRICES = ((4096, 4096), (8192, 8192), (16384, 8192), (16384, 16384))
 TIMED_MATRIX = TIMED_MATRICES[2]
-#: Some scales of whole tensors are usual, and some overflow, underflow or are no scales.
+#: scales of whole tensors: usual ones, and some that overflow, underflow or are invalid
 SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
-#: Quantisers give scales with these exponents to values of N(0, 1).
+#: exponents of a quantiser's scales for N(0, 1)
 QUANTISED = (-8, -7)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op: what goes in, and a name that says so."""
+    """One call of an op: its inputs and a name for it."""
 
     op: str
-    dtype: np.dtype[Any]                # the dtype of the first array
+    dtype: np.dtype[Any]                # dtype of the first array
     shape: tuple[int, ...]
     values: str = "bits"                # a kind of `values`
     layout: str = "contiguous"          # or 'offset', one element into a buffer; 'strided', a transposed view
@@ -58,8 +57,8 @@ class Case:
 
 
 def maker(op: str, usual: str = "bits") -> Callable[..., Case]:
-    """Returns case(dtype, shape, values, layout, **options), which makes a case of the op. usual: the values
-    unless others are given."""
+    """Return case(dtype, shape, values, layout, **options), which makes a case of the op. usual: the default
+    values."""
     def case(dtype: np.dtype[Any], shape: tuple[int, ...], values: str = usual, layout: str = "contiguous",
              /, **options: Any) -> Case:
         return Case(op, dtype, shape, values, layout, options)
@@ -67,7 +66,7 @@ def maker(op: str, usual: str = "bits") -> Callable[..., Case]:
     return case
 
 
-#: These are zero, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN.
+#: zero, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN
 _EDGES = np.array([
     0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10,
     2.0**-9, 2.0**-7, 2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440,
@@ -75,13 +74,13 @@ _EDGES = np.array([
 ], np.float32)  # fmt: skip
 
 
-#: If it is set, this function makes the arrays of `values` in place of NumPy's random numbers.
+#: if set, makes the arrays of `values` in place of NumPy's random numbers
 _other_values: ContextVar[Callable[..., np.ndarray] | None] = ContextVar("other values", default=None)
 
 
 @contextmanager
 def values_made_by(make: Callable[[str, tuple[int, ...], np.dtype[Any], int], Any]) -> Iterator[None]:
-    """Within this context `values` returns make(kind, shape, dtype, seed)."""
+    """Let `values` return make(kind, shape, dtype, seed) within this context."""
     token = _other_values.set(make)
     try:
         yield
@@ -90,13 +89,13 @@ def values_made_by(make: Callable[[str, tuple[int, ...], np.dtype[Any], int], An
 
 
 def zeros(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
-    """Values that cost nothing, for callers of `values_made_by` that need shapes and sizes alone."""
+    """Return cheap values, for `values_made_by` where only shapes and sizes matter."""
     return np.zeros(shape, dtype)
 
 
 def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
-    """Test data. 'bits': every bit pattern is equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1)
-    with outlier columns. 'edges': _EDGES with both signs."""
+    """Return test data. 'bits': every bit pattern is equally likely (NaN, Inf, -0, subnormals). 'normal':
+    N(0, 1) with outlier columns. 'edges': _EDGES with both signs."""
     if (make := _other_values.get()) is not None:
         return make(kind, shape, dtype, seed)
     if dtype.itemsize * math.prod(shape) > _MOST_KEPT:
@@ -105,7 +104,7 @@ def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
 
 
 def draw_values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
-    """Makes the arrays of `values` anew by NumPy."""
+    """Make new arrays for `values` with NumPy."""
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape, dtype=np.int64))
     storage = FORMATS[dtype].storage
@@ -122,21 +121,21 @@ def draw_values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: i
     raise ValueError(f"values: expected 'bits', 'normal' or 'edges', got {kind!r}")
 
 
-#: Cases that follow each other have the same values, and each is called several times, so arrays are
-#: made once and copied.
+#: Consecutive cases share values, and each is called several times, so arrays are made once and copied.
 _MOST_KEPT = 1 << 20                # bytes of an array
 _kept_values = functools.lru_cache(maxsize=64)(draw_values)
 
 
 def source(case: Case, seed: int = 0) -> np.ndarray:
-    """The case's first array, laid out as it says."""
-    if case.layout == "strided" and _other_values.get() is not None:    # No array is copied.
+    """Return the case's first array in its layout."""
+    if case.layout == "strided" and _other_values.get() is not None:    # no array is copied
         return values(case.values, swap_last(case.shape), case.dtype, seed).swapaxes(-1, -2)
     return laid_out(values(case.values, case.shape, case.dtype, seed), case.layout)
 
 
 def laid_out(x: np.ndarray, layout: str) -> np.ndarray:
-    """The same values in memory as `Case.layout` says. A vector is 'strided' over every second element."""
+    """Return the same values in a `Case.layout`. A 'strided' vector has every second element of its
+    buffer."""
     if layout == "offset":
         buffer = np.zeros(x.size + 1, x.dtype)
         bits(buffer)[1:] = bits(x).reshape(-1)
@@ -149,37 +148,37 @@ def laid_out(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 def powers_of_two(exponents: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Scales, float32 or E8M0 ones."""
+    """Return power-of-two scales as float32 or E8M0."""
     if dtype == float8_e8m0fnu:
         return np.clip(exponents + 127, 0, 255).astype(np.uint8).view(float8_e8m0fnu)
     return np.ldexp(np.float32(1), exponents.astype(np.int32))
 
 
 def array_alone(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an op that takes the case's array and its options."""
+    """Return the arguments of an op that takes the case's array and its options."""
     return (source(case),), dict(case.options)
 
 
-#: A call raises these arguments, which are no part of its result.
+#: arguments that a call raises, and that are not part of its result
 RAISED = ("amax", "changed")
 
 
 def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Every array that a call wrote, by name: those of the result, and the buffers that it raises. The result
-    of an op that updates its arguments is these arguments."""
+    """Return every array that a call wrote, by name: those of the result, and the buffers that it raises. The
+    result of an op that updates its arguments is these arguments."""
     found = dict(zip(updated, result, strict=True)) if updated else dict(_arrays(result, kwargs))
     found |= {name: kwargs[name] for name in RAISED if kwargs.get(name) is not None}
     return found
 
 
 def nbytes(*given: Any) -> int:
-    """The bytes of all arrays among arrays and results. Arrays of one element, such as a scale, are not
-    counted."""
+    """Return the bytes of all arrays among arrays and results. Arrays of one element, such as a scale, are
+    not counted."""
     return sum(a.nbytes for value in given for a in arrays_in(value) if a.size > 1)
 
 
 def arrays_in(given: Any) -> list[Any]:
-    """The array itself, or all arrays of a result; none of anything else."""
+    """Return the array itself, or all arrays of a result; [] for anything else."""
     return [a for _, a in _arrays(given, {}) if is_array(a)]
 
 

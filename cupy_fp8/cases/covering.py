@@ -1,4 +1,4 @@
-"""Chooses few cases that together show as much as many do: every kernel entry point, or other features."""
+"""Chooses a few cases that together cover as much as many: every kernel entry point, or other features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..kernels import Variant, forced_executor, recording
 from .base import ALIGNED_MATRIX, Case, values_made_by, zeros
 from .registry import Arguments, Registration
 
-#: A place moves an op's positional and keyword arguments to where its kernels are to run.
+#: moves an op's positional and keyword arguments to where its kernels are to run
 Place = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 Features = frozenset[Any]
 
@@ -24,7 +24,7 @@ class Recorded(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many elements the case's first array has."""
+        """Number of elements of the case's first array."""
         return math.prod(self.case.shape)
 
     @property
@@ -34,15 +34,15 @@ class Recorded(NamedTuple):
 
     @property
     def errors(self) -> Features:
-        """A feature that no other case shows, if the op raised an error."""
+        """A feature that no other case has, if the op raised an error."""
         return frozenset({str(self.case)} if self.raised else ())
 
 
 def covering_of(recorded: Sequence[Recorded]) -> list[Recorded]:
-    """A cover of all entry points, and every case that raised an error.
+    """Return a cover of all entry points, and every case that raised an error.
 
-    Of several cases that show as much, it takes the largest one that is not larger than ALIGNED_MATRIX, which
-    has tails of every tile. An op that launches nothing keeps its first case.
+    Of several cases that cover as much, it takes the largest one not larger than ALIGNED_MATRIX, which has
+    tails of every tile. An op that launches nothing keeps its first case.
     """
     most = math.prod(ALIGNED_MATRIX)
     chosen = cover(recorded, lambda one: one.entries | one.errors, lambda one: (one.size <= most, one.size))
@@ -51,10 +51,9 @@ def covering_of(recorded: Sequence[Recorded]) -> list[Recorded]:
 
 def cover(candidates: Sequence[Recorded], features: Callable[[Recorded], Features],
           preference: Callable[[Recorded], Any] = lambda _: 0) -> list[Recorded]:
-    """Few candidates that together show every feature, in their order.
+    """Return few candidates that together show every feature, in their order.
 
-    Each step takes a candidate that shows most of the missing features: the preferred one of several, or the
-    first."""
+    Each step takes a candidate with the most missing features: the preferred one of several, or the first."""
     shown = [(features(one), preference(one)) for one in candidates]
     missing = Features().union(*(found for found, _ in shown))
     chosen: set[int] = set()
@@ -67,21 +66,22 @@ def cover(candidates: Sequence[Recorded], features: Callable[[Recorded], Feature
 
 
 def served_by(chosen: Sequence[Recorded], recorded: Sequence[Recorded]) -> list[Recorded]:
-    """The chosen cases, and all cases that launch no other variants: they need nothing else compiled."""
+    """Return the chosen cases, and all cases that launch no other variants: these need no further
+    compilation."""
     compiled = {variant for one in chosen for variant in one.variants}
     return [one for one in recorded if one.raised or compiled.issuperset(one.variants)]
 
 
 def spread(chosen: Sequence[Recorded], candidates: Sequence[Recorded], most: int) -> list[Recorded]:
-    """The chosen ones of the candidates, and about `most` others, which are evenly spread."""
+    """Return the chosen ones of the candidates, and about `most` others, evenly spread."""
     wanted, step = set(map(id, chosen)), max(1, math.ceil(len(candidates) / most))
     return [one for i, one in enumerate(candidates) if i % step == 0 or id(one) in wanted]
 
 
 def record(op: Registration, place: Place | None = None,
            cases: Iterable[Case] | None = None) -> list[Recorded]:
-    """Records what an op's cases (None: all of them) launch on the CPU, or wherever `place` moves the arrays.
-    No kernel runs, and arrays are zeros, since no launch depends on their values."""
+    """Record what an op's cases (None: all of them) launch on the CPU, or wherever `place` moves the arrays.
+    No kernel runs, and arrays are zeros, since launches do not depend on values."""
     found = []
     for case in op.cases() if cases is None else cases:
         raised = False
@@ -91,7 +91,7 @@ def record(op: Registration, place: Place | None = None,
                 if place is not None:
                     args, kwargs = place(args, kwargs)
                 op.function(*args, **kwargs)
-            except Exception:           # The check of this case raises and reports it again.
+            except Exception:           # the check of this case raises and reports it again
                 raised = True
         found.append(Recorded(case, tuple(dict.fromkeys(variants)), raised))
     return found

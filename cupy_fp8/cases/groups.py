@@ -9,7 +9,7 @@ DIVISIONS = ("ragged", "even", "one", "aligned")
 
 def sizes(total: int, number: int, division: str = "ragged",
           seed: int | np.random.Generator = 0) -> np.ndarray:
-    """Sizes of `number` groups that have `total` rows together. 'ragged': random, about a third of them 0;
+    """Return the sizes of `number` groups with `total` rows. 'ragged': random, about a third of them 0;
     'even': as equal as possible; 'one': all rows in the middle group; 'aligned': multiples of 16, except the
     last one."""
     if number == 0:

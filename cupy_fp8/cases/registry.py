@@ -1,4 +1,4 @@
-"""The registered ops. Tests, selftest, benchmark, command line and docs/ops.md walk over them."""
+"""The registered ops, used by tests, selftest, benchmark, the command line and docs/ops.md."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from .base import Case, nbytes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: docs/ops.md lists the families in this order, and any other family after these.
+#: order of the families in docs/ops.md; any other family follows
 FAMILIES = ("matmul", "quantize", "convert", "scales", "moe")
 
 
 def bytes_moved(arguments: Arguments, written: dict[str, np.ndarray], but: tuple[str, ...] = ()) -> int:
-    """The bytes of all arguments, read once, and of all written arrays, written once. but: names of options
-    and written arrays that are not counted."""
+    """Return the bytes of all arguments, read once, and of all written arrays, written once. but: names of
+    options and written arrays that are not counted."""
     args, kwargs = arguments
     named = [*kwargs.items(), *written.items()]
     return nbytes(*args, *(a for name, a in named if name not in but))
 
 
 def all_but(*names: str) -> Callable[[Arguments, dict[str, np.ndarray]], int]:
-    """Returns a `Registration.moves` that counts the bytes of all arrays but some that are much smaller."""
+    """Return a `Registration.moves` that counts the bytes of all arrays but some much smaller ones."""
     return functools.partial(bytes_moved, but=names)
 
 
 class Timed(NamedTuple):
-    """A call that `bench` times. shape: the row's, if it is not that of the case."""
+    """A call that `bench` times. shape: the row's, if it differs from the case's."""
 
     label: str
     case: Case
@@ -45,8 +45,8 @@ class Timed(NamedTuple):
 
 
 class HostCalls(NamedTuple):
-    """Calls that do the same, whose host time `bench` takes: one with `out=` (or in place), and one that
-    allocates, if the op can. label: what the row's name has after the op's; "": nothing."""
+    """Equivalent calls whose host time `bench` measures: one with `out=` (or in place), and one that
+    allocates, if the op can. label: suffix of the row's name after the op's; "": none."""
 
     label: str
     with_out: Callable[[], Any]
@@ -54,7 +54,7 @@ class HostCalls(NamedTuple):
 
     @classmethod
     def both(cls, label: str, function: Callable[..., Any], *args: Any, **options: Any) -> HostCalls:
-        """A call that allocates, and one whose `out` is the result of another."""
+        """Make a call that allocates, and one whose `out` is the result of another."""
         allocating = functools.partial(function, *args, **options)
         return cls(label, functools.partial(allocating, out=allocating()), allocating)
 
@@ -68,11 +68,11 @@ class Registration:
     inputs     (case) -> positional and keyword arguments, as NumPy arrays
     cases      the calls to check
     summary    its row in docs/ops.md
-    programs   functions that give every kernel variant that it may launch
+    programs   functions that return every kernel variant that it may launch
     updates    names of the leading arguments that a call updates in place and returns
     timed      the calls that `bench` times, with their labels
     moves      (arguments, written arrays by name) -> the bytes that a call must move
-    host_calls (a small bfloat16 matrix where kernels run) -> the calls whose host time `bench` takes; None: a
+    host_calls (a small bfloat16 matrix on the device) -> the calls whose host time `bench` measures; None: a
                call of the smallest case
     agrees     (arrays that a call wrote by name, those of the reference, the NumPy arguments): AssertionError
                unless the first are right, for an op whose result is not defined byte for byte; None: they are
@@ -99,16 +99,16 @@ class Registration:
         return inside.split(".")[1] if package == "cupy_fp8" and inside.count(".") > 1 else "other"
 
     def variants(self) -> dict[Variant, None]:
-        """Every kernel variant that it may launch, once."""
+        """Return every kernel variant that it may launch, once."""
         return dict.fromkeys(chain.from_iterable(variants() for variants in self.programs))
 
 
-#: Ops are ordered by family, then by name.
+#: by family, then by name
 OPS: dict[str, Registration] = {}
 
 
 def register(*ops: Registration) -> None:
-    """Makes ops known to everything that walks over OPS. ValueError if a name is taken."""
+    """Register ops for everything that uses OPS. ValueError if a name is taken."""
     for op in ops:
         if op.name in OPS:
             raise ValueError(f"{op.name}: an op of this name is registered already")
@@ -119,7 +119,7 @@ def register(*ops: Registration) -> None:
 
 
 def family_modules(package: str) -> list[ModuleType]:
-    """Imports and returns all modules in the families' folders of a package."""
+    """Import and return all modules in the families' folders of a package."""
     families = [m.name for m in iter_modules(import_module(package).__path__) if m.ispkg]
     return [import_module(f"{package}.{family}.{module.name}") for family in sorted(families, key=_place)
             for module in iter_modules(import_module(f"{package}.{family}").__path__)]

@@ -22,7 +22,7 @@ from . import bench_dispatch, info, names
 from .bench_moe import moe_rows
 
 _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
-#: What is measured where it is named, and is no op.
+#: measurements that are not of an op
 _LAYERS = {"moe": "steps of the expert layer, beside the same in bf16 where PyTorch is installed",
            bench_dispatch.NAME: "experts over the GPUs of --ranks"}
 
@@ -59,17 +59,17 @@ def main(argv: list[str]) -> int:
 
 
 def noted(found: list[dict[str, Any]], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows, which `found` gets too."""
+    """Yield rows, and append them to `found`."""
     for row in rows:
         found.append(row)
         yield row
 
 
 def write(path: Path, report: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
-    """Write a report and its rows. What has been measured when a run is stopped stays in a file beside it,
-    and an earlier report stays too."""
+    """Write a report and its rows. If a run is stopped, what has been measured stays in a file beside it, and
+    an earlier report is kept."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n")         # A folder that is missing is found now.
+    partial.write_text(json.dumps(report, indent=1) + "\n")         # finds a missing folder now
     for row in rows:
         report["results"].append(row)
         partial.write_text(json.dumps(report, indent=1) + "\n")
@@ -100,7 +100,8 @@ def device_rows(ops: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def host_rows(ops: list[str]) -> Iterator[dict[str, Any]]:
-    """Host time per call on a tiny array and its ratio to a bare launch, in place and allocating."""
+    """Yield the host time per call on a tiny array and its ratio to a bare launch, in place and
+    allocating."""
     from ..bench import host
 
     print(f"{'host µs per call (× a bare launch)':48} {'out=':>15} {'allocating':>15}")

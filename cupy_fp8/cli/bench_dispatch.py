@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Options that do not fit end the command with 2."""
+    """End the command with 2 if options do not fit."""
     if NAME not in options.ops:
         if options.ranks or options.quick or options.only or options.share_gpus:
             parser.error(f"--ranks, --quick, --only, --share-gpus: of `bench {NAME}` alone")
@@ -62,7 +62,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def dispatch_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Runs the ranks, and gives the rows that they have left, also where they fail or are stopped."""
+    """Run the ranks, and yield the rows that they wrote, also if they fail or are stopped."""
     count = int(backend.cupy().cuda.runtime.getDeviceCount())
     if options.ranks > count and not options.share_gpus:
         problem = f"{options.ranks} ranks, but {count} GPUs (--share-gpus lets ranks share them)"
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     terminal.show_any_text()
     if os.environ.get("CUPY_FP8_SHARE_GPUS") == "1":
-        # NCCL wants a GPU for each rank of a host; so each is a host of its own.
+        # NCCL needs a GPU for each rank of a host; so each rank gets a host of its own
         os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
     with ExitStack() as entered:
         world = entered.enter_context(init(timeout=_TIMEOUT))
@@ -125,7 +125,7 @@ def _on_gpu(entered: ExitStack, world: Any, bursts: int) -> Any:
 
 
 def measured(ranks: Any, *, quick: bool, only: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
-    """The rows of all sections, or of some."""
+    """Yield the rows of all sections, or of some."""
     from ..bench.moe import dispatch, dispatch_given, dispatch_layer
 
     sizes = dispatch_given.QUICK if quick else dispatch_given.FULL
@@ -143,7 +143,7 @@ def measured(ranks: Any, *, quick: bool, only: Iterable[str] = ()) -> Iterator[d
 
 # ---- lines ----
 def shown(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Prints rows as they come."""
+    """Print rows as they come."""
     section = size = ""
     for row in rows:
         if row.get("section", section) != section:
@@ -162,7 +162,7 @@ def _size(row: dict[str, Any]) -> str:
 
 
 def lines(row: dict[str, Any]) -> Iterator[str]:
-    """The lines of a row."""
+    """Yield the lines of a row."""
     if "us" in row:
         values = row | ({"mb": row["bytes"] / 1e6} if "bytes" in row else {})
         yield (f"    {row['variant']:12}" + "".join(

@@ -1,4 +1,4 @@
-"""python -m cupy_fp8 bench moe: the lines that it prints."""
+"""python -m cupy_fp8 bench moe: measures and prints its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORWARD_LABEL = "forward: "
 
 
 def moe_rows() -> Iterator[dict[str, Any]]:
-    """Prints and gives the rows of the layer."""
+    """Print and yield the rows of the layer."""
     from ..bench.moe import layer_rows
 
     cp = backend.cupy()
@@ -34,7 +34,7 @@ def moe_rows() -> Iterator[dict[str, Any]]:
 
 
 def shown(title: str, heading: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Prints rows as they come."""
+    """Print rows as they come."""
     shape = None
     print(f"\n{title}", flush=True)
     for row in rows:
@@ -47,7 +47,7 @@ def shown(title: str, heading: str, rows: Iterable[dict[str, Any]]) -> Iterator[
 
 
 def lines(row: dict[str, Any]) -> Iterator[str]:
-    """The lines of a row."""
+    """Yield the lines of a row."""
     label = row["variant"]
     if "us" in row:
         yield (_forward_line if label.startswith(_FORWARD_LABEL) else _step_line)(row)
@@ -69,7 +69,7 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _step_line(row: dict[str, Any]) -> str:
-    """Layers of others allocate."""
+    """Return the line of a step. Other implementations of the layer allocate."""
     own = "allocating_us" in row
     device = [row["us"] if own else None, row["allocating_us" if own else "us"], row.get("graph_us")]
     host = [row["host_us"] if own else None, row["allocating_host_us" if own else "host_us"],

@@ -1,4 +1,4 @@
-"""What commands are told of the scales of a checkpoint that do not speak for themselves."""
+"""Command-line options for scales of a checkpoint that cannot be read without help."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ..kernels import Variant
 
-_MOST = 16                          # NVRTC and g++ each need 100 to 200 MB.
+_MOST = 16                          # NVRTC and g++ each need 100 to 200 MB
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
@@ -32,7 +32,7 @@ class Compilers:
         return f"compiled {done} of {len(self._futures)} kernels"
 
     def wait(self) -> None:
-        """Waits a little while, or until another kernel is compiled. A compiler's error is not raised: the
+        """Wait a little while, or until another kernel is compiled. A compiler's error is not raised: the
         launch of the kernel raises it again."""
         working = [future for future in self._futures.values() if not future.done()]
         wait(working, timeout=_SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED)

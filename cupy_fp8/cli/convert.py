@@ -74,7 +74,7 @@ def _report(conversion: convert.Conversion, reports: list[Report]) -> dict[str, 
 
 
 def _print_losses(reports: list[Report]) -> None:
-    """How large the values are beside what rounding changed."""
+    """Print how large the values are relative to what rounding changed."""
     converted = [report for report in reports if report.after != "as it is"]
     measured = [report for report in converted if report.changes.sqnr_db is not None]
     if not measured:
@@ -90,7 +90,7 @@ def _print_losses(reports: list[Report]) -> None:
 
 
 def _convert(conversion: convert.Conversion, shard: str, where: str, reported: bool) -> list[Report]:
-    """Convert a shard, showing its progress. reported: of a shard that is there already, too."""
+    """Convert a shard, showing its progress. reported: report a shard that exists already, too."""
     progress, size, start, done = Progress(), conversion.nbytes(shard), time.perf_counter(), 0
 
     def tell(count: int) -> None:
@@ -113,7 +113,7 @@ def _convert(conversion: convert.Conversion, shard: str, where: str, reported: b
 
 
 def _print_plan(conversion: convert.Conversion) -> None:
-    """What is converted, what stays, with the reason, and what goes."""
+    """Print what is converted, what stays, with the reason, and what is dropped."""
     plan = conversion.plan.tensors.values()
     number = sum(one.stored is not None for one in plan)
     print(f"{number} of {len(plan)} tensors become {conversion.settings.recipe}.")

@@ -35,7 +35,7 @@ from .demo_rows import Compared
 from .progress import Progress
 from .tables import TextTable, table
 
-#: Sizes are (rows, columns) of the weight and (tokens, channels) of the activation.
+#: (rows, columns) of the weight and (tokens, channels) of the activation
 SIZES = {"numpy": ((2048, 2048), (2048, 2048)), "cupy": ((4096, 4096), (8192, 4096))}
 
 
@@ -64,11 +64,11 @@ class _Demo:
         self.xp = backend.like_module(options.array)
         _require_writable(options)
         self._sources = dict(self._opened())
-        self._progress = Progress()                 # It is shown before the tables.
+        self._progress = Progress()                 # shown before the tables
         self._compared: list[Compared] = []
         self._skipped: dict[str, list[str]] = {}
         self._columns = demo_rows.columns(self.xp.__name__)
-        self._hidden: list[str] = []                # titles of columns that the terminal has no room for
+        self._hidden: list[str] = []                # titles of columns that do not fit the terminal
 
     def _opened(self) -> Iterator[tuple[str, Iterator[Found]]]:
         for path in self._options.files:
@@ -82,7 +82,7 @@ class _Demo:
         self.failed = True
 
     def tensors(self, ahead: Ahead) -> Iterator[tuple[str, Found]]:
-        """What there is to compare, by the names that are shown."""
+        """Yield the tensors to compare, by the names that are shown."""
         if self._sources or not self._options.files:
             made_up = "" if self._options.files else " These tensors are made up: demo FILE shows your own."
             terminal.say(f"{_executor_name(self.xp)}.{made_up}")
@@ -98,7 +98,7 @@ class _Demo:
                 self._fail(error)
 
     def _made_up(self, ahead: Ahead) -> Iterator[tuple[str, Found]]:
-        """Threads make the numbers, beside the compilers."""
+        """Yield made-up tensors, whose numbers threads make beside the compilers."""
         shapes, makers = SIZES[self.xp.__name__], (demo_data.weight, demo_data.activation)
         with ThreadPoolExecutor(1) as thread:
             coming = [thread.submit(make, *shape, seed=self._options.seed)
@@ -110,8 +110,8 @@ class _Demo:
                                            "bfloat16")
 
     def compare(self, name: str, found: Found, ahead: Ahead) -> None:
-        """Compares the recipes on a tensor. Rows are shown as they come, unless those of all tensors are
-        wanted first."""
+        """Compare the recipes on a tensor. Rows are shown as they come, unless those of all tensors are
+        needed first."""
         if found.values is None:
             self._skipped.setdefault(found.what, []).append(name)
             return
@@ -129,7 +129,7 @@ class _Demo:
         self._compared.append(one)
 
     def finish(self) -> None:
-        """Shows what is known only after the last tensor, and writes the files that were asked for."""
+        """Show what is known only after the last tensor, and write the requested files."""
         self._progress.clear()
         if not self._compared and not self.failed:
             self._fail(f"no float tensor of two or three dimensions in {', '.join(self._options.files)}")
@@ -201,7 +201,7 @@ class _Demo:
 
 
 def _from_here(show: Callable[[str], None]) -> Callable[[str], None]:
-    """What a table shows of kernels that are compiled is what it waits for."""
+    """Return `show` restricted to this thread: of compiled kernels, those that its table waits for."""
     here = threading.get_ident()
     return lambda text: show(text) if threading.get_ident() == here else None
 
@@ -229,7 +229,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _labels(paths: list[str]) -> list[str]:
-    """What tells the tensors of several files apart: the files' names, with folders if these are alike."""
+    """Return labels that distinguish the tensors of several files: the files' names, with folders if these
+    are equal."""
     if len(paths) < 2:
         return [""] * len(paths)
     short = [Path(path).name for path in paths]
@@ -240,7 +241,7 @@ def _labels(paths: list[str]) -> list[str]:
 
 
 def _require_writable(options: argparse.Namespace) -> None:
-    """Errors that would otherwise come after the last tensor."""
+    """Raise errors now that would otherwise come after the last tensor."""
     for path in filter(None, (options.json, options.plot)):
         check_replaceable(path)
     if options.plot:

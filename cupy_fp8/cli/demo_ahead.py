@@ -1,4 +1,4 @@
-"""Compiles the kernels of a comparison on a GPU before its rows come to them."""
+"""Compiles the kernels of a comparison on a GPU before its rows need them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .compilers import Compilers, compilers
 
 
 class Ahead:
-    """Finds what comparisons launch, and starts compilers; on the CPU, which compiles nothing, it does
+    """Finds what comparisons launch, and starts compilers; on the CPU, where nothing is compiled, it does
     neither."""
 
     def __init__(self, xp: Any, compilers: Compilers | None) -> None:
@@ -24,7 +24,7 @@ class Ahead:
         self._expected: set[tuple[tuple[int, ...], np.dtype[Any]]] = set()
 
     def expect(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        """A tensor of this shape and dtype will be compared."""
+        """Announce a comparison of a tensor of this shape and dtype."""
         if self._compilers is None or (shape, dtype) in self._expected or 0 in shape:
             return
         if not self._expected:

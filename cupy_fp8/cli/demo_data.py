@@ -14,7 +14,8 @@ _THREADS = 8
 
 
 def weight(rows: int, columns: int, *, seed: int = 0) -> np.ndarray:
-    """A linear layer's weight, f32 [rows, columns], with a standard deviation of about 1/sqrt(columns).
+    """Return a linear layer's weight, f32 [rows, columns], with a standard deviation of about
+    1/sqrt(columns).
 
     Rows have unequal sizes. Student's t with 5 degrees of freedom gives rare values of ten standard
     deviations, as trained matrices have.
@@ -36,7 +37,7 @@ def weight(rows: int, columns: int, *, seed: int = 0) -> np.ndarray:
 
 
 def activation(tokens: int, channels: int, *, seed: int = 0) -> np.ndarray:
-    """A residual stream, f32 [tokens, channels]: the sizes of channels are log-normal.
+    """Return a residual stream, f32 [tokens, channels]: the sizes of channels are log-normal.
 
     Six channels are 30 times larger for every token (the outlier channels of arXiv 2208.07339), and in those
     the first token is thousands of times larger than most values (the massive activations of arXiv
@@ -58,7 +59,8 @@ def activation(tokens: int, channels: int, *, seed: int = 0) -> np.ndarray:
 
 def _in_parts(shape: tuple[int, int], rng: np.random.Generator, seeds: list[int],
               make: Callable[[np.random.Generator, np.ndarray, int], None]) -> np.ndarray:
-    """A matrix that make(generator, rows, index of the first) fills. The first part goes on with `rng`."""
+    """Return a matrix that make(generator, rows, index of the first) fills. The first part continues with
+    `rng`."""
     made = np.empty(shape, np.float32)
     step = max(1, _PART // max(1, shape[1]))
     starts = range(0, shape[0], step)

@@ -31,7 +31,7 @@ _LEGEND_OF_TIME = {
 
 @dataclass(frozen=True)
 class Time:
-    """How long a call took. copy_share: a device copy of the same traffic takes this share of it (on a GPU
+    """The time of a call. copy_share: a device copy of the same traffic takes this share of it (on a GPU
     only)."""
 
     microseconds: float
@@ -44,7 +44,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor by its name, what it was in its file, and what each recipe did to it in which time."""
+    """A tensor by its name, what it was in its file, and each recipe's result and time."""
 
     name: str
     what: str
@@ -56,7 +56,7 @@ class Compared:
         return title(self.name, self.comparison.shape, self.what)
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """The cells of the rows that differ."""
+        """Yield the cells of the rows that differ."""
         for row, taken in zip(self.comparison, self.times, strict=True):
             if row.name not in self.comparison.same:
                 yield (*row.cells(), *taken.cells())
@@ -72,8 +72,8 @@ class Compared:
 
 def compare(name: str, what: str, x: Array, kind: Kind | None, show: Callable[[Sequence[str]], None],
             working: Callable[[str], None]) -> Compared:
-    """Compares all recipes. kind: what x is; None: what its name says. show: called with the cells of each
-    row that differs from those before it, as soon as it is known. working: called with the name of what is
+    """Compare all recipes. kind: what x is; None: as its name says. show: called with the cells of each row
+    that differs from those before it, as soon as it is known. working: called with the name of what is
     computed next."""
     clock, rows, times = _Clock(), list[RecipeError](), list[Time]()
     coming = each(x, run=clock)
@@ -89,7 +89,7 @@ def compare(name: str, what: str, x: Array, kind: Kind | None, show: Callable[[S
 
 
 class _Clock:
-    """Times the calls that `each` makes: on the CPU by the clock, on a GPU as the benchmark does."""
+    """Times the calls that `each` makes: on the CPU by the clock, on a GPU like the benchmark."""
 
     def __init__(self) -> None:
         self.time = Time(math.nan)
@@ -109,14 +109,14 @@ def on_gpu(quantize: Quantize, x: Array, q: Quantized) -> Time:
     def make() -> tuple[Callable[[], Any], Callable[[], None]]:
         mine = _copy(x)
         out = quantize(mine)
-        return lambda: quantize(mine, out=out), lambda: None        # The table shows what was computed.
+        return lambda: quantize(mine, out=out), lambda: None        # the table shows what was computed
 
     measured = measure(make, x.nbytes + q.nbytes)
     return Time(measured.us, measured.share)
 
 
 def _copy(x: Array) -> Array:
-    """x.copy(), for which CuPy would compile a kernel."""
+    """Return x.copy(), for which CuPy would compile a kernel."""
     source, made = contiguous(x), empty_like(x)
     made.data.copy_from_device_async(source.data, source.nbytes)
     return made
@@ -127,12 +127,12 @@ def title(name: str, shape: Sequence[int], what: str) -> tuple[str, ...]:
 
 
 def columns(like: str) -> list[Column]:
-    """The columns of a tensor's table. like: 'numpy' or 'cupy'."""
+    """Return the columns of a tensor's table. like: 'numpy' or 'cupy'."""
     return [*COLUMNS, _TIME, *([_COPY] if like == "cupy" else [])]
 
 
 def legend(like: str, left_out: Sequence[str]) -> dict[str, str]:
-    """What the columns are that are shown."""
+    """Return explanations of the shown columns."""
     return {title: text for title, text in (LEGEND | _LEGEND_OF_TIME[like]).items() if title not in left_out}
 
 
@@ -144,7 +144,7 @@ _WORDS: dict[Kind, tuple[str, ...]] = {"activations": ("activation", "hidden_sta
 
 
 def kind_in(tensor: str) -> Kind | None:
-    """What a tensor's name says that it is.
+    """Return what a tensor is according to its name.
 
     >>> kind_in("model.layers.0.mlp.down_proj.weight"), kind_in("activation"), kind_in("x")
     ('weights', 'activations', None)
@@ -154,7 +154,7 @@ def kind_in(tensor: str) -> Kind | None:
 
 
 def kind_of(tensor: str) -> str:
-    """A tensor's name with its numbers left out, so that the same matrix of every layer has one name.
+    """Return a tensor's name without its numbers, so that the same matrix of every layer has one name.
 
     >>> kind_of("encoder.layer.11.attention.self.key.weight")
     'encoder.layer.*.attention.self.key.weight'
@@ -163,7 +163,7 @@ def kind_of(tensor: str) -> str:
 
 
 def summaries(compared: Sequence[Compared]) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """(title, rows of cells) of each kind of tensor."""
+    """Yield (title, rows of cells) of each kind of tensor."""
     kinds: dict[str, list[Compared]] = {}
     for one in compared:
         kinds.setdefault(kind_of(one.name), []).append(one)
@@ -178,7 +178,7 @@ def summaries(compared: Sequence[Compared]) -> Iterator[tuple[tuple[str, ...], l
 
 
 def _pooled(rows: Sequence[RecipeError], times: Sequence[Time]) -> tuple[str, ...]:
-    """The cells of one recipe's rows in several tensors."""
+    """Return the cells of one recipe's rows in several tensors."""
     errors = [row.error for row in rows]
     total = {field: sum(getattr(e, field) for e in errors)
              for field in ("elements", "saturated", "underflowed", "normal")}

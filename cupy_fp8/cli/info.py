@@ -40,7 +40,7 @@ def _version(package: str, use: str) -> str:
 
 
 def facts() -> dict[str, Any]:
-    """What a benchmark result has to say about the machine that made it."""
+    """Return what a benchmark result must say about the machine that made it."""
     import cupy_fp8
 
     found: dict[str, Any] = {"cupy_fp8": cupy_fp8.__version__, "python": platform.python_version(),
@@ -55,7 +55,7 @@ def facts() -> dict[str, Any]:
     found["CuPy cache"] = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
     try:
         found["NVRTC"] = ".".join(map(str, cp.cuda.nvrtc.getVersion()))
-    except Exception as error:  # A missing library raises errors of several types, all shown here.
+    except Exception as error:  # a missing library raises errors of several types, all shown here
         found["NVRTC"] = f"no: {error}"
     cublaslt = library.found()
     found["cuBLASLt"] = (f"no: {cublaslt}" if isinstance(cublaslt, str)

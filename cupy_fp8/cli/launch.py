@@ -21,7 +21,7 @@ from typing import Any
 
 _GRACE = 5.0                    # seconds between SIGTERM and SIGKILL
 _POLL = 0.02
-_BY_SIGNAL = 128                # A shell adds it to the number of the signal that ended a process.
+_BY_SIGNAL = 128                # what a shell adds to the number of the signal that ended a process
 _SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
@@ -46,7 +46,7 @@ def number_of_ranks(text: str) -> int:
 
 
 def run(command: Sequence[str], ranks: int, *, share_gpus: bool = False) -> int:
-    """Runs the command in so many processes. The exit code of the first one that fails, or 0."""
+    """Run the command in this many processes. Returns the exit code of the first one that fails, or 0."""
     shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
               "CUPY_FP8_TOKEN": secrets.token_hex(16)}
@@ -66,7 +66,7 @@ def run(command: Sequence[str], ranks: int, *, share_gpus: bool = False) -> int:
 
 
 def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Waits until all have ended, or one has failed."""
+    """Wait until all have ended, or one has failed."""
     while True:
         codes = [process.poll() for process in processes]
         if failed := {rank: code for rank, code in enumerate(codes) if code}:
@@ -101,7 +101,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _passed_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Signals go to the processes. Those that came."""
+    """Pass signals on to the processes. Yields those that came."""
     received: list[int] = []
 
     def handle(number: int, _: Any) -> None:

@@ -13,7 +13,7 @@ _NOTHING_ELSE: Mapping[str, str] = MappingProxyType({})
 
 
 def add_ops(parser: argparse.ArgumentParser, more: Mapping[str, str] = _NOTHING_ELSE) -> None:
-    """Lets a command take any number of ops. more: what else may be named, and what each is."""
+    """Let a command take any number of ops. more: other names, and what each is."""
     others = "".join(f"; {name}: {text}" for name, text in more.items())
     parser.add_argument("ops", nargs="*", metavar="op",
                         help=f"which ops (default: all): {', '.join(cases.OPS)}{others}")
@@ -21,7 +21,8 @@ def add_ops(parser: argparse.ArgumentParser, more: Mapping[str, str] = _NOTHING_
 
 def chosen_ops(parser: argparse.ArgumentParser, given: Sequence[str],
                more: Mapping[str, str] = _NOTHING_ELSE) -> list[str]:
-    """The given ops in the order of the table, or all of them. An unknown name ends the command with 2."""
+    """Return the given ops in the order of the table, or all of them. An unknown name ends the command with
+    2."""
     known = [*cases.OPS, *more]
     unknown = sorted(set(given) - set(known))
     if unknown:

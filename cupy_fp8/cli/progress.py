@@ -12,7 +12,7 @@ _SECONDS_BETWEEN = 5.0              # between plain lines
 
 
 class Progress:
-    """What a command is doing. Call `clear` before anything else is printed; `printed` also puts off the next
+    """What a command is doing. Call `clear` before anything else is printed; `printed` also delays the next
     plain line."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Progress:
         self._shown_at = float("-inf")
 
     def show(self, text: str) -> None:
-        """Shows the text, with a spinner; as a plain line only after some seconds without output."""
+        """Show the text, with a spinner; as a plain line only after some seconds without output."""
         if self._console is not None:
             from rich.text import Text
 

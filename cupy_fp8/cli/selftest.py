@@ -24,7 +24,7 @@ from .launch import number_of_ranks
 from .progress import Progress
 from .selftest_ranks import run as run_ranks
 
-#: The quick pass checks so many cases of an op beside those that cover its entry points.
+#: cases of an op in the quick pass beside those that cover its entry points
 _MOST_OTHERS = 40
 
 
@@ -81,7 +81,7 @@ def _first_that_runs() -> testing.ExecutorName:
 
 
 def _say_left_out() -> None:
-    """Why no kernel runs, unless that is what was asked for."""
+    """Print why no kernel runs, unless that was requested."""
     if problem := testing.executor_problem("host"):
         print(f"Kernels are left out: {problem}. (A GPU cannot run them either: "
               f"{testing.executor_problem('cuda')}.)", flush=True)
@@ -99,12 +99,12 @@ class _Work:
 
 
 def _products_last(ops: list[cases.Registration]) -> list[cases.Registration]:
-    """The order in which kernels are compiled. Those of matrix products take longest."""
+    """Return the order in which kernels are compiled. Those of matrix products take longest."""
     return sorted(ops, key=lambda op: op.family == "matmul")
 
 
 def _when_compiled(work: Iterable[_Work], compilers: Compilers, progress: Progress) -> Iterator[_Work]:
-    """Each op's work once its kernels are compiled: the first in the list that is ready."""
+    """Yield each op's work once its kernels are compiled: the first in the list that is ready."""
     left = list(work)
     while left:
         ready = next((one for one in left if all(future.done() for future in one.futures)), None)
@@ -133,7 +133,7 @@ def _check_cases(work: _Work, run: testing.Executor, progress: Progress) -> int:
         progress.show(f"{work.op.name}: {done} of {len(work.cases)} cases; {work.compilers}")
         try:
             check(work.op, case, run)
-        except Exception as error:          # One broken op must not hide the others' results.
+        except Exception as error:          # one broken op must not hide the others' results
             failed += 1
             first_error = first_error or f"\n     {case}: {type(error).__name__}: {error}"
     progress.clear()
@@ -143,9 +143,9 @@ def _check_cases(work: _Work, run: testing.Executor, progress: Progress) -> int:
 
 
 def check(op: cases.Registration, case: cases.Case, run: testing.Executor) -> None:
-    """Raises AssertionError unless the op gives the reference's bytes (or what the op says agrees with them):
-    freshly allocated, and again into the poisoned result. An op that updates its arguments must write the
-    bytes there, and must return them; so must a call that returns an argument."""
+    """Raise AssertionError unless the op gives the reference's bytes (or agrees with them by the op's own
+    rule): freshly allocated, and again into the poisoned result. An op that updates its arguments must write
+    the bytes there, and must return them; so must a call that returns an argument."""
     reference_arguments = args, kwargs = op.inputs(case)
     desired = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
     out: dict[str, object] = {}
@@ -168,8 +168,8 @@ def check(op: cases.Registration, case: cases.Case, run: testing.Executor) -> No
 
 def assert_agrees(op: cases.Registration, actual: dict[str, Any], desired: dict[str, Any],
                   arguments: cases.Arguments) -> None:
-    """Raises AssertionError unless the arrays that a call wrote are those of the reference, byte for byte or
-    as the op says. arguments: those of the reference."""
+    """Raise AssertionError unless the arrays that a call wrote equal the reference's, byte for byte or by the
+    op's own rule. arguments: those of the reference."""
     assert actual.keys() == desired.keys(), f"wrote {sorted(actual)}, expected {sorted(desired)}"
     if op.agrees is not None:
         op.agrees(actual, desired, arguments)

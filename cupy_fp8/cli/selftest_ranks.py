@@ -1,5 +1,5 @@
 """Checks of `cupy_fp8.distributed` between ranks (selftest --ranks N): every step of an expert layer's
-exchanges, against the same steps of NumPy arrays. `launch` starts this module on a GPU for each rank; on the
+exchanges, against the same steps on NumPy arrays. `launch` starts this module on a GPU for each rank; on the
 CPU all ranks are threads."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BLOCKS = BlockScaling()
 
 
 class Case(NamedTuple):
-    """tokens: of each rank, in each step; a rank beyond the list has those of the first. dropped: the share
-    of slots that are nowhere; to: the one expert that all tokens take first."""
+    """tokens: of each rank, in each step; ranks beyond the list have the first one's. dropped: the share of
+    dropped slots; to: the one expert that all tokens take first."""
 
     name: str
     tokens: tuple[tuple[int, ...], ...] = ((9, 4, 0, 7),)
@@ -74,7 +74,7 @@ CASES = (
 
 
 class Given(NamedTuple):
-    """What a rank has in a step."""
+    """A rank's inputs in a step."""
 
     ids: np.ndarray
     x: np.ndarray
@@ -114,7 +114,7 @@ def parallel(world: World, case: Case, like: Any, transport: Any = "auto", **opt
 
 
 def step(ep: ExpertParallel, g: Given, case: Case, out: dict[str, Any] | None = None) -> dict[str, Any]:
-    """All methods, once each. Data that is quantised is given so, since a graph cannot."""
+    """Call all methods, once each. Quantised data is passed in, since a graph cannot quantise."""
     had = out or {}
     x, grad = quantised(g.x, case), quantised(g.grad, case)
     routing = ep.route(g.ids, out=had.get("routing"))
@@ -129,7 +129,7 @@ def quantised(x: Array | Scaled, case: Case) -> Any:
 
 
 def arrays(made: Any) -> Iterator[Array]:
-    """All arrays of a step's results."""
+    """Yield all arrays of a step's results."""
     if isinstance(made, (dict, tuple)):
         for part in made.values() if isinstance(made, dict) else made:
             yield from arrays(part)
@@ -146,7 +146,7 @@ def arrays(made: Any) -> Iterator[Array]:
 
 
 def difference(actual: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """What differs first, if any byte does."""
+    """Return the first difference, if any byte differs."""
     for name in desired:
         found, wanted = list(arrays(actual[name])), list(arrays(desired[name]))
         assert len(found) == len(wanted), name
@@ -160,9 +160,9 @@ def difference(actual: dict[str, Any], desired: dict[str, Any]) -> list[str]:
 
 def check(world: World, case: Case, like: Any, transport: Any = "auto", repeats: int = 2,
           others: testing.ExecutorName | None = None) -> None:
-    """Raises AssertionError unless every step gives the bytes of NumPy arrays: new, into poisoned results,
-    and (on a GPU) from five replays of a graph. others: what runs all kernels but the exchanges; None: what
-    runs these."""
+    """Raise AssertionError unless every step gives the bytes of NumPy arrays: new, into poisoned results, and
+    (on a GPU) from five replays of a graph. others: what runs all kernels but the exchanges; None: what runs
+    these."""
     gpu = like is not np
     with testing.executor("reference"), parallel(world, case, np) as ep:
         data, wanted = [], []
@@ -172,7 +172,7 @@ def check(world: World, case: Case, like: Any, transport: Any = "auto", repeats:
     with (parallel(world, case, like, transport) as ep,
           nullcontext() if others is None else testing.executor(others)):
         last: dict[int, dict[str, Any]] = {}
-        problems: list[str] = []                # An error before the end would leave ranks out of step.
+        problems: list[str] = []                # an error before the end would leave ranks out of step
         for g, desired in zip(data, wanted, strict=True):
             count = len(g.x)
             for each in arrays(last.get(count, ())):
@@ -194,7 +194,7 @@ def moved(g: Given, like: Any, case: Case) -> Any:
 
 
 def _of_graph(world: World, ep: ExpertParallel, case: Case, out: dict[str, Any], first: Given) -> list[str]:
-    """What differs in five replays."""
+    """Return the differences in five replays."""
     problems: list[str] = []
     cp = cupy()
     held: Any = moved(first, cp, case)
@@ -221,7 +221,7 @@ def _of_graph(world: World, ep: ExpertParallel, case: Case, out: dict[str, Any],
 
 # ---- the command ----
 def run(ranks: int, executor: testing.ExecutorName) -> int:
-    """Checks all cases between so many ranks. The exit code."""
+    """Check all cases between this many ranks. Returns the exit code."""
     if executor == "cuda":
         count = cupy().cuda.runtime.getDeviceCount()
         return launched([sys.executable, "-m", __name__], ranks, share_gpus=ranks > count)
@@ -253,7 +253,7 @@ def _check_all(world: World, like: Any, transports: tuple[Any, ...]) -> int:
 
 def main() -> int:
     if os.environ.get("CUPY_FP8_SHARE_GPUS") == "1":
-        # NCCL wants a GPU for each rank of a host; so each is a host of its own.
+        # NCCL needs a GPU for each rank of a host; so each rank gets a host of its own
         os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
     transports = ("p2p",) if nccl_problem() else ("p2p", "nccl")
     with init(timeout=120) as world:

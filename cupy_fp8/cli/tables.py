@@ -1,4 +1,4 @@
-"""Tables whose rows appear as they are made: rich's on a terminal, else plain text, or Markdown."""
+"""Tables whose rows appear as they are made: with rich on a terminal, else plain text, or Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .progress import Progress
 class TextTable:
     """A table of plain text. Use it in a `with`.
 
-    title    a line above it: its first part is shortened where it is too long
+    title    a line above it: its first part is shortened if it is too long
     columns  those that fit are shown; `left_out` has the titles of the others
     """
 
@@ -39,7 +39,7 @@ class TextTable:
         print(text_row(self._columns, [cells[i] for i in self._kept]), flush=True)
 
     def working(self, text: str) -> None:
-        """Says what takes time before the next row."""
+        """Show what takes time before the next row."""
         self._progress.show(text)
 
 
@@ -64,7 +64,7 @@ class MarkdownTable(TextTable):
 
 
 class RichTable(TextTable):
-    """rich's table, drawn again with every row; under it what is computed."""
+    """rich's table, redrawn with every row; what is being computed is shown below it."""
 
     def __init__(self, title: Sequence[str], columns: Sequence[Column], console: Any) -> None:
         super().__init__(title, columns)
@@ -102,7 +102,7 @@ class RichTable(TextTable):
 
 
 def table(title: Sequence[str], columns: Sequence[Column], *, markdown: bool = False) -> TextTable:
-    """The table that suits what stdout is."""
+    """Return the table for the kind of stdout."""
     if markdown:
         return MarkdownTable(title, columns)
     console = terminal.rich_console(sys.stdout)
@@ -110,5 +110,5 @@ def table(title: Sequence[str], columns: Sequence[Column], *, markdown: bool = F
 
 
 def _escaped(text: str) -> str:
-    """A name is whatever its file says: no cell may end its column, and * is not emphasis."""
+    """Escape a name, which may contain anything: no cell may end its column, and * is not emphasis."""
     return text.replace("|", "\\|").replace("*", "\\*")

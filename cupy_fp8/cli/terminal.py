@@ -1,5 +1,5 @@
-"""What the terminal can show: its width, rich's tables, and plain characters where it only knows ASCII; and
-pipes whose reader has gone."""
+"""Capabilities of the terminal: its width, rich's tables, plain characters if it only has ASCII; and pipes
+whose reader has gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-#: These characters stand for those that an encoding lacks, and "?" stands for all others.
+#: replacements for characters that an encoding lacks; "?" replaces all others
 _PLAIN = {"×": "x", "µ": "u", "σ": "sigma", "–": "-", "—": "-", "−": "-", "─": "-", "…": "...",
           "≤": "<=", "≥": ">=", "→": "->", "’": "'", "‘": "'", "“": '"', "”": '"'}
 _ERRORS = "cupy_fp8.plain"
@@ -20,7 +20,7 @@ _WIDEST = 100
 
 
 def show_any_text() -> None:
-    """Makes stdout and stderr write plain characters where their encoding lacks the right ones."""
+    """Make stdout and stderr write plain characters where their encoding lacks the right ones."""
     codecs.register_error(_ERRORS, _replace)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
@@ -34,31 +34,31 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 
 
 def printable(text: str) -> str:
-    """Text from a file without characters that would move the cursor or change colours."""
+    """Return text from a file without characters that would move the cursor or change colours."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def width() -> int:
-    """Columns to write in: those of the terminal or of COLUMNS, but at most 100."""
+    """Return the columns to write in: those of the terminal or of COLUMNS, but at most 100."""
     return max(20, min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
 
 
 def say(text: str, indent: int = 2) -> None:
-    """Prints a sentence, broken into lines of the terminal's width. indent: of all but the first."""
+    """Print a sentence, wrapped to the terminal's width. indent: of all lines but the first."""
     print(textwrap.fill(text, width(), subsequent_indent=" " * indent, break_long_words=False,
                         break_on_hyphens=False), flush=True)
 
 
 def say_facts(facts: Mapping[str, object]) -> None:
-    """Prints names and what is said of them, in two columns."""
+    """Print names and their descriptions, in two columns."""
     widest = max(map(len, facts), default=0)
     for name, text in facts.items():
         say(f"{name:{widest}}  {text}", widest + 2)
 
 
 def rich_console(stream: Any) -> Any:
-    """rich's Console for a stream that is a terminal. None elsewhere, and where rich is not installed: then
-    text is plain."""
+    """Return rich's Console for a stream that is a terminal. None elsewhere, and if rich is not installed:
+    then text is plain."""
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return None
     try:
@@ -69,7 +69,7 @@ def rich_console(stream: Any) -> Any:
 
 
 def drop_output() -> None:
-    """Discards buffered text of stdout: Python flushes it at exit, and would report the closed pipe again."""
+    """Discard buffered text of stdout: Python flushes it at exit, and would report the closed pipe again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

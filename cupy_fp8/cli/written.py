@@ -1,4 +1,4 @@
-"""What is written from the registered ops: the table of docs/ops.md, and the imports that make ops public."""
+"""Text generated from the registered ops: the table of docs/ops.md, and the imports that make ops public."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES = {"matmul": "Matrix products", "quantize": "Quantisation", "convert": "C
 
 
 def files() -> dict[Path, str]:
-    """The files with such parts, and what they should hold."""
+    """Return the files with such parts, and their correct content."""
     parts = re.compile(r"(<!-- ops: [^>]*-->\n).*(?=<!-- end of ops -->)", re.DOTALL)
     found = {PAGE: parts.sub(lambda match: match[1] + table(), PAGE.read_text("utf-8"))}
     for path, where in ((_PACKAGE / "__init__.py", "ops."), (_PACKAGE / "reference/__init__.py", "")):
@@ -28,7 +28,7 @@ def files() -> dict[Path, str]:
 
 
 def write(texts: dict[Path, str]) -> Iterator[Path]:
-    """Writes the files that do not hold their text already, and gives their paths."""
+    """Write the files whose content differs, and yield their paths."""
     for path, text in texts.items():
         if not path.exists() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")
@@ -36,7 +36,7 @@ def write(texts: dict[Path, str]) -> Iterator[Path]:
 
 
 def table() -> str:
-    """The ops as a table in Markdown, grouped by family."""
+    """Return the ops as a table in Markdown, grouped by family."""
     lines = ["| op | what it does |", "|---|---|"]
     for family, ops in groupby(OPS.values(), key=lambda op: op.family):
         lines.append(f"| **{TITLES.get(family, family)}** | |")
@@ -45,13 +45,14 @@ def table() -> str:
 
 
 def _linked(name: str, family: str) -> str:
-    """The op's name, as a link to its description where docs/api has a page of the family."""
+    """Return the op's name, as a link to its description if docs/api has a page of the family."""
     page = f"api/{family}.md"
     return f"[`{name}`]({page}#{name})" if (PAGE.parent / page).exists() else f"`{name}`"
 
 
 def _with_names(text: str, where: str) -> str:
-    """The text of an `__init__.py`, with imports of all ops from the families in `where`, and `__all__`."""
+    """Return the text of an `__init__.py`, with imports of all ops from the families in `where`, and
+    `__all__`."""
     homes = dict(_homes(where))
     imports = "".join(f"from .{where}{module} import {', '.join(names)}\n"
                       for module, names in sorted(homes.items()))
@@ -64,7 +65,7 @@ def _with_names(text: str, where: str) -> str:
 
 
 def _homes(where: str) -> Iterator[tuple[str, list[str]]]:
-    """The modules that define ops of the package, and the names of these ops."""
+    """Yield the modules that define ops of the package, and the names of these ops."""
     package = f"cupy_fp8.{where or 'reference.'}".removesuffix(".")
     for module in family_modules(package):
         names = sorted(name for name in OPS if _home(vars(module).get(name)) == module.__name__)

@@ -14,5 +14,5 @@ from .whole import ErrorReport, error
 __all__ = ["BlockReport", "Comparison", "ErrorReport", "RecipeError", "ScaleReport", "ScaleWarning",
            "SpanReport", "Vanished", "blocks", "compare", "error", "log_step", "scale_span", "scales"]
 
-if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+if not TYPE_CHECKING:               # otherwise type checkers accept any name
     __getattr__, __dir__ = public_only(globals())

@@ -1,4 +1,4 @@
-"""What every recipe does to one tensor."""
+"""Compares what every recipe does to one tensor."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .whole import error_and_local
 
 __all__ = ["RECIPES", "Comparison", "compare", "each", "launched"]
 
-#: A quantiser writes into a result if one is given.
+#: a quantiser; writes into a result if one is given
 Quantize: TypeAlias = Callable[..., Quantized]
 
-#: These recipes are compared unless the caller says otherwise. Coarse scales come first.
+#: default recipes of a comparison, coarse scales first
 RECIPES: tuple[Recipe, ...] = (
     CurrentScaling(), DelayedScaling(), CurrentScaling(pow2_scale=True), CurrentScaling(float8_e5m2),
     *(BlockScaling(block, pow2_scale=pow2) for block in ((128, 128), (1, None), (1, 128))
@@ -40,9 +40,9 @@ RECIPES: tuple[Recipe, ...] = (
 class Comparison:
     """What `compare` measured: a `RecipeError` for each recipe, by name.
 
-    shape, dtype  of x; the dtype of FP8 data that was given with its scales is theirs
-    rows          one for each recipe, in the order given
-    kind          what x is: 'weights', 'activations', or None where that is not known
+    shape, dtype  of x; for FP8 data with scales, the dtype of the data
+    rows          one for each recipe, in the given order
+    kind          what x is: 'weights', 'activations', or None if unknown
     """
 
     shape: tuple[int, ...]
@@ -65,12 +65,12 @@ class Comparison:
 
     @property
     def distinct(self) -> tuple[RecipeError, ...]:
-        """The rows without those whose figures an earlier one has."""
+        """The rows, without those whose figures equal an earlier row's."""
         return tuple(row for row in self.rows if row.name not in self.same)
 
     @property
     def same(self) -> dict[str, str]:
-        """The recipes whose figures are those of an earlier one, and that one."""
+        """The recipes whose figures equal those of an earlier one, and that one."""
         found: dict[str, str] = {}
         first: dict[tuple[Any, ...], str] = {}
         for row in self.rows:
@@ -81,10 +81,9 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Which recipe to take and why, and how it is written, for weights and for activations unless `kind`
-        says which x is. It is about this tensor's numbers alone, and about the values that are not the
-        largest: the simplest recipe whose `local_sqnr_db` is hardly less than the best one, and that loses
-        hardly more values."""
+        """Which recipe to take, why, and its code, for weights and for activations unless `kind` says which x
+        is. It considers this tensor's numbers alone, and values other than the largest: the simplest recipe
+        whose `local_sqnr_db` is hardly less than the best one's, and that loses hardly more values."""
         return verdict_on([self.rows], [self.kind])
 
     @property
@@ -123,12 +122,12 @@ def compare(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = No
     recipes : those to compare, or a dict of them by name. Default: one scale for the tensor, blocks of
         128×128, whole rows, 1×128 (each with f32 and with power-of-two scales) and MX, in E4M3; one scale and
         MX also in E5M2.
-    amax : float32 [1]: what delayed scaling takes for the tensor's largest magnitude, from earlier steps.
+    amax : float32 [1]: the tensor's largest magnitude as delayed scaling knows it, from earlier steps.
         Default: the tensor's own, with which delayed scaling is current scaling.
-    kind : what x is, for the verdict: 'weights' or 'activations'. Default: it says what to take for either.
+    kind : what x is, for the verdict: 'weights' or 'activations'. Default: the verdict covers both.
     Returns a `Comparison`, whose `verdict` names those to take. Row-wise data are measured, by `error`.
-    Raises TypeError (dtypes, what is no recipe), ValueError (shapes, no elements, no recipes, two of one
-    name, kind).
+    Raises TypeError (dtypes, not a recipe), ValueError (shapes, no elements, no recipes, two of one name,
+    kind).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.random.default_rng(0).standard_normal((256, 256), np.float32)
@@ -145,8 +144,8 @@ def compare(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = No
 def each(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = None, *, amax: Array | None = None,
          run: Callable[[Quantize, Array], Quantized] = lambda quantize, x: quantize(x)
          ) -> Iterator[RecipeError]:
-    """The rows of `compare`, each as soon as it is known. run(quantize, x) returns quantize(x, out=None), and
-    may time it."""
+    """Yield the rows of `compare`, each as soon as it is known. run(quantize, x) returns quantize(x,
+    out=None), and may time it."""
     chosen = _named(RECIPES if recipes is None else recipes)
     x = _values(x)
     return _rows(x, chosen, amax, run)
@@ -161,7 +160,8 @@ def _rows(x: Array, chosen: Mapping[str, Recipe], amax: Array | None,
 
 
 def quantizer(recipe: Recipe, x: Array, amax: Array | None) -> Quantize:
-    """How a recipe quantises x, with the scale of delayed scaling from an amax (default: x's own)."""
+    """Return the quantiser of a recipe for x, with the scale of delayed scaling from an amax (default: x's
+    own)."""
     if not isinstance(recipe, DelayedScaling):
         return recipe.quantize
     if amax is None:
@@ -173,8 +173,8 @@ def quantizer(recipe: Recipe, x: Array, amax: Array | None) -> Quantize:
 
 
 def launched(x: Array, recipes: Iterable[Recipe] = RECIPES) -> list[Variant]:
-    """The kernel variants that `compare` launches for an array, in the order in which a GPU needs them.
-    Nothing runs, and x may hold anything."""
+    """Return the kernel variants that `compare` launches for an array, in the order in which a GPU needs
+    them. Nothing runs, and the values of x do not matter."""
     flat = contiguous(x).reshape(-1)
     with recording() as variants:
         for recipe in recipes:
@@ -218,7 +218,7 @@ def _named(recipes: Iterable[Recipe] | Mapping[str, Recipe]) -> dict[str, Recipe
 
 
 def dtype_text(x: Any) -> str:
-    """The dtype of an array; of data with scales what shares one, too."""
+    """Return the dtype of an array; for data with scales also what shares one."""
     if not isinstance(x, (Scaled, Quantized)):
         return str(x.dtype)
     part = x if isinstance(x, Scaled) else x._any

@@ -1,4 +1,4 @@
-"""What the functions of `diagnostics` accept, as values and FP8 codes."""
+"""Turns what the functions of `diagnostics` accept into values and FP8 codes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def require_shape(x: Array, values: Array) -> None:
 
 
 def values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
-    """(dequantised values, FP8 codes or None), both in the logical shape. xp: the module that q must be of;
-    None: either. Warns of scales that are no positive finite numbers."""
+    """Return (dequantised values, FP8 codes or None), both in the logical shape. xp: the module that q must
+    be of; None: either. Warns of scales that are not positive finite numbers."""
     if isinstance(q, (Scaled, Quantized)):
         s = as_scaled(q)
         if xp is not None:

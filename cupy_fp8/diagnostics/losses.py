@@ -11,23 +11,23 @@ from ..formats import FORMATS, float8_e4m3fn, float8_e5m2
 from ..reference.convert.scaling_aware import target_exponent
 from ..reference.numerics import in_blocks, widen
 
-#: A format has (code of the maximum, bound, maximum, whether the bound itself overflows). The bound is half a
+#: By format: (code of the maximum, bound, maximum, whether the bound itself overflows). The bound is half a
 #: step past the maximum; values beyond it overflow when rounded to nearest even. A tie rounds to 448 in E4M3,
-#: which is even, and beyond 57344 in E5M2, which is odd.
+#: which is even, but overflows in E5M2, where 57344 is odd.
 OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 61440.0, 57344.0, True)}
-#: `error_sums` adds up so many quantities, and so many with those of runs: RUN elements beside each other.
+#: number of sums of `error_sums`, without and with those of runs of RUN adjacent elements
 SUMS, LOCAL_SUMS = 11, 13
 RUN = 32
-#: A value of a run is an outlier from so many powers of two above the run's median on (8 to 16 times as large
-#: as that). Of normally distributed values one in 10,000 is; against the largest value alone instead, an
-#: outlier hides beside a larger one.
+#: A value of a run is an outlier from this many powers of two above the run's median on (8 to 16 times the
+#: median). One in 10,000 normally distributed values is. Compared with the largest value only, an outlier
+#: would hide beside a larger one.
 OUTLIER = 4
 
 
 def error_sums(x: np.ndarray, v: np.ndarray, codes: np.ndarray | None, local: bool = False) -> np.ndarray:
-    """f64 [SUMS] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, normal, subnormal, the
-    squared relative errors of normal values, with local=True the two of `_of_runs`, and the largest relative
-    error of normal values and of all."""
+    """Return f64 [SUMS] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, normal,
+    subnormal, the squared relative errors of normal values, with local=True the two of `_of_runs`, and the
+    largest relative error of normal values and of all."""
     x, v = x.astype(np.float64), v.astype(np.float64)
     finite, came_back = np.isfinite(x), np.isfinite(v)
     magnitude = finite_magnitude(np, x)
@@ -45,8 +45,8 @@ def error_sums(x: np.ndarray, v: np.ndarray, codes: np.ndarray | None, local: bo
 
 
 def _of_runs(magnitude: np.ndarray, gap: np.ndarray) -> tuple[np.floating, np.floating]:
-    """(the sum of noise over signal, at most 1 each, of runs without their first largest element and their
-    outliers; how many runs have others that are not 0). The last run may be shorter."""
+    """Return (the sum of noise over signal, at most 1 each, of runs without their first largest element and
+    their outliers; the number of runs with other nonzero elements). The last run may be shorter."""
     magnitude, gap = (np.append(a, np.zeros(-a.size % RUN)).reshape(-1, RUN) for a in (magnitude, gap))
     kept = ~_outliers(magnitude)
     np.put_along_axis(kept, magnitude.argmax(axis=-1)[:, None], False, axis=-1)
@@ -57,8 +57,8 @@ def _of_runs(magnitude: np.ndarray, gap: np.ndarray) -> tuple[np.floating, np.fl
 
 
 def _outliers(magnitude: np.ndarray) -> np.ndarray:
-    """Flags of the outliers of runs [n, RUN]. Zeros have no part in the median, which is the lower one of an
-    even number: as many as half of a run's values can be outliers."""
+    """Flag the outliers of runs [n, RUN]. Zeros are left out of the median, which is the lower one of an even
+    number: up to half of a run's values can be outliers."""
     exponent = magnitude.view(np.int64) >> 52
     last = exponent.max()
     ordered = np.sort(np.where(magnitude > 0, exponent, last + 1), axis=-1)
@@ -69,9 +69,9 @@ def _outliers(magnitude: np.ndarray) -> np.ndarray:
 
 def _precision(magnitude: np.ndarray, v: np.ndarray, kept: np.ndarray,
                codes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """(elements whose value is a normal number of the format, those whose value is a subnormal one), as flags
-    of what was kept. A value just below the smallest normal number is subnormal, although it may be rounded
-    to that number."""
+    """Flag (elements whose value is a normal number of the format, those whose value is subnormal), among
+    what was kept. A value just below the smallest normal number is subnormal, although it may be rounded to
+    that number."""
     if codes is None:
         return np.zeros(1, np.bool_), np.zeros(1, np.bool_)
     code, smallest = bits(codes) & 0x7F, smallest_normal(codes.dtype)
@@ -81,7 +81,7 @@ def _precision(magnitude: np.ndarray, v: np.ndarray, kept: np.ndarray,
 
 
 def smallest_normal(dtype: np.dtype[Any]) -> int:
-    """The code of an FP8 format's smallest normal number."""
+    """Return the code of an FP8 format's smallest normal number."""
     return 1 << FORMATS[dtype].mantissa_bits
 
 
@@ -90,12 +90,12 @@ def finite_magnitude(xp: Any, x: Array) -> Array:
 
 
 def losses(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> tuple[Array, Array, Array]:
-    """(saturated elements, underflowed ones, NaN), as flags."""
+    """Return (saturated elements, underflowed ones, NaN), as flags."""
     return _overflowed(xp, magnitude, v, codes), (magnitude > 0) & (v == 0), xp.isnan(v)
 
 
 def negative_zeros(codes: Array) -> Array:
-    """Elements whose code is −0, as flags."""
+    """Return a flag for each element whose code is −0."""
     return bits(codes) == 0x80
 
 
@@ -111,13 +111,13 @@ def _overflowed(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> Arr
 
 
 def count_per_block(found: Array, rows: int, columns: int) -> Array:
-    """Counts the set flags of a matrix in each block of rows x columns."""
+    """Count the set flags of a matrix in each block of rows x columns."""
     return in_blocks(found, (rows, columns)).sum(axis=(1, 3), dtype=np.int32)
 
 
 def spans_of_tiles(codes: np.ndarray, scales: np.ndarray,
                    tile: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
-    """(the spans, the counts of a SpanReport) of rows of tiles: codes [rows, K], f32 scales [rows,
+    """Return (the spans, the counts of a SpanReport) of rows of tiles: codes [rows, K], f32 scales [rows,
     row-blocks]."""
     codes = in_blocks(codes, tile)
     scales = in_blocks(scales.astype(np.float64), (tile[0], 1))[..., 0]
@@ -129,10 +129,10 @@ def spans_of_tiles(codes: np.ndarray, scales: np.ndarray,
     high, low = np.where(used, s, 0).max(axis=1), np.where(used, s, np.inf).min(axis=1)
     high_fraction, high_exponent = np.frexp(high)
     low_fraction, low_exponent = np.frexp(np.where(high > 0, low, 1))
-    with np.errstate(divide="ignore"):              # Spans of powers of two are exact.
+    with np.errstate(divide="ignore"):              # spans of powers of two are exact
         spans = np.where(high > 0, np.log2(high_fraction / low_fraction) + (high_exponent - low_exponent),
                          np.nan)
-    products = np.where(number, v * s[..., None], 0)                        # These are exact.
+    products = np.where(number, v * s[..., None], 0)                        # exact
     by_tile = np.where(high > 0, high, 1)[:, None, :, None]
     by_column = np.ldexp(1.0, target_exponent(products.max(axis=1), codes.dtype).astype(np.int32))[:, None]
     counts = [int(used.sum()), int(number.sum())]

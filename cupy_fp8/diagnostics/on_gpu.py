@@ -1,5 +1,5 @@
-"""The sums of `error` by a kernel, which is `losses.error_sums` in one pass. CuPy would compile a program for
-every operation of that, eight seconds of them at the first call."""
+"""The sums of `error` by one kernel: `losses.error_sums` in one pass. With CuPy's operations the first call
+would compile for eight seconds, a program for each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .losses import LOCAL_SUMS, OVERFLOW, SUMS, smallest_normal
 
 _THREADS, _MOST_BLOCKS = 256, 1024
 _KERNEL = Kernel("diagnostics/error_sums", "error_sums", block=_THREADS)
-_ELEMENTS = 16 * _THREADS       # A block has at least so many, so that small arrays have few sums to copy.
+_ELEMENTS = 16 * _THREADS  # elements per thread block at least, so that small arrays have few sums to copy
 _FLOAT64 = np.dtype(np.float64)
 _DTYPES = (*INPUT_DTYPES, _FLOAT64)
 
 
 def error_sums(x: Array, values: Array, codes: Array | None, local: bool = False) -> Array:
-    """f64 [parts, SUMS] of contiguous arrays that are not empty, [parts, LOCAL_SUMS] with those of runs."""
+    """Return f64 [parts, SUMS] of contiguous non-empty arrays, [parts, LOCAL_SUMS] with those of runs."""
     blocks = min(cdiv(x.size, _ELEMENTS), _MOST_BLOCKS)
     sums = empty_beside(x, (blocks, LOCAL_SUMS if local else SUMS), _FLOAT64)
     of_format: dict[str, Any] = {}
@@ -44,5 +44,5 @@ def _tag(dtype: np.dtype) -> str:
 
 
 def variants() -> list[Variant]:
-    """Every program, for tests."""
+    """Return every program, for tests."""
     return [_variant(*each) for each in itertools.product(_DTYPES, _DTYPES, (False, True))]

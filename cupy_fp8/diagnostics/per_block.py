@@ -1,4 +1,4 @@
-"""What each block of a tensor lost, and its scale."""
+"""Measures the losses and the scale of each block of a tensor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .scale_report import ScaleReport, log2_of_scales, report_of, scales_by_bloc
 
 __all__ = ["BlockReport", "blocks"]
 
-#: `counts_of` counts these in each block, in this order.
+#: what `counts_of` counts in each block, in this order
 COUNTED = ("saturated", "underflowed", "nan", "negative_zeros")
 
 
 @dataclass(frozen=True, eq=False)
 class BlockReport:
-    """What `blocks` counted. Arrays of the kind of q with an entry for each block, by rows and columns of
-    blocks of the logical matrix.
+    """What `blocks` counted. Arrays of the kind of q, with one entry per block, by rows and columns of blocks
+    of the logical matrix.
 
     block               the shape of a block
     shape               the logical shape of the data
@@ -48,8 +48,8 @@ class BlockReport:
 
     @property
     def elements(self) -> np.ndarray:
-        """How many elements each block has: an int64 NumPy array that broadcasts to the others. Blocks at the
-        ends are smaller."""
+        """The number of elements of each block: an int64 NumPy array that broadcasts to the others. Blocks at
+        the ends are smaller."""
         down, across = (np.minimum(size, extent - size * np.arange(self.exponents.shape[axis]))
                         for axis, extent, size in zip((-2, -1), self.shape[-2:],
                                                       block_extents(self.block, self.shape), strict=True))
@@ -77,8 +77,8 @@ class BlockReport:
 def blocks(x: Array | None, q: Scaled | Quantized) -> BlockReport:
     """Count for each block what `error` counts for the whole tensor, and show each block's scale.
 
-    x : the original: bfloat16, float16, float32 or float64 array [..., M, K]. None where there is none, such
-        as for weights that are kept in FP8: `saturated` and `underflowed` are then None.
+    x : the original: bfloat16, float16, float32 or float64 array [..., M, K]. None if there is none, as for
+        weights stored in FP8: `saturated` and `underflowed` are then None.
     q : the quantised x, with a scale per block in any layout (for a `Quantized` its row-wise part, if there
         is one), of the same kind (NumPy or CuPy) as x.
     Returns a `BlockReport` with arrays [..., M, ceil(K / B)] for row-wise blocks (1, B), and [..., ceil(M /
@@ -107,7 +107,7 @@ def blocks(x: Array | None, q: Scaled | Quantized) -> BlockReport:
 
 
 def report_on(x: Array | None, s: Scaled, values: Array, codes: Array) -> BlockReport:
-    """The report from what `values_and_codes` gave."""
+    """Return the report for the results of `values_and_codes`."""
     assert s.block is not None
     scale_inv = contiguous(asnumpy(scales_by_block(s)))
     exponents = np.zeros(scale_inv.shape, np.float32)
@@ -122,22 +122,22 @@ def report_on(x: Array | None, s: Scaled, values: Array, codes: Array) -> BlockR
 
 
 def block_extents(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a block, of which None is the whole line."""
+    """Return the rows and columns of a block, with None replaced by the whole extent."""
     rows, columns = (min(size or max(extent, 1), max(extent, 1))
                      for size, extent in zip(block, shape[-2:], strict=True))
     return rows, columns
 
 
 def counts_of(x: Array | None, values: Array, codes: Array, extents: tuple[int, int]) -> Array:
-    """int32 [4, ..., rows of blocks, columns of blocks]: COUNTED in each block of matrices. Without x the
-    first two are 0."""
+    """Return int32 [4, ..., rows of blocks, columns of blocks]: COUNTED in each block of matrices. Without x
+    the first two are 0."""
     xp: Any = module_of_x(values)
     grid = [-(-extent // size) for extent, size in zip(values.shape[-2:], extents, strict=True)]
     counts = xp.zeros((len(COUNTED), *values.shape[:-2], *grid), np.int32)
     for matrix in np.ndindex(values.shape[:-2]):
         for piece, blocks_of_piece in pieces.of_matrix(values.shape[-2:], extents):
             v, code = _f64(values[matrix][piece]), codes[matrix][piece]
-            part = tuple(map(min, extents, v.shape))            # A piece may be less than a block.
+            part = tuple(map(min, extents, v.shape))            # a piece may be smaller than a block
             magnitude = xp.zeros(1, np.float64) if x is None else finite_magnitude(xp, _f64(x[matrix][piece]))
             for kind, found in enumerate((*losses(xp, magnitude, v, code), negative_zeros(code))):
                 if x is not None or COUNTED[kind] in ("nan", "negative_zeros"):
@@ -146,5 +146,5 @@ def counts_of(x: Array | None, values: Array, codes: Array, extents: tuple[int, 
 
 
 def _f64(a: Array) -> Array:
-    with np.errstate(invalid="ignore"):                         # A signalling NaN is invalid.
+    with np.errstate(invalid="ignore"):                         # a signalling NaN is invalid
         return a.astype(np.float64)

@@ -1,4 +1,4 @@
-"""How much `diagnostics` works on at a time."""
+"""Splits the work of `diagnostics` into pieces of bounded memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from ..layouts import cdiv
 
-#: So many elements are processed at a time, whole runs of 32. Their f64 intermediates are ten arrays of 8 MB.
+#: elements per piece, whole runs of 32; their f64 intermediates are ten arrays of 8 MB
 CHUNK = 1 << 20
 
 Piece = tuple[slice, slice]
 
 
 def of_matrix(shape: tuple[int, int], block: tuple[int, int]) -> Iterator[tuple[Piece, Piece]]:
-    """(elements, blocks they belong to) of pieces of at most CHUNK elements: whole blocks where they fit,
-    else parts of one block along that axis.
+    """Yield (elements, their blocks) for pieces of at most CHUNK elements: whole blocks where they fit, else
+    parts of one block along that axis.
 
     >>> [rows for (rows, _), _ in of_matrix((3, 1 << 19), (1, 32))]
     [slice(0, 2, None), slice(2, 3, None)]
@@ -29,12 +29,12 @@ def of_matrix(shape: tuple[int, int], block: tuple[int, int]) -> Iterator[tuple[
 
 
 def of_line(size: int) -> Iterator[slice]:
-    """Slices of at most CHUNK elements."""
+    """Yield slices of at most CHUNK elements."""
     return (slice(i, i + CHUNK) for i in range(0, size, CHUNK))
 
 
 def _along(extent: int, block: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """(elements, blocks) of an axis: several whole blocks at a time, or parts of one."""
+    """Yield (elements, blocks) of an axis: several whole blocks at a time, or parts of one."""
     if block <= most:
         step = most // block * block
         for first in range(0, extent, step):

@@ -41,8 +41,8 @@ class RecipeError:
     bytes_per_element   bytes of data and scales per element (one direction)
     local_sqnr_db       the SQNR beside larger values: 10 log10(1 / mean(Σ (v − x)² / Σ x²)) over runs of 32
                         adjacent values, each without its largest one and its outliers (from 8 to 16 times
-                        its median on), and with a ratio of 1 at most. So large values do not hide what
-                        becomes of the others
+                        its median on), and with a ratio of at most 1, so that large values do not hide the
+                        errors of the others
     """
 
     name: str
@@ -53,20 +53,20 @@ class RecipeError:
 
     @property
     def lost(self) -> float:
-        """The share of the elements that was saturated, or became 0 or NaN and was not."""
+        """The share of the elements that were saturated, or became 0 or NaN and were not."""
         e = self.error
         return ((e.saturated or 0) + e.underflowed + max(e.nan - e.nonfinite, 0)) / e.elements
 
     @property
     def code(self) -> str:
-        """The recipe as it is written, without the options that are as usual."""
+        """The recipe as code, without options that have their default."""
         options = [f"{name}={(str(value) if name == 'dtype' else value)!r}"
                    for name, value in self.options.items()]
         return f"fp8.{type(self.recipe).__name__}({', '.join(options)})"
 
     @property
     def options(self) -> dict[str, object]:
-        """The options of the recipe that are not as usual."""
+        """The options of the recipe that differ from their defaults."""
         return {field.name: getattr(self.recipe, field.name) for field in fields(self.recipe)
                 if getattr(self.recipe, field.name) != field.default}
 
@@ -77,11 +77,11 @@ class RecipeError:
 
     @property
     def figures(self) -> tuple[ErrorReport, float, float]:
-        """All that tells one row from another."""
+        """The figures that distinguish rows."""
         return self.error, self.bytes_per_element, self.local_sqnr_db
 
     def cells(self) -> tuple[str, ...]:
-        """The texts of COLUMNS."""
+        """Return the texts of COLUMNS."""
         e = self.error
         assert e.normal_error is not None
         assert e.max_normal_error is not None
@@ -92,13 +92,14 @@ class RecipeError:
 
 
 def columns_for(recipes: Iterable[str]) -> list[Column]:
-    """COLUMNS, with room for these names."""
+    """Return COLUMNS, with room for these names."""
     first, *others = COLUMNS
     return [first._replace(width=max(first.width, *map(len, recipes))), *others]
 
 
 def recipe_name(recipe: Recipe) -> str:
-    """A recipe in a few words: what shares a scale, the format, and options that are not the usual ones.
+    """Return a recipe in a few words: what shares a scale, the format, and options that are not the usual
+    ones.
 
     >>> import cupy_fp8 as fp8
     >>> recipe_name(fp8.BlockScaling(pow2_scale=True)), recipe_name(fp8.MXScaling(mode="floor"))

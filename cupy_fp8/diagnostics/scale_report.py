@@ -1,4 +1,4 @@
-"""How the scales of a tensor are spread, and which of them are no positive numbers."""
+"""The distribution of a tensor's scales, and which of them are not positive numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from . import pieces
 
 __all__ = ["ScaleReport", "ScaleWarning", "scales"]
 
-#: These are floor(log2) of the smallest and the largest positive finite f32.
+#: floor(log2) of the smallest and the largest positive finite f32
 _LOWEST, _HIGHEST = -149, 127
-#: Scales that are no positive finite numbers are counted after the exponents.
+#: scales that are not positive finite numbers, counted after the exponents
 _UNUSABLE = {"zero": "0 (values of 0)", "negative": "negative (values of the other sign)",
              "infinite": "Inf (values of Inf and NaN)", "nan": "NaN (values of NaN)"}
 _INF = np.uint32(0x7F800000)
@@ -25,22 +25,22 @@ _ZERO, _NEGATIVE, _INFINITE, _NAN = range(_HIGHEST - _LOWEST + 1, _HIGHEST - _LO
 
 
 class ScaleWarning(UserWarning):
-    """Data have scales that are 0, negative, Inf or NaN: whole blocks come back as 0 or NaN, or with the
-    other sign. `warnings.filterwarnings("error", category=cupy_fp8.diagnostics.ScaleWarning)` makes it an
-    error."""
+    """Data have scales that are 0, negative, Inf or NaN: whole blocks are dequantised as 0 or NaN, or with
+    the opposite sign. `warnings.filterwarnings("error", category=cupy_fp8.diagnostics.ScaleWarning)` makes it
+    an error."""
 
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """What `scales` found. All but the counts is about the scale_inv that are positive and finite, and NaN
-    where there are none.
+    """What `scales` found. All but the counts refers to positive finite scale_inv, and is NaN if there are
+    none.
 
     scales              all of them, without padding
     zero, negative, infinite, nan
                         how many are ±0, below 0 (−Inf too), Inf, and NaN
     minimum, maximum    of scale_inv
     mean, std           of scale_inv: the mean and the standard deviation √(Σ (s − mean)² / n)
-    log2_mean, log2_std the same of log2 scale_inv, in powers of two
+    log2_mean, log2_std the same for log2 scale_inv, in powers of two
     first_exponent      the exponent at which the histogram begins; 0 if it is empty
     histogram           histogram[i] of them are at least 2**(first_exponent + i) and less than twice that
     """
@@ -61,7 +61,7 @@ class ScaleReport:
 
     @property
     def unusable(self) -> int:
-        """Scales that are no positive finite numbers."""
+        """Scales that are not positive finite numbers."""
         return self.zero + self.negative + self.infinite + self.nan
 
     def _facts(self) -> dict[str, str]:
@@ -82,8 +82,8 @@ class ScaleReport:
 
 
 def scales(q: Scaled | Quantized) -> ScaleReport:
-    """Find how the scales of quantised data are spread: a histogram by powers of two, extremes, mean and
-    standard deviation, and how many are 0, negative, Inf or NaN.
+    """Describe the distribution of the scales of quantised data: a histogram by powers of two, extremes, mean
+    and standard deviation, and how many are 0, negative, Inf or NaN.
 
     q : per-tensor data, or data with a scale per block in any layout and dtype of scales (for a `Quantized`
         its row-wise part, if there is one), NumPy or CuPy.
@@ -107,19 +107,19 @@ def scales(q: Scaled | Quantized) -> ScaleReport:
 
 
 def compact_scales(s: Scaled) -> Array:
-    """scale_inv without padding: f32 or E8M0."""
+    """Return scale_inv without padding: f32 or E8M0."""
     return s.scale_inv if s.block is None else s.to_layout("compact").scale_inv
 
 
 def scales_by_block(s: Scaled) -> Array:
-    """The scales of blocks, by rows and columns of blocks of the logical matrix."""
+    """Return the scales of blocks, by rows and columns of blocks of the logical matrix."""
     scale_inv = compact_scales(s)
-    # Scales of 2-D blocks follow the order in which the data are stored.
+    # scales of 2-D blocks are in the order of the stored data
     return scale_inv.swapaxes(-1, -2) if s.transposed and s.block and 1 not in s.block else scale_inv
 
 
 def report_of(scale_inv: Array) -> ScaleReport:
-    """The report of f32 or E8M0 scales without padding. Warns of nothing."""
+    """Return the report of f32 or E8M0 scales without padding. Does not warn."""
     flat = contiguous(asnumpy(scale_inv)).reshape(-1)
     parts = [_tallied(flat[piece]) for piece in pieces.of_line(flat.size)]
     if not parts:
@@ -134,7 +134,7 @@ def report_of(scale_inv: Array) -> ScaleReport:
 
 
 def warn_of(report: ScaleReport) -> None:
-    """ScaleWarning if some scales are no positive finite numbers."""
+    """Warn with ScaleWarning if some scales are not positive finite numbers."""
     odd = [f"{count:,} {'is' if count == 1 else 'are'} {kind}" for name, kind in _UNUSABLE.items()
            if (count := getattr(report, name))]
     if odd:
@@ -143,7 +143,7 @@ def warn_of(report: ScaleReport) -> None:
 
 
 def warn_of_unusable(scale_inv: Array) -> None:
-    """What `warn_of` does with the report, without the report where all scales are usable."""
+    """Do the same as `warn_of`, without making the report if all scales are usable."""
     scale_inv = asnumpy(scale_inv)
     words = bits(scale_inv)
     usable = words != 0xFF if scale_inv.dtype == float8_e8m0fnu else words - np.uint32(1) < _INF - 1
@@ -152,7 +152,7 @@ def warn_of_unusable(scale_inv: Array) -> None:
 
 
 def log2_of_scales(scale_inv: np.ndarray) -> np.ndarray:
-    """log2 as f32."""
+    """Return log2 as f32."""
     key, significand, exponent = _decoded(scale_inv)
     with np.errstate(divide="ignore"):
         log2 = np.log2(significand) + exponent
@@ -161,8 +161,8 @@ def log2_of_scales(scale_inv: np.ndarray) -> np.ndarray:
 
 
 def _decoded(scale_inv: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(floor(log2) − _LOWEST or one of _ZERO … _NAN, significand, exponent): the magnitude is significand *
-    2**exponent, exactly, and the significand is 1 where there is no positive finite value."""
+    """Return (floor(log2) − _LOWEST or one of _ZERO … _NAN, significand, exponent): the magnitude is
+    significand * 2**exponent, exactly; the significand is 1 if there is no positive finite value."""
     u = bits(scale_inv).astype(np.int64)
     if scale_inv.dtype == float8_e8m0fnu:
         return np.where(u == 0xFF, _NAN, u - 127 - _LOWEST), np.ones(u.shape), u - 127
@@ -177,8 +177,8 @@ def _decoded(scale_inv: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _tallied(scale_inv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(counts by key, f64 [7]: how many are positive and finite, and of these minimum, maximum, mean, sum of
-    squared deviations, and the last two of log2)."""
+    """Return (counts by key, f64 [7]: the number of positive finite scales, their minimum, maximum, mean, sum
+    of squared deviations, and the last two for log2)."""
     key, significand, exponent = _decoded(scale_inv)
     used = key < _ZERO
     count = used.sum(dtype=np.float64)
@@ -191,19 +191,19 @@ def _tallied(scale_inv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _figures(moments: np.ndarray) -> tuple[float, float, float, float, float, float]:
-    """minimum, maximum, mean, std, log2_mean and log2_std of all pieces from the moments of each, by the rule
-    for a union of samples (Chan, Golub and LeVeque 1983)."""
+    """Return minimum, maximum, mean, std, log2_mean and log2_std of all pieces from the moments of each, by
+    the rule for a union of samples (Chan, Golub and LeVeque 1983)."""
     if not len(moments):
         return (math.nan, ) * 6
     count, low, high = moments[:, 0], float(moments[:, 1].min()), float(moments[:, 2].max())
     mean, std = _union(count, moments[:, 3], moments[:, 4])
     log2_mean, log2_std = _union(count, moments[:, 5], moments[:, 6])
-    if low == high:                     # The sums are rounded, and the mean would not be the value.
+    if low == high:                     # exact, while the mean of rounded sums would not be
         return low, high, low, 0.0, log2_mean, 0.0
     return low, high, mean, std, log2_mean, log2_std
 
 
 def _union(count: np.ndarray, mean: np.ndarray, squares: np.ndarray) -> tuple[float, float]:
-    """(mean, standard deviation)."""
+    """Return (mean, standard deviation)."""
     whole = float((count * mean).sum() / count.sum())
     return whole, math.sqrt((squares + count * np.square(mean - whole)).sum() / count.sum())

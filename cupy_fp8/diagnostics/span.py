@@ -1,4 +1,4 @@
-"""How far apart the scales of a column-wise block's rows are."""
+"""Measures how far apart the scales of the rows of a column-wise block are."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SpanReport:
 
 
 def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport:
-    """Find how far apart the scales of the rows in a column-wise block are, and which elements would become 0
+    """Find how far apart the scales of the rows of a column-wise block are, and which elements would become 0
     there: whether row-wise data survive `scaling_aware_transpose`.
 
     q : row-wise data in blocks of (1, B), any scales in any layout (of a `Quantized` the row-wise part).
@@ -116,7 +116,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     codes = np.swapaxes(codes, -1, -2) if s.transposed else codes
     tile = int(rows), part.block[1] or max(s.shape[-1], 1)
     spans = np.full((*s.shape[:-2], cdiv(s.shape[-2], rows), scales.shape[-1]), np.nan, np.float32)
-    step = max(1, pieces.CHUNK // max(1, tile[0] * scales.shape[-1] * tile[1]))  # This counts rows of tiles.
+    step = max(1, pieces.CHUNK // max(1, tile[0] * scales.shape[-1] * tile[1]))  # rows of tiles per step
     counts = np.zeros(6, np.int64)
     for matrix in np.ndindex(s.shape[:-2]):
         for first in range(0, spans.shape[-2], step):

@@ -1,4 +1,4 @@
-"""Statistics of a training run: a line of JSON for each tensor and step."""
+"""Statistics of a training run: one line of JSON per tensor and step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
              **labels: Any) -> list[dict[str, Any]]:
     """Append the statistics of some quantised tensors to a file: one line for each, a JSON object.
 
-    path : the file, which is made if it is not there; its folder is not.
+    path : the file, which is created if necessary; its folder is not.
     step : the number of the training step.
     tensors : by name (x, q), or q alone where there is no original. x and q as in `error`: q is a `Scaled` or
         `Quantized` (its row-wise part, if there is one; give q.columnwise a name of its own for the other),
@@ -100,7 +100,7 @@ def _label(name: str, value: Any) -> Any:
 
 
 def _statistics(x: Array | None, s: Scaled) -> dict[str, Any]:
-    """The keys of a line but for step, tensor and labels."""
+    """Return the keys of a line, except step, tensor and labels."""
     values, codes = values_and_codes(s, None if x is None else module_of_x(x))
     assert codes is not None
     found: dict[str, Any] = {"dtype": s.dtype.name, "shape": list(s.shape),
@@ -111,7 +111,7 @@ def _statistics(x: Array | None, s: Scaled) -> dict[str, Any]:
     else:
         require_shape(x, values)
         found |= {key: json_number(value) for key, value in asdict(error_of(x, values, codes)).items()}
-    if s.block is None:                         # The tensor is one block.
+    if s.block is None:                         # the tensor is one block
         counts = counts_of(None, values.reshape(1, values.size), codes.reshape(1, values.size),
                            (1, max(1, values.size)))
         found |= {"nan": _total(counts[2]), "negative_zeros": _total(counts[3])}
@@ -138,7 +138,7 @@ def _of_blocks(report: BlockReport | None) -> dict[str, Any]:
 
 
 def _most(counts: Array | None) -> tuple[int | None, list[int] | None]:
-    """(the largest count, the index of the first block that has it)."""
+    """Return (the largest count, the index of the first block that has it)."""
     if counts is None:
         return None, None
     if not counts.size:
@@ -156,6 +156,6 @@ def _append(path: str | os.PathLike[str], data: bytes) -> None:
     with open(path, "ab+") as file:
         if file.tell() and data:
             file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":       # A process was killed in the middle of its line.
+            if file.read(1) != b"\n":       # a process was killed while writing its line
                 data = b"\n" + data
         file.write(data)

@@ -1,4 +1,4 @@
-"""Reports as text."""
+"""Formats reports as text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """A column of a table of text, whose width is known before its rows are. rank: the columns of the
-    highest rank are the first to be left out where a table is too wide; those of rank 0 stay."""
+    """A column of a text table whose width is known in advance. rank: if a table is too wide, columns of the
+    highest rank are left out first; those of rank 0 stay."""
 
     title: str
     width: int
@@ -22,7 +22,7 @@ def text_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
 
 
 def fitting(columns: Sequence[Column], width: int, between: int = 2) -> list[int]:
-    """The indices of the columns that fit side by side."""
+    """Return the indices of the columns that fit side by side."""
     kept = list(range(len(columns)))
     while sum(columns[i].width + between for i in kept) - between > width:
         last = max(kept, key=lambda i: (columns[i].rank, i))
@@ -38,13 +38,13 @@ def text_head(columns: Sequence[Column]) -> list[str]:
 
 
 def text_row(columns: Sequence[Column], cells: Sequence[str]) -> str:
-    """A line of a table: columns are two spaces apart."""
+    """Return a line of a table: columns are two spaces apart."""
     return "  ".join(cell.rjust(c.width) if c.right else cell.ljust(c.width)
                      for c, cell in zip(columns, cells, strict=True)).rstrip()
 
 
 def elided(text: str, width: int) -> str:
-    """The text, with its middle left out where it is longer than `width`: names differ at both ends.
+    """Return the text, with its middle left out if it is longer than `width`: names differ at both ends.
 
     >>> elided("model.layers.11.mlp.down_proj.weight", 20)
     'model.laye…oj.weight'
@@ -56,7 +56,7 @@ def elided(text: str, width: int) -> str:
 
 
 def json_number(value: Any) -> Any:
-    """null for NaN and infinities, which JSON does not have; anything else as it is."""
+    """Return None (null) for NaN and infinities, which JSON does not have; anything else unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -65,7 +65,7 @@ def decibels(value: float) -> str:
 
 
 def count(n: int | None) -> str:
-    """A number of elements in at most seven characters.
+    """Format a number of elements in at most seven characters.
 
     >>> count(5094), count(8_388_608), count(12_345_678_901)
     ('5,094', '8.39 M', '12.3 G')

@@ -1,4 +1,4 @@
-"""Which recipes to take for weights and activations, from what each did to tensors."""
+"""Chooses recipes for weights and activations, from their figures on tensors."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from ..layouts import Block
 from .recipe_rows import RecipeError
 from .text import decibels, share
 
-#: A tensor has one row for each recipe.
+#: the rows of one tensor, one per recipe
 Rows: TypeAlias = Sequence[RecipeError]
-#: What a tensor is in a model.
+#: role of a tensor in a model
 Kind: TypeAlias = Literal["weights", "activations"]
 KINDS: tuple[Kind, ...] = ("weights", "activations")
 
 #: A recipe is good enough if it is this close to the best one, first in decibels of the local SQNR, then in
-#: the share of elements that is lost.
+#: the share of lost elements.
 _DECIBELS, _SHARE = 1.0, 0.001
-#: E4M3's rounding leaves this SQNR, in decibels, of values of any size. A recipe with more has values that
+#: SQNR in decibels that E4M3's rounding leaves for values of any size. A recipe with more has values that
 #: happen to be exact.
 _ROUNDED = 32.0
-#: From this SQNR on a result is as good as exact: x was FP8 before, and a recipe gives it back.
+#: From this SQNR on a result counts as exact: x was FP8 before, and the recipe reproduces it.
 _EXACT = 60.0
-#: A recipe that rounds the largest values leaves so many decibels of them (E5M2: errors of 1/9 at most).
+#: SQNR in decibels of the largest values for a recipe that rounds them (E5M2: errors of at most 1/9)
 _LARGEST_ROUNDED = 19.0
-#: Which of several good recipes to take, by what shares a scale (None: the tensor): the first. Weights of
-#: 128×128 are multiplied with activations of 1×128, and tokens share no block, as docs/start.md says.
+#: Preference among good recipes, by what shares a scale (None: the tensor). Weights of 128×128 are multiplied
+#: with activations of 1×128, and tokens share no block, as docs/start.md says.
 _SIMPLEST: dict[Kind, tuple[Block | None, ...]] = {
     "weights": (None, (128, 128), (1, None), (1, 64), (1, 128), (1, 32)),
     "activations": (None, (1, 128), (1, None), (1, 64), (1, 32))}
 
 
 def good(rows: Rows) -> set[str]:
-    """The names of recipes that leave hardly more noise than any other in what is beside larger values, and
-    of these the ones that lose hardly more values. SQNR itself is that of the largest values, which a scale
-    that is no power of two stores exactly: it only shows whether these were cut off."""
+    """Return the names of the good recipes: those with hardly more noise than any other in the values beside
+    larger ones, and of these the ones that lose hardly more values. SQNR itself is dominated by the largest
+    values, which a scale that is not a power of two stores exactly: it only shows whether these were cut
+    off."""
     least = min(max(row.error.sqnr_db for row in rows), _LARGEST_ROUNDED)
     kept = [row for row in rows if row.error.sqnr_db >= least]
     most = max(row.local_sqnr_db for row in kept)
@@ -48,9 +49,9 @@ def good(rows: Rows) -> set[str]:
 
 
 def recommended(tensors: Sequence[Rows], kinds: Sequence[Kind | None]) -> dict[Kind, str]:
-    """The name of the recipe for each kind that there is. It is good enough for most of the tensors; of
-    several it is the simplest, and where there are both kinds these are multiplied fast. kinds: those of the
-    tensors; None is either."""
+    """Return the name of the recipe for each kind present: good enough for most of the tensors; of several
+    the simplest, and if both kinds are present a pair with fast products. kinds: those of the tensors; None
+    is either."""
     enough = [good(rows) for rows in tensors]
     found = {kind: [names for names, of in zip(enough, kinds, strict=True) if of in (kind, None)]
              for kind in KINDS}
@@ -83,8 +84,8 @@ def _fast(rows: Sequence[RecipeError]) -> bool:
 
 
 def verdict_on(tensors: Sequence[Rows], kinds: Sequence[Kind | None]) -> str:
-    """Sentences for each kind of tensor: the recipe to take and why, and how it is written. Tensors whose
-    kind is None may be either."""
+    """Return sentences for each kind of tensor: the recipe to take, why, and its code. Tensors whose kind is
+    None may be either."""
     usable = [(rows, kind) for rows, kind in zip(tensors, kinds, strict=True) if not rows[0].error.nonfinite]
     if not usable:
         where = "x" if len(tensors) == 1 else "these tensors"

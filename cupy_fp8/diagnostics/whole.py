@@ -1,4 +1,4 @@
-"""The error of a whole tensor."""
+"""Measures the error of a whole tensor."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ErrorReport:
     """What `error` measured. x is the original, v the dequantised value; counts are of elements.
 
     elements            all of them
-    sqnr_db             10 log10(Σ x² / Σ (v − x)²) over finite x: inf without any error, −inf where a finite
-                        x came back as NaN or Inf
+    sqnr_db             10 log10(Σ x² / Σ (v − x)²) over finite x: inf without any error, −inf if a finite x
+                        became NaN or Inf
     max_relative_error  max |v − x| / |x| over finite nonzero x (an underflow is 1.0); 0.0 where there are
                         none
     saturated           finite x that overflowed: rounded with unlimited exponent, |x| / scale_inv is beyond
@@ -98,17 +98,17 @@ def error(x: Array, q: Any) -> ErrorReport:
 
 
 def error_of(x: Array, values: Array, codes: Array | None) -> ErrorReport:
-    """The report from what `values_and_codes` gave."""
+    """Return the report for the results of `values_and_codes`."""
     return _measured(x, values, codes, local=False)[0]
 
 
 def error_and_local(x: Array, q: Any) -> tuple[ErrorReport, float]:
-    """(what `error` gives, the SQNR of values beside larger ones, in decibels).
+    """Return (the result of `error`, the SQNR of values beside larger ones, in decibels).
 
-    The latter is 10 log10(1 / mean(Σ (v − x)² / Σ x²)) over runs of 32 values beside each other, each without
-    its largest one and its outliers (`losses.OUTLIER`), and with a ratio of 1 at most: no value counts more
-    because others are smaller, and those that set scales do not count. Without runs of two values that are
-    not 0 it is the SQNR of all.
+    The latter is 10 log10(1 / mean(Σ (v − x)² / Σ x²)) over runs of 32 adjacent values, each without its
+    largest one and its outliers (`losses.OUTLIER`), and with a ratio of at most 1: no value counts more
+    because others are smaller, and values that set scales do not count. Without runs of two nonzero values it
+    is the SQNR of all.
     """
     values, codes = values_and_codes(q, module_of_x(x))
     require_shape(x, values)
@@ -139,7 +139,7 @@ def _measured(x: Array, values: Array, codes: Array | None, local: bool) -> tupl
 
 
 def _by_numpy(x: np.ndarray, values: np.ndarray, codes: np.ndarray | None, local: bool) -> np.ndarray:
-    with np.errstate(invalid="ignore"):             # A signalling NaN is invalid.
+    with np.errstate(invalid="ignore"):             # a signalling NaN is invalid
         return np.stack([error_sums(x[piece], values[piece], None if codes is None else codes[piece], local)
                          for piece in pieces.of_line(x.size)])
 

@@ -1,4 +1,4 @@
-"""Experts over several GPUs: a process for each, or several ranks in one process.
+"""Experts over several GPUs: one process per GPU, or several ranks in one process.
 
 >>> import cupy_fp8 as fp8
 >>> with fp8.distributed.init() as world:                   # alone, unless torchrun or another has started it
@@ -18,5 +18,5 @@ from .world import Local, World, from_mpi, init, local
 __all__ = ["ExpertParallel", "Local", "RankError", "RankRouting", "World", "from_mpi", "from_nccl", "init",
            "local"]
 
-if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+if not TYPE_CHECKING:               # otherwise type checkers accept any name
     __getattr__, __dir__ = public_only(globals())

@@ -29,13 +29,13 @@ from .transport import Transport
 from .world import World
 
 _HANDLE = struct.Struct("!16s64sqQ64s")     # process, host, device, address of the window, handle
-#: Launches that are known again.
+#: launches kept for reuse
 _MOST_KNOWN = 256
 _PROCESS = secrets.token_bytes(16)
 
 
 class Windows(Transport):
-    """Kernels send rows to windows; whose, subclasses say."""
+    """Transport by kernels that write to windows; subclasses choose whose."""
 
     def __init__(self, world: World, facts: Facts, split: Split, device: int | None) -> None:
         super().__init__(world, facts, split)
@@ -48,12 +48,12 @@ class Windows(Transport):
         self.nbytes = self.memory.nbytes
 
     def members(self, direction: Direction) -> dict[str, int]:
-        """The struct Windows."""
+        """Return the members of struct Windows."""
         raise NotImplementedError
 
     def launch(self, make: Callable[..., Launch], direction: Direction, *args: Any) -> None:
-        """Runs what make(windows, *args) gives; on the CPU with those of all ranks. The same memory gives the
-        same launch again."""
+        """Run make(windows, *args); on the CPU together with the launches of all ranks. On the GPU the launch
+        is reused for the same memory."""
         if self.device is None:
             self.world._together(make(self.members(direction), *args))
             return
@@ -74,7 +74,7 @@ class Windows(Transport):
     # ---- what comes ----
     def came(self, data: Part, scales: Part | None, probs: Part | None
              ) -> tuple[Array, Array | None, Array | None]:
-        """Arrays of tokens, where they have come."""
+        """Return arrays of the tokens in this rank's window."""
         of_scales = None if scales is None or self.layout.scales is None else self.array(self.layout.scales)
         return (self.array(self.layout.data, data.array.dtype), of_scales,
                 None if probs is None else self.array(self.layout.probs))
@@ -100,7 +100,7 @@ class Windows(Transport):
 
 
 class Direct(Windows):
-    """Windows of all ranks, opened through CUDA IPC, or known by their address within a process."""
+    """Windows of all ranks, opened through CUDA IPC, or addressed directly within a process."""
 
     name = "p2p"
 
@@ -124,12 +124,12 @@ class Direct(Windows):
             raise
 
     def _open(self) -> str:
-        """Learns the addresses of all windows. What does not work, or nothing."""
+        """Get the addresses of all windows. Returns what does not work, or ''."""
         handle, problem = b"", ""
         if self.device is not None:
             try:
                 handle = backend.cupy().cuda.runtime.ipcGetMemHandle(self.memory.at)
-            except Exception as error:          # Of the driver, whatever it is
+            except Exception as error:          # any error of the driver
                 problem = f"no CUDA IPC handle of its window: {error}"
         own = _HANDLE.pack(_process(), _host(), -1 if self.device is None else self.device, self.memory.at,
                            handle)
@@ -148,14 +148,14 @@ class Direct(Windows):
             return f"rank {rank} is another process; kernels on the CPU need local()"
         try:
             at = backend.cupy().cuda.runtime.ipcOpenMemHandle(handle)
-        except Exception as error:              # Of the driver, whatever it is
+        except Exception as error:              # any error of the driver
             return f"no access to the window of rank {rank}: {error}"
         self._at[rank] = at
         self._opened.append(at)
         return ""
 
     def _enable(self, device: int) -> str:
-        """Of another GPU of this process."""
+        """Enable access to another GPU of this process. Returns what does not work, or ''."""
         if self.device in (None, device):
             return ""
         runtime = backend.cupy().cuda.runtime
@@ -194,9 +194,9 @@ class Direct(Windows):
     def close(self) -> None:
         with suppress(RankError):
             self.wait()
-            self.world.barrier()                # Nobody writes any more,
+            self.world.barrier()                # no rank writes any more
             self._close_others()
-            self.world.barrier()                # or has this memory open, when it is freed.
+            self.world.barrier()                # no rank has this memory open when it is freed
         self._close_others()
         self.memory.free()
 
@@ -207,7 +207,7 @@ class Direct(Windows):
 
 
 def _place(given: Any) -> Any:
-    """What a launch depends on: where arrays are, and their shapes."""
+    """Return what a launch depends on: addresses, shapes and dtypes of arrays."""
     if isinstance(given, (Piece, Split)) or given is None:
         return given
     if isinstance(given, Routing):
@@ -221,12 +221,12 @@ def _place(given: Any) -> Any:
 
 
 def _process() -> bytes:
-    """What tells processes apart, also those that were forked after this module was imported."""
+    """Return an identifier of the process; processes forked after the import differ too."""
     return hashlib.blake2b(_PROCESS + b"%d" % os.getpid(), digest_size=16).digest()
 
 
 def _host() -> bytes:
-    """What tells hosts apart."""
+    """Return an identifier of the host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     text = boot.read_text(encoding="ascii") if boot.exists() else ""
     return f"{text.strip()}{socket.gethostname()}"[:64].encode().ljust(64, b"\0")

@@ -1,4 +1,4 @@
-"""Who this process is among those of its job, as the starters of processes say in the environment."""
+"""This process's rank in its job, from the environment variables that launchers set."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_PORT = 29_513                      # where nothing else is said
-#: The names of rank, number of ranks and rank within the host, by starter.
+_PORT = 29_513                      # default port
+#: Names of rank, number of ranks and rank within the host, by launcher.
 _STARTERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"),
              ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
              ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-#: Names of a job: processes of another one are turned away.
+#: Variables that identify a job: processes of another one are refused.
 _JOBS = ("CUPY_FP8_TOKEN", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
          "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 class Place(NamedTuple):
-    """rank of size processes, local_rank of those of its host; where rank 0 listens, and what all of a job
-    know (32 bytes)."""
+    """rank of size processes, local_rank of those on its host; the address where rank 0 listens, and the
+    job's token (32 bytes)."""
 
     rank: int
     size: int
@@ -30,10 +30,10 @@ class Place(NamedTuple):
 
 
 def place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Reads RANK, WORLD_SIZE and LOCAL_RANK (torchrun, `python -m cupy_fp8 launch`), or Open MPI's or Slurm's
+    """Read RANK, WORLD_SIZE and LOCAL_RANK (torchrun, `python -m cupy_fp8 launch`), or Open MPI's or Slurm's
     variables; MASTER_ADDR and MASTER_PORT. Without any of them this process is alone.
 
-    Raises ValueError for some of them without the others, and for wrong numbers.
+    Raises ValueError for some of them without the others, and for invalid numbers.
 
     >>> place({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"})[:5]
     (1, 4, 1, 'node7', 29500)
@@ -77,7 +77,7 @@ def _port(environ: Mapping[str, str]) -> int:
         return _number(environ, "CUPY_FP8_PORT")
     if "MASTER_PORT" not in environ:
         return _PORT
-    # torchrun's own store has MASTER_PORT.
+    # MASTER_PORT is taken by torchrun's own store
     return _number(environ, "MASTER_PORT") + ("TORCHELASTIC_RUN_ID" in environ)
 
 

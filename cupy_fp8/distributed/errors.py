@@ -1,4 +1,4 @@
-"""What is raised where ranks do not come, or do not agree."""
+"""Errors of ranks that are missing or disagree."""
 
 from __future__ import annotations
 

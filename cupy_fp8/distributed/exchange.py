@@ -23,12 +23,13 @@ _TOKENS, _ROWS = (Kernel("distributed/exchange", entry, block=_THREADS)
                   for entry in ("send_tokens", "send_rows"))
 _SUMS = Kernel("distributed/sums", "send_sums", block=_THREADS)
 _WARPS = _THREADS // 32
-#: Blocks of a multiprocessor, which keep the links busy; and of the CPU, where every rank's run at once.
+#: blocks per multiprocessor, enough to keep the links busy; on the CPU in all, where those of every rank run
+#: at once
 _BLOCKS, _BLOCKS_ON_CPU = 2, 2
 
 
 class Part(NamedTuple):
-    """An array whose rows move, of `items` each; steps in bytes."""
+    """An array whose rows are sent, `items` elements each; steps in bytes."""
 
     array: Array
     items: int
@@ -42,20 +43,20 @@ class Part(NamedTuple):
 
     @classmethod
     def scales(cls, x: Scaled) -> Part:
-        """Scales that are compact or gemm_ready."""
+        """Return the part for compact or gemm_ready scales."""
         if x.scale_layout == "compact":
             return cls.rows(x.scale_inv)
         size = x.scale_inv.dtype.itemsize
         return cls(x.scale_inv, x.scale_inv.shape[0], size, x.scale_inv.shape[1] * size)
 
     def values(self, rows: np.ndarray) -> np.ndarray:
-        """Some rows, of a NumPy array."""
+        """Return some rows of a NumPy array."""
         whole = self.item_step == self.array.dtype.itemsize
         found: np.ndarray = self.array[rows] if whole else self.array[:, rows].T
         return found
 
     def members(self, to: Piece) -> dict[str, int]:
-        """The struct Part."""
+        """Return the members of struct Part."""
         size, at = self.array.dtype.itemsize, address(self.array)
         row_bytes, step, item_step = self.items * size, size, self.item_step
         if item_step == size:
@@ -66,7 +67,7 @@ class Part(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A part, and where it goes."""
+    """A part and its destination."""
 
     part: Part
     to: Piece
@@ -78,8 +79,8 @@ class Sent(NamedTuple):
 
 def send_tokens(windows: dict[str, int], sent: Routing, split: Split, parts: list[Sent],
                 sizes: Piece | None = None, counts: Array | None = None) -> Launch:
-    """Tokens to the ranks that `sent` gives them to. sizes, counts: where a window has how many came from
-    each rank, and the array that gets them."""
+    """Launch sending tokens to the ranks that `sent` gives. sizes, counts: where windows hold the number of
+    tokens from each rank, and the array that receives these numbers."""
     members = [part.members for part in parts]
     units = sent.tokens * min(sent.topk, split.ranks) * sum(part["pieces"] for part in members)
     telling = {} if sizes is None or counts is None else {"sizes": sizes.at, "counts": address(counts)}
@@ -91,7 +92,7 @@ def send_tokens(windows: dict[str, int], sent: Routing, split: Split, parts: lis
 
 def send_sums(windows: dict[str, int], received: Routing, counts: Array, split: Split, y: Array, to: Piece,
               probs: Array | None, probs_to: Piece) -> Launch:
-    """The sum of each token's rows back to the rank that it came from."""
+    """Launch sending the sum of each token's rows back to the token's rank."""
     columns = prod(y.shape[1:])
     vector = (address(y) | to.at | columns * y.dtype.itemsize) % 16 == 0
     pieces = max(1, cdiv(cdiv(columns * y.dtype.itemsize, 16), _SUMS.constant("kItems") * 32))
@@ -103,8 +104,8 @@ def send_sums(windows: dict[str, int], received: Routing, counts: Array, split: 
 
 def send_rows(windows: dict[str, int], received: Routing, back: Array, split: Split, arrived: Array,
               rows: Sent, probs: Array | None, probs_to: Piece) -> Launch:
-    """Each row back to the rank that its token came from. arrived: this rank's experts of the slots that
-    came, -1 for none."""
+    """Launch sending each row back to its token's rank. arrived: this rank's experts for the slots that came,
+    -1 for none."""
     data, y = rows.members, rows.part.array
     return _ROWS.variant().bind(
         y, _grid(y, received.rows * max(1, data["pieces"])), windows=windows, data=data,
@@ -113,14 +114,14 @@ def send_rows(windows: dict[str, int], received: Routing, back: Array, split: Sp
 
 
 def _grid(like: Array, units: int) -> int:
-    """Blocks for so many units of work, a warp each."""
+    """Return the number of thread blocks for this many units of work, one warp each."""
     if isinstance(like, np.ndarray):
         return _BLOCKS_ON_CPU
     return max(1, min(cdiv(units, _WARPS), _BLOCKS * multiprocessors(like.data.device_id)))
 
 
 def variants() -> Iterator[Variant]:
-    """Yields every variant of these kernels."""
+    """Yield every variant of these kernels."""
     yield _TOKENS.variant()
     yield _ROWS.variant()
     for dtype in INPUT_DTYPES:

@@ -1,4 +1,4 @@
-"""The experts of a layer, spread over ranks: tokens go to the ranks that have their experts, and results
+"""The experts of a layer, spread over ranks: tokens are sent to the ranks of their experts, and results
 back."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ TransportName: TypeAlias = Literal["auto", "nccl", "p2p"]
 
 
 class ExpertParallel:
-    """Sends tokens to the ranks that have their experts, and results back: rank r of R has experts
-    r · E / R to (r + 1) · E / R - 1. Tokens are quantised *before* they are sent; each crosses a link once
-    for each rank that has one of its experts, and becomes the rows of these experts there.
+    """Sends tokens to the ranks of their experts, and results back: rank r of R has experts r · E / R to (r +
+    1) · E / R - 1. Tokens are quantised *before* they are sent; each is sent once to each rank that has one
+    of its experts, and is permuted to the rows of these experts there.
 
         rows, row_probs = ep.dispatch(x, routing, probs)          # routing = ep.route(topk_ids)
         y_rows, saved = experts.forward_rows(rows, routing.splits, row_probs)
@@ -54,40 +54,39 @@ class ExpertParallel:
         dx, dprobs = ep.dispatch_backward(dx_rows, row_dprobs, routing)
 
     Every method is collective: all ranks call the same ones in the same order, also a rank without tokens,
-    and a rank calls all of them on one stream, or on streams that wait for each other. Counts stay on the
-    device, and nothing waits for it (but for NCCL, see `transport`); with `out` the calls can be captured
-    into a CUDA graph, once they have been made before. What a rank's rows hold are the bytes of one rank that
-    has all tokens, in the order of the ranks, and these experts.
+    and a rank makes all calls on one stream, or on streams that wait for each other. Counts stay on the
+    device, and nothing waits for it (except with NCCL, see `transport`); with `out` the calls can be captured
+    into a CUDA graph, once they have been made before. A rank's rows have the bytes that a single rank with
+    all tokens (in the order of the ranks) and these experts would have.
 
     Parameters
     ----------
-    world : of `init`, `from_nccl`, `from_mpi` or `local`, which stays the caller's
-    num_experts, topk : of all ranks, a multiple of their number; experts of a token
-    max_tokens, hidden : the most tokens that a rank sends at once, for which windows have room; values of
-        each token
-    align : what the rows of an expert begin at multiples of, as for `route`
-    rows : the bound of a rank's rows. None: what always suffices. Routes to rows beyond it are dropped, and
+    world : from `init`, `from_nccl`, `from_mpi` or `local`; remains the caller's
+    num_experts, topk : the experts of all ranks together, a multiple of their number; the experts of a token
+    max_tokens, hidden : the most tokens that a rank sends at once (windows are sized for it); values of each
+        token
+    align : the rows of an expert begin at multiples of it, as for `route`
+    rows : the bound of a rank's rows. None: enough for any routing. Routes to rows beyond it are dropped, and
         noted (`device_errors`)
-    recipe : what tokens are quantised by: BlockScaling of blocks (1, n), MXScaling, or DelayedScaling (whose
-        scale has to be the same on all ranks): the experts' recipe. None: they are sent as they are, in
-        `dtype`
+    recipe : how tokens are quantised: BlockScaling with blocks (1, n), MXScaling, or DelayedScaling (whose
+        scale must be the same on all ranks): the experts' recipe. None: they are sent unquantised, in `dtype`
     dtype : of results and of gradients, bfloat16, float16 or float32: the experts' dtype
-    reduce : 'rank': a rank adds up a token's rows in f32, rounds once to dtype and sends the sum, and the
-        sums are added up alike. 'exact': every row comes back, which gives the bytes of one rank, and moves
-        more of them (2.2 times as many with 4 ranks, 1.5 with 8, of 8 experts a token)
+    reduce : 'rank': a rank sums a token's rows in f32, rounds once to dtype and sends the sum; these sums are
+        summed in the same way. 'exact': every row comes back, which gives the bytes of one rank, and moves
+        more of them (2.2 times as many with 4 ranks, 1.5 with 8, at 8 experts a token)
     transport : 'p2p': kernels write into the memory of other GPUs of the host (CUDA IPC). 'nccl':
         cupy.cuda.nccl sends, to any host; a step first waits for the counts, but in a CUDA graph sends all of
-        max_tokens instead ('exact' cannot). 'auto': p2p if every rank reaches every other. NumPy arrays have
-        a transport of their own, through the world
-    timeout : seconds that a rank is waited for
+        max_tokens instead (not possible with 'exact'). 'auto': p2p if every rank reaches every other. NumPy
+        arrays have their own transport, through the world
+    timeout : seconds to wait for a rank
     like : the kind of arrays, as for `empty`; default `cupy_fp8.xp`
 
     Attributes
     ----------
     world, rank, size, experts : the world, this rank, the number of ranks, and the experts of a rank
     rows, max_tokens : the bounds of a rank's rows, as `Experts.empty` takes it, and of its tokens
-    transport : the name of what moves rows: 'p2p', 'nccl', or 'messages' of NumPy arrays
-    nbytes : of this rank's windows, and of what NCCL sends from
+    transport : the name of the transport: 'p2p', 'nccl', or 'messages' for NumPy arrays
+    nbytes : of this rank's windows, and of NCCL's staging memory
 
     Raises TypeError, ValueError (also where ranks do not agree), DeviceError (no way to the others),
     RankError.
@@ -176,13 +175,13 @@ class ExpertParallel:
     def route(self, topk_ids: Array, *, out: RankRouting | None = None) -> RankRouting:
         """Tell the other ranks which tokens they get, and find the rows of those that come here.
 
-        topk_ids : int32 or int64 array [T, topk], the experts of all ranks that each of this rank's tokens
-            takes, T from 0 to max_tokens; -1: none
-        out : an earlier result for as many tokens, written and returned; needed while a CUDA graph is
+        topk_ids : int32 or int64 array [T, topk], the experts (numbered over all ranks) of each of this
+            rank's tokens, T from 0 to max_tokens; -1: none
+        out : an earlier result for as many tokens, overwritten and returned; needed while a CUDA graph is
             captured
 
         Returns a RankRouting. Raises TypeError, ValueError, RankError. An index of no expert counts as -1:
-        NumPy arrays are refused, those of the device noted (`device_errors`).
+        refused in NumPy arrays, noted on the device (`device_errors`).
         """
         transport, facts = self._usable(), self._facts
         tokens.check_ids(topk_ids, facts, self._xp)
@@ -225,27 +224,27 @@ class ExpertParallel:
                  ) -> tuple[TypedArray | Scaled, TypedArray | None]:
         """Send tokens to their experts.
 
-        x : [T, hidden]: an array, which the recipe quantises first, or what it has quantised, row-wise;
+        x : [T, hidden]: an array, which the recipe quantises first, or one already quantised by it, row-wise;
             without a recipe an array of dtype
         routing : of these tokens
         probs : f32 array [T, topk]
-        out : an earlier result, written and returned; needed while a CUDA graph is captured (x is quantised
-            before then)
+        out : an earlier result, overwritten and returned; needed while a CUDA graph is captured (x is
+            quantised before then)
 
         Returns (rows, row_probs): rows [rows, hidden] of this rank's experts, as `permute` makes them, zeros
-        where no token is; f32 [rows], or None without probs. Raises TypeError, ValueError, RankError.
+        in rows without a token; f32 [rows], or None without probs. Raises TypeError, ValueError, RankError.
         """
         return self._dispatch(x, routing, probs, out, "x")
 
     def combine(self, rows: Array, routing: RankRouting, *, out: TypedArray | None = None) -> TypedArray:
         """Sum the rows of each token, over its experts of all ranks.
 
-        rows : array [rows, hidden] of dtype, what the experts made of dispatched rows, with probs applied
-        out : an earlier result, written and returned; needed while a CUDA graph is captured
+        rows : array [rows, hidden] of dtype, the experts' outputs for dispatched rows, with probs applied
+        out : an earlier result, overwritten and returned; needed while a CUDA graph is captured
 
-        Returns [T, hidden] of dtype: by rank, sums in f32 of a rank's rows, from the last to the first,
-        rounded to dtype, and sums of these, from the last rank to the first, rounded again; exact: sums of
-        all rows, as `unpermute` makes them on one rank. Raises TypeError, ValueError, RankError.
+        Returns [T, hidden] of dtype: with 'rank', f32 sums of each rank's rows, from the last to the first,
+        rounded to dtype, and f32 sums of these, from the last rank to the first, rounded again; with 'exact',
+        sums of all rows, as `unpermute` makes them on one rank. Raises TypeError, ValueError, RankError.
         """
         came, _ = self._come_back(rows, None, routing, "rows")
         return unpermute(came, self._back(routing), out=out)
@@ -259,16 +258,16 @@ class ExpertParallel:
                          out: Array | Scaled | None = None) -> TypedArray | Scaled: ...
     def combine_backward(self, grad: Array | Scaled | Quantized, routing: RankRouting, *,
                          out: Array | Scaled | None = None) -> TypedArray | Scaled:
-        """The gradient of `combine`'s rows, [rows, hidden], from that of its result [T, hidden], which is
-        dispatched as x is: an array that the recipe quantises, or what it has quantised."""
+        """Return the gradient of `combine`'s rows, [rows, hidden], from that of its result [T, hidden], which
+        is dispatched like x: an array that the recipe quantises, or one already quantised by it."""
         rows, _ = self._dispatch(grad, routing, None, None if out is None else (out, None), "grad")
         return rows
 
     def dispatch_backward(self, dx_rows: Array, row_dprobs: Array | None, routing: RankRouting, *,
                           out: tuple[Array, Array | None] | None = None
                           ) -> tuple[TypedArray, TypedArray | None]:
-        """The gradients of `dispatch`'s x and probs, from those of its rows, [rows, hidden] of dtype, and of
-        row_probs, f32 [rows] or None.
+        """Return the gradients of `dispatch`'s x and probs, from those of its rows, [rows, hidden] of dtype,
+        and of row_probs, f32 [rows] or None.
 
         Returns (dx [T, hidden] of dtype, summed as `combine` does; dprobs f32 [T, topk] or None). out,
         errors: as for `combine`.
@@ -299,7 +298,7 @@ class ExpertParallel:
         return given.rows(rows), row_probs
 
     def _rows_of(self, out: Any) -> Any:
-        """What `permute` wrote of an earlier result."""
+        """Return what `permute` wrote in an earlier result."""
         if out is None:
             return None
         rows, row_probs = out
@@ -310,13 +309,13 @@ class ExpertParallel:
         self._check_routing(routing)
         tokens.check_rows(rows, row_probs, routing.rows, self._facts, self._xp, name)
         came, probs = self._told(transport.combine, routing, rows, row_probs)
-        if self._facts.exact:                   # The window has room for max_tokens.
+        if self._facts.exact:                   # the window has room for max_tokens
             count = routing.experts.size
             return came[:count], probs[:count]
         return came, probs
 
     def _back(self, routing: RankRouting) -> Routing:
-        """The rows in which tokens come back."""
+        """Return the routing of tokens to the rows that come back."""
         return routing.returned if routing.own is None else routing.own
 
     def _check_routing(self, routing: Any, name: str = "routing") -> None:
@@ -341,7 +340,7 @@ class ExpertParallel:
         return self._transport
 
     def _told(self, call: Any, *args: Any) -> Any:
-        """Notes that a rank is lost."""
+        """Call, remembering a RankError."""
         try:
             return call(*args)
         except RankError as error:
@@ -349,15 +348,15 @@ class ExpertParallel:
             raise
 
     def check(self) -> None:
-        """Waits for this rank's GPU, and raises RankError if a rank did not come to an exchange within the
-        timeout, naming it; every later call does too."""
+        """Wait for this rank's GPU, and raise RankError, naming the rank, if one did not come to an exchange
+        within the timeout; every later call raises it too."""
         transport = self._usable()
         self._told(transport.wait)
         self._told(transport.check)
 
     def close(self) -> None:
-        """Frees the windows, once every rank has called it. Calls after the first one do nothing. (A `with`
-        that an error leaves does not wait for the others, and keeps the windows until the process ends.)"""
+        """Free the windows, once every rank has called it. Later calls do nothing. (A `with` left by an error
+        does not wait for the others, and keeps the windows until the process ends.)"""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
@@ -369,7 +368,7 @@ class ExpertParallel:
                  trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:                                   # The others may be elsewhere, and still write here.
+        else:                                   # the others may still write here
             self._transport = None
 
     def __del__(self) -> None:

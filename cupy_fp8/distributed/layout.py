@@ -1,4 +1,4 @@
-"""What a rank has in its window for the others, and where."""
+"""The layout of a rank's window, which the other ranks write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INT32 = np.dtype(np.int32)
 
 
 class Direction(IntEnum):
-    """The parts of a window, which exchanges write by turns."""
+    """The parts of a window, which exchanges write in turn."""
 
     ROUTE = 0
     DISPATCH = 1
@@ -26,7 +26,7 @@ class Direction(IntEnum):
 
 
 class Piece(NamedTuple):
-    """An array in a window: where it lies, its shape and its dtype."""
+    """An array in a window: offset, shape and dtype."""
 
     at: int
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 class Facts(NamedTuple):
     """What all ranks agree on. dtype: of rows that come back, and of tokens without a recipe; exact: each
-    slot's row comes back, not sums by rank."""
+    slot's row comes back, instead of sums by rank."""
 
     num_experts: int
     max_tokens: int
@@ -53,7 +53,7 @@ class Facts(NamedTuple):
 
     @property
     def scales(self) -> tuple[int, np.dtype[Any]] | None:
-        """Scales of a token that is dispatched, and their dtype."""
+        """Number of scales of a dispatched token, and their dtype; None without scales."""
         if isinstance(self.recipe, MXScaling):
             return cdiv(self.hidden, 32), float8_e8m0fnu
         if isinstance(self.recipe, BlockScaling):
@@ -62,9 +62,9 @@ class Facts(NamedTuple):
 
 
 class Layout:
-    """Where arrays lie in a window. Those of tokens that come have a region of max_tokens rows for each rank:
-    `experts` and `back` of their slots, `data`, `scales` and `probs`. `returned` has the rows that come back,
-    `gradients` those of probs."""
+    """Offsets of the arrays in a window. Those for incoming tokens have a region of max_tokens rows for each
+    rank: `experts` and `back` of their slots, `data`, `scales` and `probs`. `returned` holds rows that come
+    back, `gradients` those of probs."""
 
     def __init__(self, facts: Facts, split: Split) -> None:
         self._end = 0

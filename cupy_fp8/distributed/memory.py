@@ -1,4 +1,4 @@
-"""Memory that is never in CuPy's pool, with arrays at fixed places: windows, which other processes write."""
+"""Memory outside CuPy's pool, with arrays at fixed offsets: windows, which other processes write."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _ALIGNED_TO = 256
 
 
 class Memory:
-    """Zeros at first. device: of CuPy arrays; None: NumPy's."""
+    """Memory, zero at first. device: of CuPy arrays; None: NumPy."""
 
     def __init__(self, nbytes: int, device: int | None) -> None:
         self.nbytes, self._device = max(nbytes, _ALIGNED_TO), device
-        #: What calls have asked for: ops know a call again by its arrays.
+        #: arrays returned so far: ops recognise a repeated call by its arrays
         self._arrays: dict[tuple[Piece, np.dtype[Any]], Array] = {}
         if device is None:
             self._buffer: Any = np.zeros(self.nbytes + _ALIGNED_TO, np.uint8)
@@ -33,7 +33,7 @@ class Memory:
         self._buffer = cp.cuda.UnownedMemory(self.at, self.nbytes, self, device)
 
     def array(self, piece: Piece, dtype: Any = None) -> Array:
-        """The array there, as of another dtype of its size perhaps."""
+        """Return the array at a piece, optionally viewed as another dtype of the same size."""
         key = piece, dtype or piece.dtype
         if key not in self._arrays:
             self._arrays[key] = self._made(*key)
@@ -47,15 +47,15 @@ class Memory:
         return array_at(cp)(piece.shape, dtype, cp.cuda.MemoryPointer(self._buffer, piece.at))
 
     def free(self) -> None:
-        """Nobody may use it any more. Calls after the first one do nothing."""
+        """Free the memory; it must no longer be in use. Later calls do nothing."""
         if self._device is not None and self.at:
             backend.cupy().cuda.runtime.free(self.at)
         self.at, self._buffer, self._arrays = 0, None, {}
 
 
 class Late:
-    """A word for each rank, which kernels write and the host reads without waiting: the exchange for which
-    the rank did not come."""
+    """A word for each rank, written by kernels and read by the host without waiting: the number of the
+    exchange to which the rank did not come."""
 
     def __init__(self, ranks: int, device: int | None) -> None:
         if device is None:

@@ -1,4 +1,4 @@
-"""NCCL, through CuPy: kernels gather rows in memory of their own rank, and NCCL sends them."""
+"""NCCL, through CuPy: kernels gather rows in local memory, and NCCL sends them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _POLLS_PER_SECOND = 20_000
 
 
 def nccl_problem() -> str | None:
-    """Why NCCL cannot be used here, or None if it can."""
+    """Return why NCCL cannot be used here, or None."""
     try:
         available = import_module("cupy.cuda.nccl").available
     except ImportError as error:
@@ -40,7 +40,7 @@ def nccl_problem() -> str | None:
 
 
 def _nccl() -> Any:
-    # Multicast can put GPUs out of service that others share.
+    # NVLink multicast can put shared GPUs out of service
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     return import_module("cupy.cuda.nccl")
 
@@ -62,7 +62,7 @@ class _Nccl(World):
         return [each[:size] for each, size in zip(self._all(value.ljust(most, b"\0")), sizes, strict=True)]
 
     def _all(self, value: bytes) -> list[bytes]:
-        """Values of one length."""
+        """Gather values of equal length."""
         stream = backend.cupy().cuda.get_current_stream()
         own = asarray(np.frombuffer(value, np.uint8), like="cupy")
         found = empty((self.size, len(value)), np.uint8, like=own)
@@ -72,22 +72,22 @@ class _Nccl(World):
 
 
 def from_nccl(comm: Any) -> World:
-    """The ranks of a `cupy.cuda.nccl.NcclCommunicator`, which stays the caller's, but that it is aborted if a
-    rank does not come to an exchange. The current device is that of its rank. (`gather` of this world waits
-    without a limit.)"""
+    """Return the ranks of a `cupy.cuda.nccl.NcclCommunicator`, which remains the caller's, except that it is
+    aborted if a rank does not come to an exchange. The current device must be that of its rank. (`gather` of
+    this world waits without a limit.)"""
     return _Nccl(comm)
 
 
 class _Counts(NamedTuple):
-    """What the host knows of a routing. tokens[s, d]: from rank s to d; firsts[s, d]: the first row of rank s
-    that comes back from d, and their end; None unless every row comes back."""
+    """What the host knows of a routing. tokens[s, d]: tokens from rank s to d; firsts[s, d]: the first row of
+    rank s that comes back from d, with the end last; None unless every row comes back."""
 
     tokens: np.ndarray
     firsts: np.ndarray | None
 
 
 class Nccl(Windows):
-    """Grouped sends of rows whose numbers the host knows, or of whole regions while a graph is captured."""
+    """Grouped sends: of as many rows as the host knows, or of whole regions while a graph is captured."""
 
     name = "nccl"
 
@@ -122,7 +122,7 @@ class Nccl(Windows):
         self._firsts = empty((split.ranks, split.ranks + 1), np.int64, like=like)
         self._own = not isinstance(world, _Nccl)
         self._comm: Any = world.communicator if isinstance(world, _Nccl) else self._made(world, split)
-        backend.cupy().cuda.get_current_stream().synchronize()          # The tables are there for any stream.
+        backend.cupy().cuda.get_current_stream().synchronize()  # so that any stream can read the tables
 
     def _made(self, world: World, split: Split) -> Any:
         own = self.lib.get_unique_id() if split.me == 0 else b""
@@ -166,8 +166,8 @@ class Nccl(Windows):
         return capturing(self.device)
 
     def _learn(self, route: Route, counts: Array) -> _Counts | None:
-        """The numbers of rows between all ranks, on the device, and unless a graph is captured on the host.
-        """
+        """Get the numbers of rows between all ranks: on the device, and on the host unless a graph is
+        captured."""
         lib, ranks = self.lib, self.split.ranks
         self._all(route.sent.splits, self._matrix, ranks, lib.NCCL_INT32)
         counts[...] = self._matrix[:, self.split.me]
@@ -187,14 +187,14 @@ class Nccl(Windows):
             self._comm.allGather(address(own), address(every), count, kind, self._stream())
 
     def _numbers(self, known: _Counts | None) -> np.ndarray:
-        """Tokens from each rank to each: those of a routing, or what always suffices."""
+        """Return the tokens from each rank to each: those of a routing, or the upper bound."""
         if known is None or self._capturing():
             return np.full((self.split.ranks, self.split.ranks), self.split.region)
         return known.tokens
 
     # ---- sends ----
     def _regions(self, pieces: Sequence[Piece], numbers: np.ndarray) -> None:
-        """The first numbers[s, d] rows of the region of the other rank, from rank s to rank d."""
+        """Send the first numbers[s, d] rows of a region from rank s to rank d."""
         me, staging = self.split.me, self._staging
         assert staging is not None
         with _Group(self):
@@ -232,7 +232,7 @@ class Nccl(Windows):
 
     # ---- failures, and the end ----
     def wait(self) -> None:
-        """Waits for the stream, but not for ever: then NCCL is aborted."""
+        """Wait for the stream; abort NCCL after the timeout."""
         cuda = backend.cupy().cuda
         event, end = cuda.Event(disable_timing=True), time.monotonic() + self._timeout
         event.record()
@@ -251,7 +251,7 @@ class Nccl(Windows):
             self.abort(str(error))
 
     def abort(self, reason: str) -> NoReturn:
-        """A rank is lost: whatever still waits for it ends."""
+        """Abort NCCL after the loss of a rank, so that pending operations end."""
         comm, self._comm = self._comm, None
         comm.abort()
         raise RankError(f"NCCL: {reason}; a rank has ended or is late (NCCL does not say which): this "
@@ -274,7 +274,7 @@ class Nccl(Windows):
 
 
 class _Group:
-    """Sends and receives that start together. NCCL's errors are those of ranks."""
+    """An NCCL group of sends and receives. NCCL's errors become RankError."""
 
     def __init__(self, nccl: Nccl) -> None:
         self._nccl = nccl

@@ -1,8 +1,8 @@
 """How processes exchange a few bytes before and between collectives: rank 0 listens, the others connect, and
-all values go through rank 0. Records are of fixed form; nothing is unpickled.
+all values go through rank 0. Records have a fixed form; nothing is unpickled.
 
     hello    magic, version, token, rank, size        from each other rank, once
-    value    kind, number of the call, length, bytes  either way; kind _FAILED: the bytes say why, and ranks
+    value    kind, number of the call, length, bytes  both ways; kind _FAILED: the reason and the ranks
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _HELLO = struct.Struct("!4sH32sII")
 _VALUE = struct.Struct("!BIQ")
 _MAGIC, _VERSION = b"cf8r", 1
 _ALL, _FAILED = 0, 1
-_MOST_BYTES = 1 << 32               # of a value
-_HELLO_SECONDS = 2.0                # for who has connected to say who it is
-_SLACK = 5.0                        # seconds by which others wait longer than rank 0, which knows who is late
+_MOST_BYTES = 1 << 32               # largest value
+_HELLO_SECONDS = 2.0                # time for a peer to identify itself
+_SLACK = 5.0                        # seconds that others wait longer than rank 0, which knows who is late
 
 
 class Rendezvous:
-    """One rank's connection to the others. Calls of all ranks come in the same order."""
+    """One rank's connection to the others. All ranks make calls in the same order."""
 
     def __init__(self, place: Place, timeout: float) -> None:
         self.rank, self.size, self._timeout, self._calls = place.rank, place.size, timeout, 0
@@ -37,8 +37,8 @@ class Rendezvous:
             self._peers = _accept(place, timeout) if place.rank == 0 else {0: _connect(place, timeout)}
 
     def gather(self, value: bytes = b"", timeout: float | None = None) -> list[bytes]:
-        """The values of all ranks, by rank. It is also a barrier. Raises RankError if a rank has ended or
-        does not come in time; every later call does too."""
+        """Return the values of all ranks, by rank; also a barrier. Raises RankError if a rank has ended or
+        does not come in time; every later call raises it too."""
         if self._failed is not None:
             raise RankError(f"a call before has failed: {self._failed}", self._failed.ranks)
         if len(value) > _MOST_BYTES:
@@ -54,7 +54,7 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Calls after the first one do nothing."""
+        """Close the connections. Later calls do nothing."""
         for peer in self._peers.values():
             peer.close()
         self._peers = {}
@@ -122,7 +122,7 @@ class _Refused(Exception):
 
 # ---- connections ----
 def _accept(place: Place, timeout: float) -> dict[int, socket.socket]:
-    """The connections of all other ranks, by rank."""
+    """Return the connections to all other ranks, by rank."""
     found: dict[int, socket.socket] = {}
     try:
         _accept_into(found, place, timeout)
@@ -134,7 +134,7 @@ def _accept(place: Place, timeout: float) -> dict[int, socket.socket]:
 
 
 def _accept_into(found: dict[int, socket.socket], place: Place, timeout: float) -> None:
-    """Strangers are turned away."""
+    """Accept the other ranks, and close connections of anyone else."""
     deadline = time.monotonic() + timeout
     family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as server:
@@ -167,7 +167,7 @@ def _accept_into(found: dict[int, socket.socket], place: Place, timeout: float) 
 
 
 def _greeted(peer: socket.socket, place: Place, deadline: float) -> int | None:
-    """The rank of who has connected; None if it is no other rank of this job."""
+    """Return the rank of a peer; None if it is not another rank of this job."""
     try:
         _tune(peer)
         soon = min(deadline, time.monotonic() + _HELLO_SECONDS)
@@ -182,7 +182,7 @@ def _greeted(peer: socket.socket, place: Place, deadline: float) -> int | None:
 
 
 def _connect(place: Place, timeout: float) -> socket.socket:
-    """The connection to rank 0, which may start later."""
+    """Connect to rank 0, which may start later."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -224,7 +224,7 @@ def _sent(peer: socket.socket, kind: int, call: int, value: bytes, deadline: flo
 
 
 def _receive(peer: socket.socket, call: int, deadline: float) -> bytes:
-    """Raises OSError, EOFError, and ValueError for another call than this one."""
+    """Receive the value of a call. Raises OSError, EOFError, and ValueError for another call's."""
     kind, number, length = _VALUE.unpack(_exactly(peer, _VALUE.size, deadline))
     if length > _MOST_BYTES:
         raise ValueError(f"a record of {length} bytes")

@@ -1,4 +1,4 @@
-"""Where tokens go over all ranks: to ranks, and there to the rows of experts."""
+"""Where tokens go over all ranks: to ranks, and on each rank to the rows of experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..typed_array import TypedArray
 
 
 class Route(NamedTuple):
-    """What a rank knows before ranks have exchanged anything."""
+    """A rank's routing before anything is exchanged."""
 
     experts: Array
     sent: Routing
@@ -20,24 +20,24 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RankRouting(Result):
-    """Two hops: from this rank's T tokens to ranks, each once; and there from the tokens that came to the
-    rows of experts. Everything is on the device, and nothing waits for it.
+    """Two hops: this rank's T tokens to ranks, each token once per rank; and the tokens that came to a rank
+    to the rows of its experts. Everything is on the device, and nothing waits for it.
 
-    experts   int32 [T, topk]: the expert of each slot, of all ranks'; -1: none
-    ranks     int32 [T, topk]: its rank; -1 where an earlier slot of the token has the same
+    experts   int32 [T, topk]: the expert of each slot, numbered over all ranks; -1: none
+    ranks     int32 [T, topk]: the rank of that expert; -1 where an earlier slot of the token has the same
     sent      Routing of this rank's tokens by rank
     counts    int32 [ranks]: tokens that came from each rank
-    arrived   int32 [ranks * max_tokens, topk]: experts of the tokens that came, of this rank's; -1: others
+    arrived   int32 [ranks * max_tokens, topk]: this rank's experts for the tokens that came; -1: others
     received  Routing of the tokens that came, a region of max_tokens for each rank, by this rank's experts
     returned  Routing of this rank's tokens to the rows in which sums come back (its `sources` are `sent`'s)
     own       Routing of this rank's tokens by all experts, and
-    back      int32 [ranks * max_tokens, topk]: the row of each slot that came, where it came from; if rows
+    back      int32 [ranks * max_tokens, topk]: for each slot that came, its row on the sending rank, if rows
               come back one by one (``reduce='exact'``), else None
 
-    splits    int32 [experts of this rank]: rows of each, with the unused ones, for `Experts.forward_rows`
-    rows      how many rows there are
+    splits    int32 [experts of this rank]: rows of each, including padding, for `Experts.forward_rows`
+    rows      number of rows
     tokens    T
-    align     what the rows of an expert begin at multiples of
+    align     the rows of an expert begin at multiples of it
     """
 
     experts: TypedArray
@@ -49,9 +49,9 @@ class RankRouting(Result):
     returned: Routing
     own: Routing | None = None
     back: TypedArray | None = None
-    #: The facts of the ExpertParallel that has made it.
+    #: facts of the ExpertParallel that made it
     _of: ClassVar[Any] = None
-    #: What its transport remembers of it.
+    #: what the transport remembers of it
     _known: ClassVar[Any] = None
 
     @property

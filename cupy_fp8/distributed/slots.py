@@ -1,5 +1,5 @@
-"""The slots of tokens, from experts of all ranks to rows. Kernels: kernels_cu/distributed/slots.cu; rank r
-has experts r * local to (r + 1) * local - 1."""
+"""The slots of tokens: from experts numbered over all ranks to rows. Kernels:
+kernels_cu/distributed/slots.cu; rank r has experts r * local to (r + 1) * local - 1."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 class Split(NamedTuple):
-    """How experts and windows are divided among ranks: `local` experts for each, `region` rows of a window
-    for the tokens of each."""
+    """How experts and windows are divided among ranks: `local` experts per rank, `region` rows of a window
+    for the tokens of each rank."""
 
     ranks: int
     me: int
@@ -33,23 +33,23 @@ class Split(NamedTuple):
 
 
 def rank_slots(assignment: Array, split: Split, out: Any = None) -> tuple[Array, Array]:
-    """Experts [T, topk] -> (the same in int32, the rank of each slot's expert: -1 where an earlier slot of
-    the token has that rank, and for no expert)."""
+    """Experts [T, topk] -> (the same in int32, the rank of each slot's expert; -1 for no expert, and where an
+    earlier slot of the token has the same rank)."""
     made: tuple[Array, Array] = run(_RANK_SLOTS, (assignment, split.ranks, split.local), out)
     return made
 
 
 def arrived_slots(came: Array, counts: Array, back: Array | None, experts: Array, sent: Routing, split: Split,
                   out: Any = None) -> Any:
-    """(what the tokens that came say, the rows [T, topk] in which this rank's own tokens come back). Of the
-    tokens that came, counts[r] of rank r: their slots' experts here, -1 for another rank's; with back, (that,
-    back as it is, -1 where nothing came). experts, sent: of this rank's own tokens, and their rows by rank.
-    """
+    """Return (arrived, the rows [T, topk] in which this rank's own tokens come back). arrived: for the
+    counts[r] tokens that came from each rank r, their slots' experts here, -1 for another rank's; with back,
+    (that, back with -1 where nothing came). experts, sent: of this rank's own tokens, and their rows by
+    rank."""
     return run(_ARRIVED_SLOTS, (came, counts, back, experts, sent.row_map, sent.offsets, split), out)
 
 
 def returned_probs(came: Array, experts: Array, returned: Array, split: Split, out: Any = None) -> Array:
-    """Gradients of probs that came back, f32 [ranks * region, topk] -> [T, topk]."""
+    """Collect gradients of probs that came back, f32 [ranks * region, topk] -> [T, topk]."""
     made: Array = run(_RETURNED_PROBS, (came, experts, returned, split.local), out)
     return made
 
@@ -59,7 +59,7 @@ def _ranks_of(experts: np.ndarray, local: int) -> np.ndarray:
 
 
 def _first_of_rank(ranks: np.ndarray) -> np.ndarray:
-    """By slot, the first slot of the token with the same rank."""
+    """For each slot, return the first slot of the token with the same rank."""
     same: np.ndarray = ranks[:, :, None] == ranks[:, None, :]
     return same.argmax(2) if ranks.shape[1] else np.zeros(ranks.shape, np.int64)
 
@@ -186,6 +186,6 @@ _RANK_SLOTS, _ARRIVED_SLOTS, _RETURNED_PROBS = _RankSlots(), _ArrivedSlots(), _R
 
 
 def variants() -> Iterator[Variant]:
-    """Yields every variant of these kernels."""
+    """Yield every variant of these kernels."""
     for kernel in (_RANK, _ARRIVED, _RETURNED):
         yield kernel.variant()

@@ -1,4 +1,4 @@
-"""What a rank is given: its tokens, their experts, and rows of its experts."""
+"""Checks of a rank's inputs: its tokens, their experts, and rows of its experts."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from ..results import Quantized, Scaled
 from .exchange import Part
 from .layout import Facts
 
-#: Layouts of scales that are sent as they are.
+#: scale layouts that are sent without conversion
 _SENT_LAYOUTS = ("compact", "gemm_ready")
 _IDS = np.dtype(np.int32), np.dtype(np.int64)
 
 
 class Tokens(NamedTuple):
-    """Tokens as they are sent. given: a Scaled, or an array."""
+    """Tokens to send. given: a Scaled, or an array."""
 
     data: Part
     scales: Part | None
     given: Any
 
     def came(self, data: Array, scales: Array | None) -> Any:
-        """Tokens that came, as `permute` takes them."""
+        """Return received tokens in the form that `permute` takes."""
         if scales is None:
             return data
         return Scaled._of(data, scales, data.shape, False, self.given.block, "compact")
 
     def rows(self, moved: Any) -> Any:
-        """Their rows: with the one scale that all ranks have."""
+        """Return permuted tokens, with the scale that all ranks share if there is one."""
         if self.scales is None and isinstance(self.given, Scaled):
             return Scaled._of(moved, self.given.scale_inv, moved.shape)
         return moved
 
 
 def check_options(facts: Facts) -> None:
-    """Raises TypeError or ValueError for a recipe by which tokens cannot be sent."""
+    """Raise TypeError or ValueError for a recipe by which tokens cannot be sent."""
     recipe = facts.recipe
     if recipe is None:
         return
@@ -67,7 +67,7 @@ def check_ids(ids: Any, facts: Facts, xp: Any) -> None:
 
 
 def read(x: Any, count: int, facts: Facts, xp: Any, name: str) -> Tokens:
-    """Tokens, quantised by the recipe unless they are already."""
+    """Return checked tokens, quantised by the recipe unless they are already."""
     recipe, quantised = facts.recipe, isinstance(x, (Scaled, Quantized))
     if not quantised:
         backend.require_module(x, xp, name)
@@ -113,7 +113,7 @@ def check_probs(probs: Any, count: int, facts: Facts, xp: Any) -> None:
 
 
 def check_rows(rows: Any, row_probs: Any, count: int, facts: Facts, xp: Any, name: str) -> None:
-    """What comes from experts: rows, and gradients of their probs."""
+    """Check the outputs of experts: rows, and gradients of their probs."""
     _check(rows, (count, facts.hidden), facts.dtype, xp, name)
     if row_probs is not None:
         _check(row_probs, (count,), float32, xp, "row_dprobs")

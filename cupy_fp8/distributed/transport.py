@@ -1,4 +1,4 @@
-"""How rows cross from rank to rank: what every transport does, and the one of NumPy arrays."""
+"""Transports, which move rows between ranks: the interface, and the transport of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ __all__ = ["Messages", "Transport"]
 
 
 class Transport:
-    """Moves rows. What comes is overwritten by the next call of the same method."""
+    """Moves rows between ranks. What a method returns is overwritten by its next call."""
 
     name = ""
-    #: Of all windows, and of what is sent from.
+    #: bytes of windows and of staging memory
     nbytes = 0
 
     def __init__(self, world: World, facts: Facts, split: Split) -> None:
         self.world, self.facts, self.split, self.layout = world, facts, split, Layout(facts, split)
 
     def route(self, route: Route, counts: Array) -> tuple[Array, Array | None, Any]:
-        """(experts, rows back) of the slots of all tokens that come, and what the routing is to remember for
-        this transport; writes how many come from each rank to `counts`."""
+        """Return (experts, rows back) for the slots of all incoming tokens, and what the routing is to
+        remember for this transport; write the number from each rank to `counts`."""
         raise NotImplementedError
 
     def dispatch(self, routing: RankRouting, data: Part, scales: Part | None, probs: Part | None
                  ) -> tuple[Array, Array | None, Array | None]:
-        """The tokens that come, a region of rows for each rank."""
+        """Return the incoming tokens, a region of rows for each rank."""
         raise NotImplementedError
 
     def combine(self, routing: RankRouting, rows: Array, probs: Array | None) -> tuple[Array, Array]:
-        """What comes back of rows, and of a value for each: as `Layout.returned` and `gradients`."""
+        """Return the rows that come back, and a value for each: as `Layout.returned` and `gradients`."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises RankError if a rank did not come to an exchange that has ended."""
+        """Raise RankError if a rank did not come to an exchange that has ended."""
 
     def wait(self) -> None:
-        """Waits for the exchanges so far."""
+        """Wait for the exchanges so far."""
 
     def close(self) -> None:
-        """Frees what was made, once all ranks have called it."""
+        """Free the memory, once all ranks have called it."""
 
     # ---- parts ----
     def parts_of_route(self, route: Route) -> list[Sent]:
@@ -66,7 +66,8 @@ class Transport:
 
 
 class Messages(Transport):
-    """Rows of NumPy arrays, through the connections of the world: each rank gets all, and takes its own."""
+    """Rows of NumPy arrays, through the connections of the world: each rank receives all, and takes its
+    own."""
 
     name = "messages"
 
@@ -109,7 +110,7 @@ class Messages(Transport):
 
     def _send_tokens(self, route: Route | RankRouting, parts: list[Sent],
                      counts: Array | None = None) -> list[np.ndarray]:
-        """Of each part what comes, a region of rows for each rank."""
+        """Return the incoming rows of each part, a region for each rank."""
         sent, made = route.sent, [_empty(part.to) for part in parts]
         packets = []
         for rank in range(self.split.ranks):
@@ -124,7 +125,7 @@ class Messages(Transport):
         return made
 
     def _exchange(self, packets: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
-        """packets[r]: arrays for rank r -> those for this rank, by sender."""
+        """Exchange packets[r], arrays for rank r, for those sent to this rank, by sender."""
         packed = [_pack(arrays) for arrays in packets]
         table = struct.pack(f"!{len(packed)}Q", *map(len, packed))
         found = []

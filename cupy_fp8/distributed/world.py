@@ -1,4 +1,4 @@
-"""The ranks of a job, and how they exchange a few bytes: by sockets, by MPI, or as threads of one process."""
+"""The ranks of a job, which exchange a few bytes through sockets, MPI, or threads of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMEOUT = 30.0
 class World:
     """One rank's view of all ranks. Every rank makes the same calls in the same order.
 
-    rank, size : this rank, and how many there are
+    rank, size : this rank, and the number of ranks
     local_rank : this rank among those of its host: the number of its GPU
     """
 
@@ -33,22 +33,22 @@ class World:
         self.rank, self.size, self.local_rank = rank, size, local_rank
 
     def gather(self, value: bytes = b"") -> list[bytes]:
-        """A few bytes of every rank, by rank; also a barrier of the hosts' programs. Raises RankError, which
-        names the ranks that have ended or are late."""
+        """Return a few bytes from every rank, by rank; also a barrier of the host programs. Raises RankError,
+        which names the ranks that have ended or are late."""
         raise NotImplementedError
 
     def barrier(self) -> None:
-        """Waits for all ranks' programs; raises as `gather` does."""
+        """Wait for all ranks' host programs; raises as `gather` does."""
         self.gather()
 
     def _together(self, launch: Launch) -> None:
-        """Runs a kernel of NumPy arrays with those of all ranks: they wait for each other."""
+        """Run a kernel on NumPy arrays of all ranks together, since their blocks wait for each other."""
         if self.size > 1:
             raise RuntimeError("kernels of several processes cannot run together on the CPU; local() can")
         launch.variant.run_ranks_on_cpu(launch.grid, [launch.values])
 
     def agree(self, what: Mapping[str, Any]) -> None:
-        """Raises ValueError on all ranks unless they all give the same. (Values are compared as text.)"""
+        """Raise ValueError on all ranks unless all give the same. (Values are compared as text.)"""
         own = {name: repr(value) for name, value in what.items()}
         packed = "\0".join(f"{name}={value}" for name, value in own.items()).encode()
         for rank, theirs in enumerate(self.gather(packed)):
@@ -61,7 +61,7 @@ class World:
                                      f"{found.get(name)}; all ranks need the same")
 
     def close(self) -> None:
-        """Ends the connections. Calls after the first one do nothing."""
+        """Close the connections. Later calls do nothing."""
 
     def __enter__(self) -> World:
         return self
@@ -87,13 +87,13 @@ class _Processes(World):
 
 
 def init(*, timeout: float = _TIMEOUT) -> World:
-    """The ranks that a starter of processes has started: torchrun, `python -m cupy_fp8 launch`, mpirun or
-    srun. It reads RANK, WORLD_SIZE and LOCAL_RANK, or Open MPI's or Slurm's variables, and MASTER_ADDR and
-    MASTER_PORT. The current GPU becomes that of the local rank, or the only one that the process can see. A
-    process without these variables is the only rank.
+    """Return the ranks started by a launcher: torchrun, `python -m cupy_fp8 launch`, mpirun or srun. Reads
+    RANK, WORLD_SIZE and LOCAL_RANK, or Open MPI's or Slurm's variables, and MASTER_ADDR and MASTER_PORT. The
+    current GPU becomes that of the local rank, or the only one that the process can see. A process without
+    these variables is the only rank.
 
     timeout : seconds that ranks wait for one another, here and in later calls
-    Raises ValueError for variables that do not fit one another, RankError for ranks that do not come.
+    Raises ValueError for inconsistent variables, RankError for ranks that do not come.
     """
     here = place()
     if backend.gpu_problem() is None:
@@ -104,7 +104,7 @@ def init(*, timeout: float = _TIMEOUT) -> World:
 def _gpu_of(local_rank: int) -> int:
     count = int(backend.cupy().cuda.runtime.getDeviceCount())
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES") and "LOCAL_WORLD_SIZE" not in os.environ:
-        return 0                        # its own, as Slurm shows it to each process
+        return 0                        # its own, which Slurm makes the only visible one
     if local_rank >= count and os.environ.get("CUPY_FP8_SHARE_GPUS") != "1":
         raise ValueError(f"rank {local_rank} of this host has no GPU of its own: {count} visible; start as "
                          "many ranks, or set CUPY_FP8_SHARE_GPUS=1 (launch --share-gpus) to try something "
@@ -137,7 +137,7 @@ def _mpi() -> Any:
 
 
 def from_mpi(comm: Any) -> World:
-    """The ranks of an mpi4py communicator, which stays the caller's."""
+    """Return the ranks of an mpi4py communicator, which remains the caller's."""
     if not hasattr(comm, "Split_type"):
         raise TypeError("comm: expected a communicator of mpi4py, such as MPI.COMM_WORLD, got "
                         f"{type_name(comm)}")
@@ -146,7 +146,7 @@ def from_mpi(comm: Any) -> World:
 
 # ---- threads of one process ----
 class _Meeting:
-    """Where the threads of `local` meet."""
+    """State shared by the threads of `local`."""
 
     def __init__(self, size: int, timeout: float | None) -> None:
         self.values: list[bytes] = [b""] * size
@@ -194,7 +194,7 @@ class _Threads(World):
         self.gather()
 
     def leave(self) -> None:
-        """This rank has failed: the others are not to wait for it."""
+        """Note that this rank has failed, so that the others do not wait for it."""
         with self._meeting.lock:
             self._meeting.left.add(self.rank)
         self._meeting.barrier.abort()
@@ -204,21 +204,21 @@ class Local(list[World]):
     """The ranks of one process, by rank."""
 
     def run(self, function: Callable[[World], _Made]) -> list[_Made]:
-        """function(rank's world) in a thread for each rank; their results by rank. The first error of a rank
-        that did not only wait for others is raised."""
+        """Run function(rank's world) in a thread per rank, and return the results by rank. If ranks fail,
+        raises the first error that is not just the loss of another rank."""
         results: list[Any] = [None] * len(self)
         errors: dict[int, BaseException] = {}
 
         def one(rank: int) -> None:
             try:
                 results[rank] = function(self[rank])
-            except BaseException as error:          # It is raised below, in the caller's thread.
+            except BaseException as error:          # raised below, in the caller's thread
                 errors[rank] = error
                 leave = getattr(self[rank], "leave", None)
                 if leave is not None:
                     leave()
 
-        # What the caller has chosen (an executor) is chosen in the threads too.
+        # threads inherit context variables, such as the chosen executor
         threads = [threading.Thread(target=contextvars.copy_context().run, args=(one, rank),
                                     name=f"rank {rank}") for rank in range(len(self))]
         for thread in threads:
@@ -232,7 +232,8 @@ class Local(list[World]):
 
 
 def local(size: int, *, timeout: float | None = _TIMEOUT) -> Local:
-    """So many ranks in this process, each for a thread of its own: for NumPy arrays, tests and notebooks.
+    """Return this many ranks in this process, each for a thread of its own: for NumPy arrays, tests and
+    notebooks.
     timeout : seconds that ranks wait for one another; None: for ever
 
     >>> import cupy_fp8 as fp8

@@ -10,5 +10,5 @@ from .saving import save_safetensors
 
 __all__ = ["load", "load_safetensors", "read_matrices", "save", "save_safetensors"]
 
-if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+if not TYPE_CHECKING:               # otherwise type checkers accept any name
     __getattr__, __dir__ = public_only(globals())

@@ -1,8 +1,8 @@
 """`save` and `load`: .npz archives that keep FP8 dtypes, results, states and recipes.
 
 The archive is an ordinary .npz that `numpy.load` opens without pickle. Each array is one member; FP8, E8M0
-and bfloat16 arrays are stored as unsigned integers of the same width, since NumPy's own format forgets their
-dtype. The member `__cupy_fp8__` is a JSON string that says what the members are::
+and bfloat16 arrays are stored as unsigned integers of the same width, since NumPy's format does not keep
+their dtype. The member `__cupy_fp8__` is a JSON string that describes the members::
 
     {"format": "cupy_fp8", "version": 1,
      "dtypes": {"<member>": "<dtype name>", …},             members stored as integers
@@ -49,7 +49,7 @@ __all__ = ["MANIFEST", "VERSION", "EXTENSION_DTYPES", "load", "open_members", "s
 
 VERSION = 1
 MANIFEST = "__cupy_fp8__"
-#: NumPy's file format does not know these dtypes.
+#: dtypes that NumPy's file format does not have
 EXTENSION_DTYPES = {dtype.name: dtype for dtype in FORMATS if dtype.type.__module__ != "numpy"}
 
 _FIELDS: dict[type, tuple[str, ...]] = {
@@ -58,9 +58,9 @@ _FIELDS: dict[type, tuple[str, ...]] = {
         MXScaling)},
     DelayedScalingState: ("recipe", "scale", "amax_history")}
 _KINDS = {kind.__name__: kind for kind in _FIELDS}
-_LONGEST_NAME = 65_535 - len(".npy")            # bytes of a member's name that a .zip has room for
-_MOST_DEFLATED = 1032                           # bytes that a deflated byte can stand for
-#: NumPy, zipfile and json raise these errors for damaged bytes.
+_LONGEST_NAME = 65_535 - len(".npy")            # longest member name in bytes that a .zip can hold
+_MOST_DEFLATED = 1032                           # most bytes that one deflated byte expands to
+#: errors that NumPy, zipfile and json raise for damaged bytes
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, EOFError,
            RecursionError, OSError, RuntimeError, NotImplementedError, SyntaxError, tokenize.TokenError,
            struct.error, zlib.error,
@@ -80,8 +80,7 @@ def save(path: PathLike, *unnamed: NoReturn, **values: Any) -> None:
         that occurs twice is stored once.
     Raises TypeError for anything else, ValueError for names that a file cannot hold or that collide, and both
     for results that `load` would refuse, such as those whose arrays were replaced; nothing is written then.
-    OSError where the disk is full or the folder does not exist. Format: see
-    `cupy_fp8.io.archive`.
+    OSError where the disk is full or the folder does not exist. Format: see `cupy_fp8.io.archive`.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> q = fp8.quantize_tensor(np.float32([[1.0, 2.5]]), 64.0)
@@ -116,9 +115,9 @@ def load(path: PathLike, *, like: Any = None) -> dict[str, Any]:
 
     like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. Default NumPy, whatever kind
         was saved.
-    Raises FileNotFoundError, ValueError for a file that `save` did not write, that is damaged, or that a
-    later version wrote (results are checked as those made by hand are); DeviceError for ``like='cupy'``
-    without a GPU. Nothing is unpickled.
+    Raises FileNotFoundError, ValueError for a file that is damaged, that `save` did not write, or that a
+    later version wrote (results are checked like handmade ones); DeviceError for ``like='cupy'`` without a
+    GPU. Nothing is unpickled.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = os.path.join(tempfile.mkdtemp(), "scales.npz")
@@ -151,7 +150,7 @@ def _read(members: Members, like: Any) -> dict[str, Any]:
 
 
 def _problem(error: Exception, file: BinaryIO) -> str:
-    """What to say of a file that could not be read."""
+    """Return the message for a file that could not be read."""
     file.seek(0)
     if isinstance(error, zipfile.BadZipFile) and (hint := _other_kind(file.read(9))):
         return hint
@@ -161,7 +160,7 @@ def _problem(error: Exception, file: BinaryIO) -> str:
 
 
 def _other_kind(start: bytes) -> str:
-    """A hint for a file that another function reads, by how it begins; '' for an archive."""
+    """Return a hint, from a file's first bytes, to the function that reads it; '' for an archive."""
     if start[:4] == b"PK\3\4":
         return ""
     if start[8:9] == b"{":
@@ -177,7 +176,7 @@ class _Writer:
     def __init__(self) -> None:
         self.arrays: dict[str, Array] = {}
         self._member_of: dict[int, str] = {}
-        self._held: list[Any] = []              # No later object can have the identity of one of these.
+        self._held: list[Any] = []              # keeps objects alive, so that no identity is reused
 
     def encode(self, value: Any, name: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
@@ -205,7 +204,7 @@ class _Writer:
             fields = {field: vars(_build(kind, dict(fields)))[field] for field in fields}
         except (TypeError, ValueError) as error:
             raise type(error)(_in_result(name, kind, error)) from None
-        # An absent field is None to every version that reads the file, also one that does not know it.
+        # every version of the reader takes absent fields as None, also one that does not know the field
         absent = {field for field, a in fields.items() if a is None and getattr(kind, field, 0) is None}
         return {"result": kind.__name__, "fields": {
             field: self.encode(a, f"{name}.{field}") for field, a in fields.items() if field not in absent}}
@@ -224,7 +223,7 @@ class _Writer:
 
 
 def _dtype_of(name: Any) -> np.dtype[Any] | None:
-    """The dtype of this name; None if there is none."""
+    """Return the dtype of this name, or None."""
     try:
         return EXTENSION_DTYPES.get(name) or np.dtype(name)
     except TypeError:
@@ -232,7 +231,7 @@ def _dtype_of(name: Any) -> np.dtype[Any] | None:
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError unless a .zip keeps this name of a member as it is."""
+    """Raise ValueError unless a .zip keeps this member name unchanged."""
     try:
         length = len(name.encode())
     except UnicodeEncodeError:
@@ -243,13 +242,13 @@ def _check_name(name: str) -> None:
 
 def _write_member(archive: zipfile.ZipFile, member: str, a: np.ndarray) -> None:
     with archive.open(f"{member}.npy", "w", force_zip64=True) as file:
-        write: Any = np.lib.format.write_array                      # NumPy gives it types from 2.3 on.
+        write: Any = np.lib.format.write_array                      # typed in NumPy from 2.3 on
         write(file, a, allow_pickle=False)
 
 
 class Members:
-    """The arrays of an .npz by their exact names. (NumPy's own reader takes one that ends in '.npy' for
-    another.)"""
+    """The arrays of an .npz by their exact names. (NumPy's own reader confuses names that end in '.npy' with
+    others.)"""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive, names = archive, archive.namelist()
@@ -261,7 +260,7 @@ class Members:
         return name in self.names
 
     def read(self, name: str) -> np.ndarray:
-        """An array, once its header has been found to describe exactly the bytes that there are."""
+        """Read an array, after checking that its header describes exactly the bytes present."""
         info = self._archive.getinfo(f"{name}.npy")
         with self._archive.open(info) as file:
             if np.lib.format.read_magic(file) != (1, 0):
@@ -282,7 +281,7 @@ class Members:
 
 
 def open_members(file: BinaryIO) -> Members:
-    """The arrays of an open .npz. Raises ValueError and zipfile.BadZipFile."""
+    """Return the arrays of an open .npz. Raises ValueError and zipfile.BadZipFile."""
     archive = zipfile.ZipFile(file)
     end = os.fstat(file.fileno()).st_size
     for info in archive.infolist():
@@ -340,8 +339,8 @@ class _Reader:
 
 
 def _build(kind: type, fields: dict[str, Any]) -> Any:
-    """A result, recipe or state from its fields, which are checked as those of one made by hand: kernels
-    trust results."""
+    """Make a result, recipe or state from its fields, checked like a handmade one, since kernels trust
+    results."""
     if unknown := fields.keys() - set(_FIELDS[kind]):
         raise ValueError(f"{kind.__name__} has no fields {sorted(unknown)}")
     for field, value in fields.items():
@@ -351,7 +350,7 @@ def _build(kind: type, fields: dict[str, Any]) -> Any:
         return _state(**fields)
     if kind is Grouped and fields.get("scale_inv") is None and fields.get("columnwise_scale_inv") is None:
         codes = fields.get("rowwise")
-        if getattr(codes, "dtype", None) in FP8_DTYPES:     # These are codes of `Grouped.wrap`.
+        if getattr(codes, "dtype", None) in FP8_DTYPES:     # codes of `Grouped.wrap`
             checked = Grouped(**{**fields, "rowwise": bits(codes)})
             _check_sizes(checked)
             return Grouped._plain_values(checked.splits, checked.offsets, checked.shape, codes)
@@ -361,8 +360,8 @@ def _build(kind: type, fields: dict[str, Any]) -> Any:
 
 
 def _check_sizes(made: Any) -> None:
-    """ValueError unless sizes fit each other, which results on a GPU do not look at. (`save` waits for it
-    anyway.)"""
+    """Raise ValueError unless sizes are consistent, which results on a GPU do not check. (`save` waits for
+    the GPU anyway.)"""
     if isinstance(made, Grouped):
         check_offsets_of_sizes(asnumpy(made.offsets), asnumpy(made.splits), made.shape[1])
     elif isinstance(made, Quantized):
@@ -372,12 +371,12 @@ def _check_sizes(made: Any) -> None:
 
 
 def _is_strided(kind: type, field: str, value: Any) -> bool:
-    """Whether a field has an array that is not C-contiguous and has to be. (Scales of .T are strided.)"""
+    """Whether a field holds an array that is not C-contiguous but must be. (Scales of .T are strided.)"""
     return is_array(value) and not (kind is Scaled and field == "scale_inv") and not is_contiguous(value)
 
 
 def _in_result(name: str, kind: type, error: Exception) -> str:
-    """The message of an error in a result of this name."""
+    """Return the message of an error in a result of this name."""
     said = str(error)
     return f"{name}{': ' if said.startswith(kind.__name__) else '.'}{said}"
 

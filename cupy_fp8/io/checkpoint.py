@@ -22,21 +22,21 @@ __all__ = ["INDEX", "SUFFIX", "Checkpoint", "is_index"]
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
-_INDEX_END = ".safetensors.index.json"      # diffusers and Mistral have other names before it
+_INDEX_END = ".safetensors.index.json"      # diffusers and Mistral put other names before it
 
 
 class Checkpoint:
-    """The tensors of a .safetensors file, or of all shards in a folder: names, dtypes, shapes and places;
-    none is read yet.
+    """The tensors of a .safetensors file, or of all shards in a folder: names, dtypes, shapes and places; no
+    data is read yet.
 
     files      the shards by their file names
     shard      the file name of each tensor's shard
-    tensors    what headers say of each tensor
+    tensors    the header entry of each tensor
     index      the name of the folder's index, '' without one
     config     the folder's config.json, {} without one
-    metadata   what the headers of all shards say beside their tensors
-    described  what is said of quantisation
-    Raises OSError, and ValueError that names the file for damaged files and for an index that does not fit
+    metadata   the metadata of all shards' headers
+    described  the description of the quantisation
+    Raises OSError, and ValueError that names the file for damaged files and for an index that does not match
     its shards.
     """
 
@@ -66,21 +66,21 @@ class Checkpoint:
         return described(self.folder, self.config, self.metadata)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, mapped and read-only."""
+        """Return a tensor, mapped and read-only."""
         return self.files[self.shard[name]].read(name)
 
     def combined(self, pair: Pair) -> Scaled | np.ndarray:
-        """FP8 data with their scales (see `combine`)."""
+        """Return FP8 data with their scales (see `combine`)."""
         return combine(self.read(pair.data), self.read(pair.scale), pair.form)
 
     def pairing(self, scales: ScaleNames = None, sharing: Sharing | bool = False) -> Pairing:
-        """FP8 tensors and their scales (see `Pairer`)."""
+        """Return the FP8 tensors and their scales (see `Pairer`)."""
         pairer = Pairer(str(self.path), self.tensors, self.described, self._swizzled, self._elsewhere)
         return pairer.pairing(scales, sharing)
 
     def _swizzled(self, name: str) -> bool:
-        """Whether markers say that a tensor's E8M0 scales are stored in tiles: ComfyUI's, in a tensor or the
-        header, and torchao's."""
+        """Whether markers say that a tensor's E8M0 scales are stored in tiles: ComfyUI's (in a tensor or the
+        header), or torchao's."""
         module = module_of(plain_name(name))
         said = [self._comfy.get(module)]
         if (marker := self.tensors.get(f"{module}.comfy_quant")) and marker.dtype == "U8":
@@ -92,17 +92,17 @@ class Checkpoint:
 
     @cached_property
     def _comfy(self) -> dict[str, Any]:
-        """What ComfyUI's header says of layers."""
+        """The layers in ComfyUI's header entry."""
         return as_dict(as_dict(_json(self.metadata.get("_quantization_metadata"))).get("layers"))
 
     def _elsewhere(self) -> dict[str, str]:
-        """The tensors of the folder's other .safetensors files."""
+        """Return the tensors of the folder's other .safetensors files."""
         found = {}
         for name in _files_of(self.folder):
             if name not in self.files:
                 try:
                     found.update(dict.fromkeys(TensorFile(self.folder / name).tensors, name))
-                except (OSError, ValueError):       # it is none of this checkpoint's, and may be anything
+                except (OSError, ValueError):       # not part of this checkpoint: may be anything
                     continue
         return found
 
@@ -112,7 +112,7 @@ def is_index(name: str) -> bool:
 
 
 def _json(text: str | bytes | None) -> Any:
-    """What a marker says; None where it is no JSON."""
+    """Parse a marker; None if it is not JSON."""
     try:
         return None if text is None else json.loads(text)
     except (ValueError, RecursionError):
@@ -125,7 +125,7 @@ def _files_of(folder: Path) -> list[str]:
 
 
 def _shards(path: Path) -> list[str]:
-    """The file names of a checkpoint's shards, without an index."""
+    """Return the file names of a checkpoint's shards, without an index."""
     if not path.is_dir():
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file or folder")
@@ -136,7 +136,7 @@ def _shards(path: Path) -> list[str]:
 
 
 def _index_of(path: Path) -> str:
-    """The name of a folder's index: the usual one, or the only one; '' without any."""
+    """Return the name of a folder's index: the usual one, or the only one; '' if there is none."""
     if not path.is_dir():
         return path.name
     found = sorted(entry.name for entry in path.iterdir() if is_index(entry.name) and entry.name[0] != ".")
@@ -146,7 +146,7 @@ def _index_of(path: Path) -> str:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The shard of each tensor by an index. Shards are files of the index's own folder."""
+    """Read the shard of each tensor from an index. Shards must be in the index's own folder."""
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, Mapping):
         raise ValueError(f"{path}: expected a weight_map, the shard of each tensor")

@@ -1,5 +1,5 @@
-"""The work of a conversion in pieces: some rows of a weight, or some bytes of a tensor that stays. Pieces
-read their source, compute, and write where their result belongs, in any order and in any thread."""
+"""The work of a conversion in pieces: some rows of a weight, or some bytes of an unchanged tensor. Pieces
+read their source, compute, and write to their place in the result, in any order and in any thread."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .weights import Changes, Rows, StoredWeight
 
 __all__ = ["COPY_BYTES", "Chunk", "Compared", "Copy", "Out", "Queue", "Report", "Source", "Work", "reserve"]
 
-COPY_BYTES = 8 << 20                            # bytes that are copied at a time
-#: A piece of work on a tensor returns how many source bytes it took, and what it changed.
+COPY_BYTES = 8 << 20                            # bytes copied at a time
+#: a piece of work; returns the source bytes done and what changed
 Work = Callable[[], tuple[int, Changes]]
 
 
@@ -47,7 +47,7 @@ class Report:
 
 
 class Source:
-    """A weight that is read a chunk of rows at a time."""
+    """A weight that is read in chunks of rows."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, pair: Pair | None, like: Any) -> None:
         tensor = checkpoint.tensors[name]
@@ -65,16 +65,16 @@ class Source:
 
     @property
     def unit(self) -> int:
-        """Chunks begin at multiples of so many rows: no block is divided."""
+        """Chunks begin at multiples of this many rows, so that no block is divided."""
         block = self._whole.block if self._whole else None
         return (block[0] or 1) if block else 1
 
     def keeps_scale(self, dtype: np.dtype[Any]) -> bool:
-        """Whether data of this dtype with one scale are these data as they are."""
+        """Whether data of this dtype with one scale are the source's data unchanged."""
         return self._whole is not None and self._whole.block is None and self.dtype == dtype
 
     def rows(self, rows: Rows) -> Any:
-        """A chunk's values, or data with their scales, where they are worked on."""
+        """Return a chunk's values, or data with their scales, on the device that computes."""
         height, width = self.shape[-2:]
         start = (rows.matrix * height + rows.start) * width * self.dtype.itemsize
         count = (rows.stop - rows.start) * width * self.dtype.itemsize
@@ -98,7 +98,7 @@ class Source:
 
 
 class Out:
-    """A file whose header is known: bytes of tensors are written where they belong, by any thread."""
+    """A file whose header is known: any thread writes bytes of tensors to their places."""
 
     def __init__(self, descriptor: int, header: bytes, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
                  ) -> None:
@@ -109,7 +109,7 @@ class Out:
         self.size = end
 
     def put(self, name: str, at: int, a: np.ndarray) -> None:
-        """Write bytes of a tensor. at: from its beginning."""
+        """Write bytes of a tensor. at: offset within the tensor."""
         left = np.ascontiguousarray(a).reshape(-1).view(np.uint8).data
         position = self._start[name] + at
         while left:
@@ -118,7 +118,7 @@ class Out:
 
 
 class Compared:
-    """A file that is there already: bytes are compared instead of written."""
+    """An existing file, with whose bytes the result is compared instead of being written."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file = file
@@ -131,7 +131,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Copy:
-    """Some bytes of a tensor that stays as it is."""
+    """Some bytes of an unchanged tensor."""
 
     checkpoint: Checkpoint
     name: str
@@ -147,7 +147,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a weight that is converted. target: its name in the result."""
+    """Some rows of a converted weight. target: its name in the result."""
 
     source: Source
     rows: Rows
@@ -173,7 +173,7 @@ class Chunk:
 
 
 class Queue:
-    """Work in a pool, no more than a few pieces at a time, so that memory stays bounded."""
+    """Work in a pool, a few pieces at a time, so that memory stays bounded."""
 
     def __init__(self, pool: ThreadPoolExecutor, most: int) -> None:
         self._pool, self._most = pool, most
@@ -202,11 +202,11 @@ class Queue:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Takes the disk space of the whole file at once, so that a full disk is found before any work is
+    """Allocate the disk space of the whole file at once, so that a full disk is found before any work is
     done."""
     try:
         os.posix_fallocate(descriptor, 0, size)
-    except AttributeError:                                  # This system has no such call.
+    except AttributeError:                                  # a system without this call
         os.truncate(descriptor, size)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):

@@ -1,4 +1,4 @@
-"""One conversion at a time in a place: those with the same settings work side by side, any other is
+"""One conversion at a time in a place: processes with the same settings work together, any other is
 refused."""
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ __all__ = ["claimed"]
 _fcntl: ModuleType | None
 try:
     import fcntl as _fcntl
-except ImportError:             # not a POSIX system: what is there already is all that is checked
+except ImportError:             # not a POSIX system: only existing files are checked
     _fcntl = None
-_TRIES, _SECONDS = 100, 0.01    # for the moment in which another process makes or removes the claim
+_TRIES, _SECONDS = 100, 0.01    # retries while another process makes or removes the claim
 _NAME = "convert.partial"
 
 
 @contextmanager
 def claimed(place: Path, what: str) -> Iterator[Callable[[], None]]:
-    """Work in a folder, or on one file, as long as the block lasts.
+    """Hold the claim to a folder, or to one file, while the block runs.
 
     what : a fingerprint of all that decides what is written.
-    Gives a function to call before a file gets its name: ValueError if the claim is lost.
-    A hidden file beside the results holds the fingerprint, shared by processes that have the same, and goes
-    with the last of them; one that a killed process left behind is taken over. ValueError if another
-    conversion is at work.
+    Yields a function to call before a file gets its name: ValueError if the claim is lost.
+    A hidden file beside the results holds the fingerprint. Processes with the same fingerprint share it, and
+    the last one removes it; a killed process's file is taken over. ValueError if another conversion is at
+    work.
     """
     path = place / f".{_NAME}" if place.is_dir() else place.with_name(f".{place.name[:80]}.{_NAME}")
     if _fcntl is None:
@@ -45,13 +45,14 @@ def claimed(place: Path, what: str) -> Iterator[Callable[[], None]]:
         yield check
     finally:
         if _locked(descriptor, _fcntl.LOCK_EX, _fcntl) and _is_at(path, descriptor):
-            # Nobody else is at work.
+            # no other process is at work
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _taken(path: Path, what: str, fcntl: ModuleType) -> int:
-    """The claim, open, with a lock that processes with the same fingerprint share. Who writes it is alone."""
+    """Open the claim with a lock that processes with the same fingerprint share. It is written under an
+    exclusive lock."""
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -78,12 +79,12 @@ def _content(descriptor: int) -> str:
 
 
 def _locked(descriptor: int, kind: int, fcntl: ModuleType) -> bool:
-    """Whether the process holds this lock now, instead of one that it had."""
+    """Whether the process now holds this lock, in place of an earlier one."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:             # a file system without locks: the claim's text is all that is checked
+    except OSError:             # a file system without locks: only the claim's text is checked
         return True
     return True
 

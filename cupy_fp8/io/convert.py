@@ -1,8 +1,7 @@
-"""Checkpoints converted from one format of weights to another, shard by shard, with bounded memory.
+"""Converts checkpoints from one weight format to another, shard by shard, with bounded memory.
 
-Every shard of the result is written under a name of its own and renamed once it is on the disk, so that a
-conversion that is killed goes on with the shards that are missing. Workers read, compute and write chunks of
-rows at the same time.
+Every shard of the result is written under a temporary name and renamed once it is on disk, so that a killed
+conversion continues with the missing shards. Workers read, compute and write chunks of rows in parallel.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from .written_config import without_description
 
 __all__ = ["Conversion", "Settings"]
 
-_KEY = "cupy_fp8_convert"                       # the key of metadata that all shards of conversions have
+_KEY = "cupy_fp8_convert"                       # the metadata key of all converted shards
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
 
 
 class Conversion:
-    """A checkpoint on its way to another folder or file. Use it in a `with`, which claims the place.
+    """A conversion of a checkpoint into another folder or file. Use it in a `with`, which claims the place.
 
     source       a .safetensors file or a folder of them
-    destination  a folder, or the name of a .safetensors file where the source is one file
+    destination  a folder, or the name of a .safetensors file if the source is one file
     part         (i, n): only every n-th shard, from the i-th on (i from 1 to n)
     like         where values are computed: 'numpy' or 'cupy'
     workers      threads that read, compute and write
@@ -92,8 +91,8 @@ class Conversion:
 
     # ---- a shard ----
     def convert(self, shard: str, progress: Callable[[int], None]) -> list[Report] | None:
-        """Write a shard of the result; None where it is there already. progress: told of every number of
-        source bytes done, which add up to `nbytes` of the shard."""
+        """Write a shard of the result; None if it exists already. progress: called with numbers of source
+        bytes done, which add up to `nbytes` of the shard."""
         target = self.folder / self.names[shard]
         if target.exists():
             self._check_ours(shard, target)
@@ -109,15 +108,16 @@ class Conversion:
             return self._fill(shard, out, progress, self._like)
 
     def _check_ours(self, shard: str, target: Path) -> None:
-        """ValueError unless the place is this conversion's, and what has the shard's name too."""
+        """Raise ValueError unless the place belongs to this conversion, and so does any file of the shard's
+        name."""
         self._check_claim()
         if target.exists() and self._fingerprint(shard) != _fingerprint_of(target):
             raise ValueError(f"{target}: is there already, and not of this conversion; delete it or choose "
                              "another place")
 
     def compare(self, shard: str, progress: Callable[[int], None], like: Any = None) -> list[Report]:
-        """Make a shard of the result again and compare every byte with what is there. ValueError names the
-        first tensor that differs. like: NumPy or CuPy, which computes; None: as `convert` did."""
+        """Make a shard of the result again and compare every byte with the existing one. ValueError names the
+        first tensor that differs. like: NumPy or CuPy, which computes; None: as for `convert`."""
         written = Compared(TensorFile(self.folder / self.names[shard]))
         return self._fill(shard, written, progress, self._like if like is None else like)
 
@@ -126,12 +126,12 @@ class Conversion:
         return [tensors[name] for name in self.checkpoint.files[shard].tensors if name in tensors]
 
     def nbytes(self, shard: str) -> int:
-        """Bytes of the source that a shard of the result is made of."""
+        """Return the source bytes that a shard of the result is made from."""
         names = [name for one in self.planned(shard) for name in one.sources]
         return sum(self.checkpoint.tensors[name].nbytes for name in names)
 
     def written(self, shard: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors of a shard of the result, by name: dtype and shape."""
+        """Return the tensors of a shard of the result by name: dtype and shape."""
         return written_tensors(self.planned(shard), self.checkpoint)
 
     @property
@@ -151,15 +151,15 @@ class Conversion:
                 reports.append(report)
                 for work in self._works(one, out, pool, like):
                     queue.put(work, report, progress)
-                if one.pair and one.stored:             # scales are read at once, before the first chunk
+                if one.pair and one.stored:             # all scales are read before the first chunk
                     progress(self.checkpoint.tensors[one.pair.scale].nbytes)
             queue.drain()
         return reports
 
     def _works(self, one: Planned, out: Out | Compared, pool: ThreadPoolExecutor,
                like: Any) -> Iterator[Work]:
-        """The chunks of a tensor, and of its scales: what each does when it is called. like: NumPy or CuPy,
-        which computes."""
+        """Yield the chunks of a tensor and of its scales as callables. like: NumPy or CuPy, which
+        computes."""
         if one.stored is None:
             for name in one.sources:
                 for start in range(0, self.checkpoint.tensors[name].nbytes, COPY_BYTES):
@@ -187,10 +187,10 @@ class Conversion:
             return "as it is"
         return self.settings.recipe if one.stored.scale else "bf16"
 
-    # ---- what a shard is known by ----
+    # ---- fingerprints of shards ----
     def _fingerprint(self, shard: str) -> str:
-        """A hash of the settings, of what headers say of the tensors that go into a shard, and of what
-        becomes of each."""
+        """Return a hash of the settings, of the header entries of the tensors that go into a shard, and of
+        what becomes of each."""
         s = self.settings
         about = [[one.target, one.why, one.stored and str(one.stored),
                   [(name, *self.checkpoint.tensors[name][:2]) for name in one.sources],
@@ -206,10 +206,10 @@ class Conversion:
             found["quantization_config"] = json.dumps(config)
         return found
 
-    # ---- what goes with the shards ----
+    # ---- the other files ----
     def finish(self) -> bool:
-        """Write the index, config.json and whatever else a folder of this kind has, once all shards of all
-        parts are there: whether they are."""
+        """Write the index, config.json and the other files of such a folder, once all shards of all parts
+        exist; return whether they do."""
         for shard, name in self.names.items():
             target = self.folder / name
             if not target.exists() or _fingerprint_of(target) != self._fingerprint(shard):
@@ -235,7 +235,7 @@ class Conversion:
         return True
 
     def _config(self) -> dict[str, Any] | None:
-        """The result's config.json; None without one."""
+        """Return the result's config.json; None without one."""
         config, found = without_description(self.checkpoint.config), self.plan.quantization_config
         key = self.plan.source.key if self.plan.keeps_description else "quantization_config"
         if found and key:
@@ -243,28 +243,28 @@ class Conversion:
         return config if (self.checkpoint.folder / "config.json").is_file() else None
 
     def _written_beside(self) -> set[str]:
-        """The names of the files that go with the shards."""
+        """Return the names of the files written beside the shards."""
         small = {path.name for path in self._small_files() if self._after(path) != {}}
         return small | {self._index} | ({"config.json"} if self._config() is not None else set())
 
     @property
     def _index(self) -> str:
-        """The name of the index that the result has; '' for a file without one."""
+        """The name of the result's index; '' for a single file."""
         return self.checkpoint.index or (INDEX if len(self.names) > 1 else "")
 
     def _small_files(self) -> list[Path]:
-        """The files of the source's folder that go with its weights."""
+        """Return the files of the source's folder that are copied with its weights."""
         return [path for path in sorted(self.checkpoint.folder.iterdir())
                 if path.suffix in _COPIED and path.is_file() and path.name != "config.json"
                 and not is_index(path.name)]
 
     def _after(self, path: Path) -> dict[str, Any] | None:
-        """What a small file says of the result; {}: it has nothing to say; None: what it said before."""
+        """Return the new content of a small file; {}: nothing is left of it; None: unchanged."""
         if path.suffix != ".json":
             return None
         try:
             before = read_json(path)
-        except ValueError:                  # no JSON object: not what describes weights
+        except ValueError:                  # not a JSON object, so it does not describe weights
             return None
         converted = self.plan.converted if self.plan.keeps_description else None
         after = small_file(path.name, before, converted)
@@ -272,7 +272,7 @@ class Conversion:
 
     @property
     def rewritten(self) -> dict[str, str]:
-        """The small files that change or go, by name: what becomes of them."""
+        """The small files that change or are dropped, by name, and what becomes of them."""
         found = {} if self._single else {path.name: self._after(path) for path in self._small_files()}
         return {name: "rewritten" if after else "removed" for name, after in found.items()
                 if after is not None}

@@ -1,5 +1,5 @@
-"""The tensors of a file of any kind, one at a time, as values that can be quantised; what cannot be quantised
-comes with the reason."""
+"""The tensors of a file of any kind, one at a time, as values that can be quantised, or with the reason why
+they cannot."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MAGIC = b"\x93NUMPY"
 
 
 class Found(NamedTuple):
-    """A tensor of a file. values: bfloat16, float16 or float32 of two or three dimensions, or None.
-    what: its dtype in the file, and what shares a scale; why it is left out where values is None."""
+    """A tensor of a file. values: bfloat16, float16 or float32 of two or three dimensions, or None. what: its
+    dtype in the file, and what shares a scale; if values is None the reason."""
 
     name: str
     values: np.ndarray | None
@@ -39,8 +39,8 @@ class Found(NamedTuple):
 
 
 def tensors(path: PathLike) -> Iterator[Found]:
-    """Everything in a .npy, .npz or .safetensors file or a folder of shards. FP8 data are the float32 values
-    that they and their scales stand for. Raises, when called: OSError, ValueError (suffix, damaged file)."""
+    """Yield everything in a .npy, .npz or .safetensors file or a folder of shards. FP8 data become the
+    float32 values of data and scales. Raises, when called: OSError, ValueError (suffix, damaged file)."""
     check_path(path)
     path = Path(path)
     readers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
@@ -98,7 +98,7 @@ def _safetensors(path: Path) -> Iterator[Found]:
 
 
 def _of(checkpoint: Checkpoint, pairing: Pairing, name: str) -> Iterator[Found]:
-    """A tensor with its scales; one that cannot be read leaves the others readable."""
+    """Yield a tensor with its scales; an unreadable one does not stop the others."""
     dtype = checkpoint.tensors[name].dtype
     if dtype not in DTYPES:
         yield Found(name, None, f"{dtype}, a type that NumPy does not have")
@@ -112,7 +112,7 @@ def _of(checkpoint: Checkpoint, pairing: Pairing, name: str) -> Iterator[Found]:
 
 
 def _found(name: str, value: Any) -> Iterator[Found]:
-    """What a value of a file holds: containers are opened."""
+    """Yield a value of a file; containers are opened."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _found(f"{name}.{key}", inner)
@@ -126,7 +126,7 @@ def _found(name: str, value: Any) -> Iterator[Found]:
 
 
 def _why_not(name: str, value: Any) -> str:
-    """Why a value is not quantised; '' if it can be."""
+    """Return why a value is not quantised; '' if it can be."""
     if not isinstance(value, (np.ndarray, Scaled, Quantized)):
         return f"{type(value).__name__}, not an array"
     dtype, dimensions = value.dtype, len(value.shape)
@@ -144,7 +144,7 @@ def _why_not(name: str, value: Any) -> str:
 
 
 def _values(value: Any) -> tuple[np.ndarray, str]:
-    """(values, what they were)."""
+    """Return (values, a text of what they were)."""
     if isinstance(value, Quantized):
         value = value._any
     if isinstance(value, Scaled):

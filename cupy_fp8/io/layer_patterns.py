@@ -1,4 +1,4 @@
-"""Lists of layers, as configurations write them: names, patterns with *, and regular expressions."""
+"""Lists of layers as written in configurations: names, patterns with *, and regular expressions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 __all__ = ["LayerPatterns", "check_regex", "matches"]
 
-_MOST_REPEATS = 4           # of .* in one regular expression, so that none takes long
+_MOST_REPEATS = 4           # most .* in one regular expression, to bound its run time
 
 
 class LayerPatterns:
-    """A list of which a module is asked for: 're:' begins a regular expression, * is any text, and anything
-    else is a run of whole parts of the module's name. Names are found without a search through the list."""
+    """A list of layers to match modules against: an entry with 're:' is a regular expression, * is any text,
+    and anything else is a sequence of whole parts of the module's name. Names are found by look-up."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         patterns = [pattern.removesuffix(".weight") for pattern in patterns if pattern]
@@ -22,7 +22,7 @@ class LayerPatterns:
         self._longest = max((name.count(".") + 1 for name in self._names), default=0)
 
     def match(self, module: str) -> str:
-        """The entry that means a module, or ''."""
+        """Return the entry that matches a module, or ''."""
         parts = module.split(".")
         for length in range(min(self._longest, len(parts)), 0, -1):
             for start in range(len(parts) - length + 1):
@@ -32,7 +32,7 @@ class LayerPatterns:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether one entry means a module."""
+    """Whether one entry matches a module."""
     return bool(LayerPatterns([pattern]).match(module))
 
 
@@ -47,8 +47,8 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def check_regex(pattern: str, where: str) -> None:
-    """ValueError unless a regular expression is valid and takes no long time: no group is repeated, and few
-    repeats stand beside each other."""
+    """Raise ValueError unless a regular expression is valid and fast: no repeated group, and few repeats
+    beside each other."""
     text = pattern[3:]
     if not pattern.startswith("re:"):
         return

@@ -1,5 +1,5 @@
-"""What a converted checkpoint must not keep of the old form: scales of activations, markers, and what headers
-and small files say."""
+"""What a converted checkpoint must drop from the old form: scales of activations, markers, and entries of
+headers and small files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .written_config import adapted, without_description
 
 __all__ = ["check_no_strangers", "left_over_tensors", "metadata_without", "small_file"]
 
-#: How names of scales of activations end, after a module or after the name of its weight.
+#: Suffixes of names of activation scales, after a module's name or its weight's.
 _ACTIVATIONS = ("input_scale", "activation_scale", "act_scale", "scale_input", "scale_act", "qscale_act",
                 "input_scale_ub", "activation_scaling_factor", "input_scale_inv", "in_scale", "input_amax",
                 "input_offset", "input_zero_point", "input_global_scale", "input_quantizer._amax",
                 "output_quantizer._amax")
-#: What else modules of FP8 weights have.
+#: Other tensors in modules of FP8 weights.
 _OF_WEIGHTS = ("weight_quantizer._amax", "weight_amax", "weight_shape", "weight_offset", "weight_zero_point",
                "weight_scale_2", "deq_scale")
 _OF_QUANTO = ("input_scale", "output_scale")
@@ -33,8 +33,8 @@ _DESCRIPTIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.j
 
 def left_over_tensors(tensors: Mapping[str, Tensor], pairing: Pairing, is_converted: Callable[[str], bool]
                       ) -> dict[str, str]:
-    """The tensors that have no meaning once the weights beside them are converted, and what they are.
-    is_converted: whether an FP8 tensor gets another form."""
+    """Return the tensors that lose their meaning once the weights beside them are converted, and what they
+    are. is_converted: whether an FP8 tensor changes its form."""
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
         converted = name in pairing.pairs or name in pairing.bare
@@ -60,7 +60,7 @@ def left_over_tensors(tensors: Mapping[str, Tensor], pairing: Pairing, is_conver
 
 
 def metadata_without(metadata: Mapping[str, str], modules: set[str]) -> dict[str, str]:
-    """A header's metadata without what ComfyUI and torchao say there of weights that are converted."""
+    """Return a header's metadata without ComfyUI's and torchao's entries for converted weights."""
     found = {key: text for key, text in metadata.items() if key != "quantization_config"}
     comfy = as_dict(_json(found.get("_quantization_metadata")))
     if isinstance(comfy.get("layers"), dict):
@@ -88,8 +88,8 @@ def _json(text: str | None) -> Any:
 
 
 def small_file(name: str, content: Mapping[str, Any], converted: set[str] | None) -> dict[str, Any] | None:
-    """What becomes of a JSON file that describes quantisation; None: it goes. converted: the modules that are
-    in 16 bits now, where the source's description still holds for the others; None: where it does not."""
+    """Return the new content of a JSON file that describes quantisation; None: it is dropped. converted: the
+    modules now in 16 bits, if the source's description still holds for the others; None: if it does not."""
     inner = as_dict(content.get("quantization"))
     describes = name in _DESCRIPTIONS
     if not describes and not (name == "params.json" and inner):
@@ -101,7 +101,7 @@ def small_file(name: str, content: Mapping[str, Any], converted: set[str] | None
 
 
 def check_no_strangers(folder: Path, written: Container[str]) -> None:
-    """ValueError if a folder has weights, an index or descriptions that are not among the files to be
+    """Raise ValueError if a folder has weights, an index or descriptions that are not among the files to be
     written: readers would take them for parts of the result."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         name = path.name
@@ -112,7 +112,7 @@ def check_no_strangers(folder: Path, written: Container[str]) -> None:
 
 
 def _describes(path: Path) -> bool:
-    """Whether a config.json or params.json tells of quantisation."""
+    """Whether a config.json or params.json describes quantisation."""
     if path.name not in ("config.json", "params.json"):
         return False
     found = read_json(path)

@@ -1,4 +1,4 @@
-"""`load_safetensors`: checkpoints as arrays, and FP8 tensors with their scales as `Scaled`."""
+"""`load_safetensors`: reads checkpoints as arrays, and FP8 tensors with their scales as `Scaled`."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from .summary import Loaded
 
 __all__ = ["check_no_odd", "load_safetensors", "placed", "scale_names_of", "sharing_of", "shortened"]
 
-_LARGEST = 2**31                # of a block's extents: more than any tensor has
-_MOST_NAMES = 8                 # in a message before names are shortened
+_LARGEST = 2**31                # largest extent of a block: more than any tensor has
+_MOST_NAMES = 8                 # names listed in full in a message
 
 
 def load_safetensors(path: PathLike, *, names: str | Iterable[str] | None = None, like: Any = None,
                      block: Any = None, scales: ScaleNames = None, raw: bool = False) -> dict[str, Any]:
-    """Read a checkpoint: a dict of arrays, and of a `Scaled` for each FP8 tensor, whose repr is a summary.
+    """Read a checkpoint into a dict of arrays, with a `Scaled` for each FP8 tensor; its repr is a summary.
 
     path : a .safetensors file, a folder of them, with or without an index, or an index.
     names : the tensors wanted, a name or pattern ('model.layers.0.*') or several; None: all.
-    like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. NumPy arrays are mapped, not
-        read, and read-only; CuPy arrays are copied to the GPU one tensor at a time. Default NumPy.
+    like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. NumPy arrays are memory-mapped,
+        and read-only; CuPy arrays are copied to the GPU one tensor at a time. Default NumPy.
     block : (rows, columns) that share a scale, None for all of them: for every FP8 tensor, or a dict of these
-        by name or pattern. Default: what dtypes, shapes and the checkpoint's configuration say.
-    scales : where scales have names that are not known, a dict of these by the data's, in both of which each
-        * is the same text: ``{"*.weight": "*.my_scale"}``; None instead of a name: the codes are the values.
-        'none': they are wherever no scales are found.
-    raw : every tensor as it is stored, scales as tensors of their own.
+        by name or pattern. Default: as dtypes, shapes and the checkpoint's configuration tell.
+    scales : for scales with unknown names, a dict from the names of data to those of scales, in which each *
+        stands for the same text: ``{"*.weight": "*.my_scale"}``; None instead of a name: the codes are the
+        values. 'none': they are wherever no scales are found.
+    raw : return every tensor as stored, scales as tensors of their own.
 
     Every dtype of the format that NumPy and ml_dtypes have is read: F8_E4M3, F8_E5M2, F8_E8M0, BF16, F16,
     F32, F64, integers, bool. value = data * scale, whatever the scales are called, and a Scaled has the name
-    of its data. Scales are one for the tensor, each matrix, row or column, or for blocks of any size, where
-    the configuration or `block` tells it; f32, bf16, f16, E8M0, or E8M0 stored as U8. FNUZ data, and blocks
-    that no Scaled can have, come as their float32 values; packed data (FP4, INT4) as they are stored, F4
-    and F6 as uint8 rows.
+    of its data. Scales are one for the tensor, each matrix, row or column, or for blocks of any size given by
+    the configuration or `block`; f32, bf16, f16, E8M0, or E8M0 stored as U8. FNUZ data, and blocks that no
+    Scaled can have, are returned as their float32 values; packed data (FP4, INT4) as stored, F4 and F6 as
+    uint8 rows.
 
-    Raises OSError, ValueError (damaged files, names that are not there, and FP8 tensors among those wanted
-    whose scales are missing or fit no reading or several: one error names all), TypeError, DeviceError.
-    Source: the safetensors format; docs/files.md lists whose names of scales are known.
+    Raises OSError, ValueError (damaged files, unknown names, and FP8 tensors among those wanted whose scales
+    are missing or can be read in no way or in several: one error names all), TypeError, DeviceError.
+    Source: the safetensors format; docs/files.md lists the known names of scales.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
@@ -83,7 +83,7 @@ def load_safetensors(path: PathLike, *, names: str | Iterable[str] | None = None
 
 
 def placed(value: Any, like: Any) -> Any:
-    """An array or a compact `Scaled` of NumPy arrays, where it is wanted."""
+    """Return an array or a compact `Scaled` of NumPy arrays, on the device wanted."""
     if not isinstance(value, Scaled):
         return asarray(value, like=like)
     return Scaled(asarray(value.data, like=like), asarray(value.scale_inv, like=like), value.shape, False,
@@ -91,7 +91,7 @@ def placed(value: Any, like: Any) -> Any:
 
 
 def check_no_odd(checkpoint: Checkpoint, pairing: Pairing, wanted: Iterable[str], otherwise: str) -> None:
-    """ValueError that names all tensors among these that cannot be read. otherwise: what else to do."""
+    """Raise ValueError naming all tensors among these that cannot be read. otherwise: what else to do."""
     kinds: dict[str, list[str]] = {}
     for name in wanted:
         if reason := pairing.odd.get(name):
@@ -107,7 +107,7 @@ def check_no_odd(checkpoint: Checkpoint, pairing: Pairing, wanted: Iterable[str]
 
 
 def shortened(names: Sequence[str]) -> str:
-    """All these names; many that differ only in numbers as one pattern, with how many it means."""
+    """List all these names; many that differ only in numbers as one pattern with their count."""
     if len(names) <= _MOST_NAMES:
         return ", ".join(names)
     patterns = Counter(re.sub(r"\d+", "*", name) for name in names)
@@ -115,7 +115,7 @@ def shortened(names: Sequence[str]) -> str:
 
 
 def scale_names_of(scales: Any) -> ScaleNames:
-    """The caller's word on names of scales, checked."""
+    """Return the caller's names of scales, checked."""
     if scales is None or (isinstance(scales, str) and scales == NONE):
         return scales
     if isinstance(scales, str):
@@ -131,14 +131,14 @@ def scale_names_of(scales: Any) -> ScaleNames:
 
 
 def sharing_of(block: Any) -> Sharing | bool:
-    """The caller's word on what shares a scale, as tuples; False where there is none."""
+    """Return what the caller says shares a scale, as tuples; False if nothing."""
     if isinstance(block, Mapping):
         return {name: _share(one, f"block[{shown(name)}]") for name, one in block.items()}
     return False if block is None else _share(block, "block")
 
 
 def _share(block: Any, name: str) -> tuple[int | None, int | None]:
-    """Any two sizes, of which the blocks of a Scaled are some."""
+    """Return a checked pair of sizes; any are allowed, not only blocks of a Scaled."""
     found = as_block(block)
     if isinstance(found, tuple) and len(found) == 2 and all(
             n is None or (type(n) is int and n > 0) for n in found):
@@ -148,7 +148,7 @@ def _share(block: Any, name: str) -> tuple[int | None, int | None]:
 
 
 def _wanted(checkpoint: Checkpoint, names: Any, pairing: Pairing) -> list[str]:
-    """The tensors that the caller asks for, in the order of the checkpoint."""
+    """Return the tensors that the caller asks for, in the order of the checkpoint."""
     if names is None:
         return list(checkpoint.tensors)
     if isinstance(names, str):

@@ -1,5 +1,5 @@
-"""Which scales belong to an FP8 tensor of a checkpoint. Names say where to look, dtypes and shapes what is
-there; an FP8 tensor whose scales are not found is odd, and never taken as it is."""
+"""Finds the scales of a checkpoint's FP8 tensors: candidates by name, checked by dtype and shape. An FP8
+tensor whose scales are not found is odd, and never read unscaled."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .scale_forms import SCALES, Form, Share, form_of, share_text, shares_that_f
 __all__ = ["FP8_NAMES", "NONE", "Pair", "Pairer", "Pairing", "ScaleNames", "Sharing", "is_marker",
            "near", "packed_module", "plain_name", "scale_names"]
 
-#: Only data of these dtypes can have scales. FNUZ types have other values and no NaN pattern.
+#: Dtypes of data that can have scales. FNUZ types have other values and no NaN pattern.
 FP8_NAMES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-#: How names of data and of scales end, by who writes them.
+#: Suffixes of names of data and of their scales, by origin.
 FORMS = (
     ("", "_scale_inv"),                             # DeepSeek-V3
     ("", "_scale"),                                 # compressed-tensors, ModelOpt, FBGEMM, Quark
@@ -33,30 +33,31 @@ FORMS = (
     ("_qdata", "_scale"), (":qdata", ":scale"),     # torchao
     ("._data", "._scale"),                          # optimum-quanto
 )
-#: How names of packed integers (FP4, INT4, INT8) and of what belongs to them end. They are not read.
+#: Suffixes of names of packed integers (FP4, INT4, INT8) and of the tensors that belong to them. These are
+#: not read.
 _PACKED = (*FORMS, ("_packed", "_scale"), ("_blocks", "_scales"), (".weight", ".scales"),
            (".qweight", ".scales"), (".weight", ".weight_scale_2"), (".weight", ".weight.absmax"))
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32", "F4", "F6_E2M3", "F6_E3M2")
-#: What packed weights are called in a module of their own.
+#: Names of packed weights in a module of their own.
 _PACKED_LAST = ("weight", "weight_packed", "qweight", "W_q", "codes", "B", "Wq_packed")
-#: The user's word for data whose codes are the values.
+#: the user's value for data whose codes are the values
 NONE = "none"
-#: Where scales are, by the caller's word: 'none', or patterns of names (None: these have no scales).
+#: Where scales are, as given by the caller: 'none', or patterns of names (None: these have no scales).
 ScaleNames = str | Mapping[str, str | None] | None
-#: What shares a scale, by the caller's word: for all tensors, or by name or pattern.
+#: What shares a scale, as given by the caller: for all tensors, or by name or pattern.
 Sharing = Share | Mapping[str, Share]
 _MOST_CANDIDATES = 4
-#: What tensors beside data with scales are called that change the values too, if they are not 0 or 1.
+#: Suffixes of other tensors beside data with scales that change the values, unless they are 0 or 1.
 _ZERO_POINT = "_zero_point"
 _UNREAD = (_ZERO_POINT, "_offset", "_scale_2")
-#: Words of which names of scales have one, and of which those of weights have none.
+#: Words that occur in names of scales, but not in names of weights.
 _WORDS_OF_SCALES = re.compile(r"scal|scl|factor|inv(_|$)|(^|_)s$")
 _OTHER_WORDS = frozenset(("input", "output", "act", "activation", "activations", "zero", "bias", "norm", "k",
                           "v"))
 
 
 class Pair(NamedTuple):
-    """An FP8 tensor, its scales, and what shares one of them."""
+    """An FP8 tensor, its scales, and how these are shared."""
 
     data: str
     scale: str
@@ -68,9 +69,9 @@ class Pairing:
     """The FP8 tensors of a checkpoint.
 
     pairs    those with scales, by the names of their data
-    bare     those whose codes are the values, by the caller's word, and markers
-    odd      why the others cannot be read, by name
-    packed   tensors of forms that are not read (FP4, INT4, …) and of what belongs to them: the name of the
+    bare     those whose codes are the values (as given by the caller), and markers
+    odd      those that cannot be read: the reason by name
+    packed   tensors in forms that are not read (FP4, INT4, …) and those that belong to them: the name of the
              data
     beside   tensors that may be the scales of odd ones
     """
@@ -83,7 +84,7 @@ class Pairing:
 
     @cached_property
     def scales(self) -> dict[str, str]:
-        """The name of the data of each tensor of scales."""
+        """The data's name for each tensor of scales."""
         return {pair.scale: pair.data for pair in self.pairs.values()}
 
 
@@ -91,10 +92,10 @@ class Pairer:
     """Finds the scales of a checkpoint's FP8 tensors.
 
     path       of the checkpoint, for messages
-    tensors    what headers say
-    described  what the checkpoint's configuration says
-    swizzled   whether a tensor's scales are stored in tiles, by markers of the checkpoint
-    elsewhere  tensors of files that the checkpoint leaves out: name, and file
+    tensors    entries of the headers
+    described  the checkpoint's description of its quantisation
+    swizzled   whether markers say that a tensor's scales are stored in tiles
+    elsewhere  tensors of files that do not belong to the checkpoint: name, and file
     """
 
     def __init__(self, path: str, tensors: Mapping[str, Tensor], described: Described,
@@ -103,8 +104,8 @@ class Pairer:
         self._swizzled, self._read_elsewhere = swizzled, elsewhere
 
     def pairing(self, given: ScaleNames = None, sharing: Sharing | bool = False) -> Pairing:
-        """given, sharing: the caller's word on names of scales, and on what shares one; False: none.
-        ValueError where a pattern of either means no tensor."""
+        """given, sharing: the caller's names of scales, and what shares one; False: not given. ValueError
+        where a pattern of either matches no tensor."""
         found = Pairing(packed=dict(self._packed()))
         fp8 = [name for name, tensor in self.tensors.items() if tensor.dtype in FP8_NAMES
                and name not in found.packed and not name.endswith(_ZERO_POINT)]
@@ -129,7 +130,7 @@ class Pairer:
         return found
 
     def _shares(self, sharing: Sharing | bool, fp8: list[str]) -> dict[str, Share]:
-        """What shares a scale, by the caller's word, for the tensors that it speaks of."""
+        """Return what shares a scale as given by the caller, for the tensors that it covers."""
         if isinstance(sharing, bool):
             return {}
         if not isinstance(sharing, Mapping):
@@ -145,7 +146,7 @@ class Pairer:
         return found
 
     def _pair(self, name: str, given: str | None, share: Share | bool) -> Pair | None:
-        """A tensor's scales. ValueError for several, and for those that cannot be read."""
+        """Return a tensor with its scales. ValueError for several, and for unreadable ones."""
         around = [given] if given is not None else self._known(name)
         if len(around) > 1:
             fitting = [one for one in around if self._fits(name, one)]
@@ -160,7 +161,7 @@ class Pairer:
         return Pair(name, around[0], self._form(name, around[0], share)) if around else None
 
     def _known(self, name: str) -> list[str]:
-        """The tensors that a tensor's scales are by their names, or by the configuration's word."""
+        """Return a tensor's scales by their names, or by the configuration."""
         found = [one for one in scale_names(name) if one in self.tensors]
         said = self.described.scales(module_of(plain_name(name)))
         return found or ([said] if said is not None and said in self.tensors else [])
@@ -183,7 +184,7 @@ class Pairer:
         return True
 
     def _lost(self, name: str) -> str:
-        """What to say of FP8 data without scales."""
+        """Return the message for FP8 data without scales."""
         near = [one for one in self._candidates(name) if self._fits(name, one)][:_MOST_CANDIDATES]
         text = f"{name}: no scales are known for these FP8 codes"
         if near:
@@ -197,8 +198,8 @@ class Pairer:
         return f"{text} scales={NONE!r} (convert: --scales {NONE}) if the codes are the values"
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Tensors that may be a tensor's scales: of the same module, of a dtype that scales have, and no
-        tensor's known scales."""
+        """Yield tensors that may be a tensor's scales: of the same module, of a dtype that scales have, and
+        not known as the scales of another tensor."""
         for other in (*self._of_module.get(name.rpartition(".")[0], ()), *self._of_module.get(name, ())):
             if other != name and self.tensors[other].dtype in SCALES and _may_be_scales(other):
                 yield other
@@ -216,7 +217,7 @@ class Pairer:
         return self._read_elsewhere()
 
     def _packed(self) -> Iterator[tuple[str, str]]:
-        """Tensors that belong to packed data, with the name of the data."""
+        """Yield tensors that belong to packed data, with the name of the data."""
         for name, tensor in self.tensors.items():
             if tensor.dtype not in _PACKED_DTYPES or len(tensor.shape) < 2 or name.endswith(".comfy_quant"):
                 continue
@@ -226,7 +227,8 @@ class Pairer:
                 yield from ((one, name) for one in (name, *beside, *self._of_packed(name)))
 
     def _of_packed(self, name: str) -> Iterator[str]:
-        """What else belongs to packed data: all of its module but the bias, or what has its name and more."""
+        """Yield the tensors that belong to packed data: all of its module but the bias, or those whose names
+        extend its own."""
         module, _, last = name.rpartition(".")
         if module and last in _PACKED_LAST:
             yield from (one for one in self._of_module[module] if not one.endswith("bias"))
@@ -237,13 +239,13 @@ class Pairer:
 
 
 def near(name: Any, known: Iterable[str]) -> str:
-    """The end of a message that suggests a name that is there."""
+    """Return the end of a message that suggests a similar name."""
     found = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def plain_name(name: str) -> str:
-    """What a tensor is called where nothing is quantised: torchao and optimum-quanto call its data otherwise.
+    """Return the unquantised name of a tensor: torchao and optimum-quanto rename its data.
 
     >>> plain_name("proj._weight_qdata"), plain_name("proj.weight._data"), plain_name("proj.weight")
     ('proj.weight', 'proj.weight', 'proj.weight')
@@ -255,29 +257,29 @@ def plain_name(name: str) -> str:
 
 
 def scale_names(name: str) -> list[str]:
-    """The names under which a tensor's scales are looked for."""
+    """Return the possible names of a tensor's scales."""
     return [name[:len(name) - len(data)] + scale for data, scale in FORMS if name.endswith(data)]
 
 
 def packed_module(name: str) -> str:
-    """The module of packed data."""
+    """Return the module of packed data."""
     module, _, last = name.rpartition(".")
     return module if last in _PACKED_LAST else re.sub(r"_(packed|blocks)$", "", name)
 
 
 def is_marker(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor has a meaning by its name alone: ComfyUI marks files of scaled FP8 with one."""
+    """Whether a tensor is a marker: ComfyUI marks files of scaled FP8 with one."""
     return name.rpartition(".")[2] == "scaled_fp8" and len(tensor.shape) < 2
 
 
 def _may_be_scales(name: str) -> bool:
-    """Whether a name has a word for scales, and none for something else, such as activations."""
+    """Whether a name contains a word for scales, and none for something else, such as activations."""
     last = name.rpartition(".")[2]
     return _WORDS_OF_SCALES.search(last) is not None and _OTHER_WORDS.isdisjoint(last.split("_"))
 
 
 def _block_advice(name: str, data: Tensor, scale: Tensor) -> str:
-    """What to do about scales that fit nothing."""
+    """Return advice on scales that fit no known form."""
     blocks = shares_that_fit(data, scale) if scale.dtype in SCALES else []
     if not blocks:
         return "read the others with names=[…] (convert: --exclude), or this one with raw=True"
@@ -292,8 +294,8 @@ def _advice(name: str, scale: str) -> str:
 
 
 def _mapped(given: ScaleNames, fp8: list[str], tensors: Container[str]) -> dict[str, str | None]:
-    """The scales of FP8 tensors by the caller's patterns. Each * of the scales' name is the text of the
-    data's; a pattern says nothing of data for which no such scales are there."""
+    """Match FP8 tensors to scales by the caller's patterns. Each * in the scales' name stands for the text it
+    matched in the data's; data for which no such scales exist are skipped."""
     found: dict[str, str | None] = {}
     for pattern, scale in ({} if given is None or isinstance(given, str) else given).items():
         regex = re.compile("(.*)".join(map(re.escape, pattern.split("*"))))

@@ -1,4 +1,4 @@
-"""What a conversion does with each tensor of a checkpoint, and what it says of the result."""
+"""Decides what a conversion does with each tensor of a checkpoint, and how the result describes itself."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .written_config import LayerForm, adapted, can_describe, layer_entry, quant
 
 __all__ = ["Plan", "Planned", "Settings"]
 
-#: How names of scales of key-value caches end.
+#: suffixes of names of key-value cache scales
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".kv_cache_scaling_factor", "k_cache_scale",
                  "v_cache_scale", "k_proj.output_scale", "v_proj.output_scale", "k_fake_quantizer.qscale_act")
-_FP4_EXPERTS = "expert_dtype"           # how DeepSeek-V4's configuration tells that experts are packed
+_FP4_EXPERTS = "expert_dtype"           # DeepSeek-V4's configuration entry for packed experts
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a conversion does. Two runs with equal settings make equal files.
+    """Settings of a conversion. Runs with equal settings write equal files.
 
     recipe        one of `weights.RECIPES`
     scale_format  of block128: 'f32', or 'e8m0' (powers of two, stored as F8_E8M0); '': the recipe's usual one
-    include       patterns of tensors to convert although they stay by default
+    include       patterns of tensors to convert although they would stay by default
     exclude       patterns of tensors that stay
-    scales        names of scales that are not known, as `load_safetensors` takes them
-    block         what shares a scale in the source, as `load_safetensors` takes it; False: not said
+    scales        unknown names of scales, as `load_safetensors` takes them
+    block         what shares a scale in the source, as `load_safetensors` takes it; False: not given
     """
 
     recipe: str
@@ -61,11 +61,11 @@ class Settings:
 
 
 class Planned(NamedTuple):
-    """What becomes of a tensor, and of its scales.
+    """What becomes of a tensor and of its scales.
 
     pair    the tensor and its scales, if it has any
-    stored  what it becomes; None where both stay as they are
-    why     it stays
+    stored  its new form; None if both are unchanged
+    why     the reason if it is unchanged
     target  its name in the result
     """
 
@@ -87,10 +87,10 @@ class Planned(NamedTuple):
 class Plan:
     """A conversion of a checkpoint, tensor by tensor.
 
-    tensors  what becomes of each tensor that is in the result, by its name in the source
-    removed  the tensors of the old form that are not, and what they are
-    Raises ValueError where tensors that are to be converted cannot be read, and where the result could not
-    say what tensors that stay are.
+    tensors  what becomes of each tensor of the result, by its name in the source
+    removed  the tensors of the old form that are dropped, and what they are
+    Raises ValueError if tensors to be converted cannot be read, or if the result could not describe the
+    tensors that stay.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def idle_patterns(self) -> list[str]:
-        """Patterns of the settings that mean no tensor."""
+        """Patterns of the settings that match no tensor."""
         patterns = (*self.settings.include, *self.settings.exclude)
         return [pattern for pattern in patterns if not fnmatch.filter(self.checkpoint.tensors, pattern)]
 
@@ -122,7 +122,7 @@ class Plan:
             return Planned(name, pair, None, why, name)
         is_bare = name in self.pairing.bare
         if why := "" if pair else self._why_it_stays(name, is_bare):
-            # FP8 codes that are values stay readable for everybody in 16 bits, which hold them exactly.
+            # FP8 codes that are values become 16 bits, which hold them exactly and everybody can read
             stored = weights.stored_weight("bf16", "", tensor.shape) if is_bare else None
             return Planned(name, None, stored, "" if stored else why, name)
         if (len(tensor.shape) < 2 and recipe != "bf16") or not prod(tensor.shape):
@@ -141,7 +141,7 @@ class Plan:
         return "a marker" if is_marker(name, self.checkpoint.tensors[name]) else ""
 
     def _why_it_stays(self, name: str, is_bare: bool) -> str:
-        """Why a tensor without scales is not converted; '' if it is."""
+        """Return why a tensor without scales is not converted; '' if it is."""
         tensor = self.checkpoint.tensors[name]
         if is_bare and self.settings.recipe == "bf16":
             return ""
@@ -151,7 +151,7 @@ class Plan:
             return why
         return "excluded by the source's configuration" if self.source.excludes(module_of(name)) else ""
 
-    # ---- what the result says of itself ----
+    # ---- the result's description ----
     @cached_property
     def layers(self) -> dict[str, LayerForm]:
         """The form of each FP8 weight of the result, by module."""
@@ -172,7 +172,7 @@ class Plan:
 
     @cached_property
     def converted(self) -> set[str]:
-        """The modules of FP8 weights that get another form."""
+        """The modules of FP8 weights that change their form."""
         return {one.module for one in self.tensors.values()
                 if one.stored is not None and (one.pair or one.name in self.pairing.bare)}
 
@@ -183,18 +183,18 @@ class Plan:
 
     @cached_property
     def keeps_description(self) -> bool:
-        """Whether the source's own description still holds, but for what is in 16 bits now."""
+        """Whether the source's own description still holds, except for what is now in 16 bits."""
         kept = self.packed or any(one.pair and not one.stored for one in self.tensors.values())
         return bool(kept and self.source.raw and not self._main())
 
     def _main(self) -> LayerForm | None:
-        """The form of the weights that are converted; None for 16 bits, and where there are none."""
+        """Return the form of the converted weights; None for 16 bits, and if there are none."""
         forms = (layer_form(one.stored) for one in self.tensors.values() if one.stored)
         return next(filter(None, forms), None)
 
     @cached_property
     def quantization_config(self) -> dict[str, Any] | None:
-        """What the result says of quantisation."""
+        """The description of the quantisation in the result."""
         found = (adapted(self.source.raw, self.converted) if self.keeps_description
                  else self._new_description())
         told = Described(found or {})
@@ -207,7 +207,7 @@ class Plan:
 
     def _new_description(self) -> dict[str, Any] | None:
         plain = [one.module for one in self.tensors.values() if self._is_plain(one)]
-        if not self.source.raw:             # nothing tells of packed data, but that they are of no form here
+        if not self.source.raw:             # packed data can only be described by exclusion
             plain += self.packed
         found = quantization_config(self.layers, plain, self._said(), self._main(), self.packed)
         if found and self.packed and _FP4_EXPERTS in self.source.raw:
@@ -215,8 +215,8 @@ class Plan:
         return found
 
     def _is_told(self, one: Planned, told: Described) -> bool:
-        """Whether a description and the shapes tell what shares a scale of a tensor that stays, and where its
-        scales are."""
+        """Whether a description and the shapes determine what shares a scale of an unchanged tensor, and
+        where its scales are."""
         assert one.pair
         data, scale = (self.checkpoint.tensors[name] for name in one.sources)
         try:
@@ -227,13 +227,13 @@ class Plan:
                                           or told.scales(one.module) == one.pair.scale)
 
     def _said(self) -> Described:
-        """The source's description; without key-value caches where nothing is quantised but their scales are
-        not there either."""
+        """Return the source's description; without key-value caches if nothing else is quantised and their
+        scales are missing."""
         has_scales = any(name.endswith(_CACHE_SCALES) for name in self.tensors)
         return self.source if self.layers or has_scales else replace(self.source, kv_cache={})
 
     def _is_plain(self, one: Planned) -> bool:
-        """Whether readers look for a module here that has weights in 16 bits."""
+        """Whether readers expect 16-bit weights in a module here."""
         tensor = self.checkpoint.tensors[one.name]
         is_weight = one.name.endswith("weight") if len(tensor.shape) == 2 else len(tensor.shape) > 2
         is_float = tensor.dtype in FLOATS or one.stored is not None
@@ -251,7 +251,7 @@ class Plan:
 
 
 def layer_form(stored: StoredWeight) -> LayerForm | None:
-    """How a configuration describes what is written; None for 16 bits."""
+    """Return the description of a written form; None for 16 bits."""
     if stored.scale is None:
         return None
     share: Any = stored.block
@@ -261,9 +261,10 @@ def layer_form(stored: StoredWeight) -> LayerForm | None:
 
 def written_tensors(tensors: Iterable[Planned], checkpoint: Checkpoint
                     ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors of a shard of the result, by name: dtype and shape. ValueError for names that collide."""
+    """Return the tensors of a shard of the result by name: dtype and shape. ValueError for names that
+    collide."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    shared: set[str] = set()                # scales of several tensors, by the caller's word
+    shared: set[str] = set()                # scales that several tensors share, as given by the caller
     for one in tensors:
         made: Mapping[str, tuple[str, tuple[int, ...]]]
         if one.stored is not None:

@@ -1,9 +1,9 @@
-"""What a checkpoint's own configuration says of its quantisation: which layers have blocks of which size, and
-which stay in 16 bits.
+"""Reads a checkpoint's own description of its quantisation: which layers have blocks of which size, and which
+stay in 16 bits.
 
-It stands in config.json (`quantization_config`, `compression_config`, `quantization`, also in `text_config`
+It is found in config.json (`quantization_config`, `compression_config`, `quantization`, also in `text_config`
 and other parts), in ModelOpt's hf_quant_config.json, in Mistral's params.json, or in the header of a single
-file. Modules are named as tensors are, without `.weight`.
+file. Modules are named like tensors, without `.weight`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from .scale_forms import Share
 
 __all__ = ["EXCLUSIONS", "Described", "as_dict", "described", "is_description", "module_of", "read_json"]
 
-#: What other libraries call the list of modules that stay in 16 bits.
+#: Other libraries' names for the list of modules that stay in 16 bits.
 EXCLUSIONS = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude",
               "skip_modules", "llm_int8_skip_modules")
-#: Where config.json has a description, itself or in the parts of a model of several.
+#: Keys of the description in config.json, at the top or in the parts of a composite model.
 _KEYS = ("quantization_config", "compression_config", "quantization")
-#: Methods whose integers are no weights of their own; all others pack weights into them.
+#: Methods whose integer tensors are not weights; all others pack weights into them.
 _FP8_METHODS = ("", "fp8", "mxfp8", "compressed-tensors", "modelopt", "fbgemm_fp8", "quark", "torchao",
                 "quanto", "cupy_fp8")
-_DEEPEST = 64               # of objects in objects
-_LARGEST = 2**31            # of a block's extents
+_DEEPEST = 64               # most levels of nested objects
+_LARGEST = 2**31            # largest extent of a block
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a configuration says. raw: {} where there is none.
+    """What a configuration says. raw: {} if there is none.
 
-    raw       the description as it stands in its file
+    raw       the description as stored
     origin    the file, or the header, for messages
-    key       what config.json calls it; '' where it stands elsewhere
+    key       its key in config.json; '' if stored elsewhere
     excluded  patterns of modules that stay in 16 bits
-    kv_cache  what it says of key-value caches, by its own keys
+    kv_cache  entries for key-value caches, by their own keys
     """
 
     raw: Mapping[str, Any] = field(default_factory=dict)
@@ -56,11 +56,12 @@ class Described:
 
     @property
     def packs_integers(self) -> bool:
-        """Whether integers of two dimensions are packed weights, whatever they are called."""
+        """Whether 2-D integer tensors are packed weights, whatever their names."""
         return self.method not in _FP8_METHODS
 
     def excludes(self, module: str) -> str:
-        """Why a module stays in 16 bits: the pattern that means it, or what does not; '' if it does not."""
+        """Return why a module stays in 16 bits: the pattern that matches it, or another reason; '' if it does
+        not."""
         if pattern := self._exclusions.match(module):
             return pattern
         if self.groups and not self._group_of(module):
@@ -71,7 +72,7 @@ class Described:
         return "16 bits" if bits == 16 else ""
 
     def share(self, module: str) -> Share | bool:
-        """What shares a scale in a module's weight; False where nothing says."""
+        """Return what shares a scale in a module's weight; False if unknown."""
         own = as_dict(self._layers.get(module)).get("weight_block_size")
         if isinstance(own, list) and len(own) == 2 and all(n is None or _size(n) for n in own):
             return own[0], own[1]
@@ -83,7 +84,7 @@ class Described:
         return _block(self.raw.get("weight_block_size")) or False
 
     def scales(self, module: str) -> str | None:
-        """The name of the scales of a module's weight, where it is none of those that are known."""
+        """Return the name of the scales of a module's weight, if it is not one of the usual names."""
         found = as_dict(self._layers.get(module)).get("scales")
         return found if isinstance(found, str) else None
 
@@ -93,12 +94,12 @@ class Described:
         return [as_dict(group) for group in as_dict(self.raw.get("config_groups")).values()]
 
     def targets(self, group: Mapping[str, Any]) -> list[str]:
-        """The layers that a group means; their type where it does not say."""
+        """Return the targets of a group; ['Linear'] if it gives none."""
         found = group.get("targets")
         return [one for one in found if isinstance(one, str)] if isinstance(found, list) else ["Linear"]
 
     def _group_of(self, module: str) -> Mapping[str, Any]:
-        """The group that names a layer, or else one that means a type of layers; {} without any."""
+        """Return the group that names a layer, or else one for a type of layers; {} if there is none."""
         for patterns, group in self._named_groups:
             if patterns.match(module):
                 return group
@@ -119,8 +120,8 @@ class Described:
 
 
 def described(folder: Path, config: Mapping[str, Any], metadata: Mapping[str, str]) -> Described:
-    """What the files of a folder and a file's header say. ValueError that names the file where it cannot be
-    understood."""
+    """Read the description from the files of a folder and a file's header. ValueError names the file if it
+    cannot be understood."""
     found = [(where, key, raw) for where, key, raw in _places(folder, config, metadata) if raw]
     if not found:
         return Described()
@@ -152,7 +153,7 @@ def _places(folder: Path, config: Mapping[str, Any], metadata: Mapping[str, str]
 
 
 def _inside(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Descriptions in a config with their keys, its own before those of its parts."""
+    """Yield descriptions in a config with their keys, its own before those of its parts."""
     yield from ((key, as_dict(config[key])) for key in _KEYS if is_description(key, config.get(key)))
     for key, part in config.items():
         if isinstance(part, dict) and key not in _KEYS:
@@ -160,19 +161,19 @@ def _inside(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def is_description(key: str, value: Any) -> bool:
-    """Whether an entry of a config describes quantisation. TensorRT-LLM and MLX call it `quantization`, which
-    may be anything elsewhere."""
+    """Whether an entry of a config describes quantisation. TensorRT-LLM and MLX call it `quantization`, a key
+    with other meanings elsewhere."""
     return key in _KEYS and isinstance(value, dict) and (
         key != "quantization" or not {"quant_algo", "bits", "mode", "group_size"}.isdisjoint(value))
 
 
 def module_of(name: str) -> str:
-    """The module that has a tensor of this name."""
+    """Return the module of a tensor."""
     return name.removesuffix(".weight")
 
 
 def _is_class(target: str) -> bool:
-    """Whether a target is a type of layers: these files tell nothing of types."""
+    """Whether a target is a type of layers, which these files do not record."""
     return target[:1].isupper() and "." not in target
 
 
@@ -185,7 +186,7 @@ def _names(value: Any, where: str) -> list[str]:
 
 
 def _block(size: Any) -> tuple[int, int] | None:
-    """A block as configurations write it: [128, 128] or '128x128'."""
+    """Parse a block as configurations write it: [128, 128] or '128x128'."""
     if isinstance(size, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", size):
         size = [int(n) for n in size.split("x")]
     if isinstance(size, (list, tuple)) and len(size) == 2 and all(map(_size, size)):
@@ -202,7 +203,7 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is no such file. ValueError for anything else."""
+    """Read a JSON object; {} if there is no such file. ValueError for anything else."""
     if not path.is_file():
         return {}
     try:

@@ -1,5 +1,4 @@
-"""Files that are replaced as a whole: a reader sees the old bytes or the new ones, whatever happens in
-between."""
+"""Atomic replacement of files: a reader sees the old bytes or the new ones, never a mixture."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ _EXCLUSIVE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | g
 
 
 def check_replaceable(path: PathLike) -> Path:
-    """The file that `replacing` would replace, or make. OSError if its folder does not exist, or if it is
-    there and no file, but a folder or a device."""
+    """Return the file that `replacing` would replace or make. OSError if its folder does not exist, or if it
+    exists and is not a file (a folder or a device)."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise IsADirectoryError(f"{target}: is a folder")
@@ -35,13 +34,12 @@ def check_replaceable(path: PathLike) -> Path:
 @contextmanager
 def replacing(path: PathLike, prefix: str = "", check: Callable[[], None] = lambda: None
               ) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of `path` when the block ends without an error, and is deleted
-    otherwise.
+    """Open a new file, which replaces `path` when the block ends without an error, and is deleted otherwise.
 
-    The new file has a name of its own in the same folder, so that processes that write one path do not meet,
-    and no link that somebody laid there is followed. Its bytes are on the disk before it gets its name. The
-    permissions of an existing file are kept; where `path` is a link, the file that it leads to is replaced.
-    prefix: of the new file's name. check: raises if the new file must not take the place after all.
+    The new file has a unique name in the same folder, so that concurrent writers of one path do not collide,
+    and links planted by others are not followed. Its bytes are on disk before it gets its name. The
+    permissions of an existing file are kept; if `path` is a link, its target is replaced. prefix: of the new
+    file's name. check: raises if the new file must not replace the old one after all.
     """
     target = check_replaceable(path)
     partial, file = _created(target, prefix)
@@ -61,11 +59,11 @@ def replacing(path: PathLike, prefix: str = "", check: Callable[[], None] = lamb
 
 @contextmanager
 def resuming(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
-    """`replacing`, which first deletes the new files that killed writers of this path left behind. Those of
+    """Do the same as `replacing`, after deleting the temporary files of killed writers of this path. Those of
     living writers are locked, and stay."""
     prefix = f"{path.name[:80]}."
     for abandoned in path.parent.glob(f".{glob.escape(prefix)}*.partial"):
-        with suppress(FileNotFoundError), open(abandoned, "r+b") as file:   # Its writer may just have ended.
+        with suppress(FileNotFoundError), open(abandoned, "r+b") as file:   # its writer may just have ended
             if _lock(file):
                 abandoned.unlink(missing_ok=True)
     with replacing(path, prefix, check) as file:
@@ -73,31 +71,31 @@ def resuming(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[B
 
 
 def _created(target: Path, prefix: str) -> tuple[Path, BinaryIO]:
-    """A new, locked file beside the target, and its path."""
+    """Create a locked file beside the target; return its path and the file."""
     while True:
         partial = target.with_name(f".{prefix}{secrets.token_hex(8)}.partial")
         file = os.fdopen(os.open(partial, _EXCLUSIVE, 0o666), "w+b")
         _lock(file)
-        if partial.exists():            # Nobody took it for an abandoned one before it was locked.
+        if partial.exists():            # nobody deleted it as abandoned before it was locked
             return partial, file
         file.close()
 
 
 def _lock(file: Any) -> bool:
-    """Whether this process now holds the file for as long as it is open."""
-    if os.name != "posix":  # Files that are being written cannot be told from left-over ones.
+    """Lock the file for as long as it is open; whether that succeeded."""
+    if os.name != "posix":  # files being written cannot be told from abandoned ones
         return False
     import fcntl
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:                             # Somebody else holds it, or this file system has no locks.
+    except OSError:                             # another process holds it, or the file system has no locks
         return False
     return True
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, where the system can do that."""
+    """Make the names in a folder durable, where the system can do that."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

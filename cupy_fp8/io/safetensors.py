@@ -1,5 +1,5 @@
-"""The .safetensors format: one file's header, checked, and its tensors, mapped; and files written a tensor at
-a time.
+"""The .safetensors format: reads a file's header (checked) and its tensors (mapped), and writes files a
+tensor at a time.
 
 A file is a length of eight bytes, a JSON header of that length, and the tensors' bytes without gaps. The
 `safetensors` package reads FP8 and bfloat16 only with PyTorch; here they are NumPy arrays with ml_dtypes
@@ -23,7 +23,7 @@ from .replace import PathLike
 
 __all__ = ["DTYPES", "Tensor", "TensorFile", "by_alignment", "dtype_name", "header_of", "nbytes"]
 
-#: NumPy and ml_dtypes have these dtypes of the format, which headers call by these names.
+#: dtypes of NumPy and ml_dtypes by their names in headers
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "F8_E4M3": float8_e4m3fn,
     "F8_E5M2": float8_e5m2, "F8_E8M0": float8_e8m0fnu, "U16": np.dtype(np.uint16), "I16": np.dtype(np.int16),
@@ -33,15 +33,15 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "C64": np.dtype(np.complex64), "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: Bits of an element; F4 and F6 are packed, and can only be copied.
+#: bits of an element; F4 and F6 are packed, and can only be copied
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}}
-_LONGEST_HEADER = 100_000_000                   # bytes; the `safetensors` package has the same bound
+_LONGEST_HEADER = 100_000_000                   # bytes; same bound as the `safetensors` package
 _ALIGNMENT = 8
-_MOST_DIMENSIONS = 64                           # of NumPy's arrays
+_MOST_DIMENSIONS = 64                           # limit of NumPy's arrays
 
 
 class Tensor(NamedTuple):
-    """What a header says of a tensor. start, stop: its bytes in the file."""
+    """A tensor's header entry. start, stop: its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,10 +54,10 @@ class Tensor(NamedTuple):
 
 
 class TensorFile:
-    """A .safetensors file whose header has been checked: names, dtypes and places fit each other and the
-    file.
+    """A .safetensors file with a checked header: names, dtypes and places are consistent with each other and
+    with the file.
 
-    Raises OSError where the file cannot be opened, ValueError that names the file where it is damaged.
+    Raises OSError if the file cannot be opened, ValueError that names the file if it is damaged.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -71,8 +71,8 @@ class TensorFile:
                     f"{self.path}: not a .safetensors file, or a damaged one ({error})") from None
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, mapped and read-only; not aligned to its elements where the file does not align it. F4
-        and F6 come as the bytes of their rows."""
+        """Return a tensor, mapped and read-only; aligned to its elements only if the file aligns it. F4 and
+        F6 are returned as the bytes of their rows."""
         tensor = self.tensors[name]
         shape, dtype = tensor.shape, DTYPES.get(tensor.dtype, np.dtype(np.uint8))
         if tensor.dtype not in DTYPES:
@@ -84,11 +84,11 @@ class TensorFile:
 
     @cached_property
     def _mapped(self) -> np.ndarray:
-        """The whole file: a mapping for each tensor would need as many file descriptors."""
+        """The whole file, mapped once: a mapping for each tensor would need as many file descriptors."""
         return np.asarray(np.memmap(self.path, np.uint8, "r"))
 
     def read_bytes(self, name: str, start: int, count: int) -> np.ndarray:
-        """Some bytes of a tensor, read and not mapped: memory that is the caller's own."""
+        """Read some bytes of a tensor into new memory."""
         found = np.fromfile(self.path, np.uint8, count, offset=self.tensors[name].start + start)
         if len(found) != count:
             raise ValueError(f"{self.path}: {name} ends early; the file was cut off while it was read")
@@ -96,8 +96,8 @@ class TensorFile:
 
 
 def dtype_name(name: str, dtype: np.dtype[Any]) -> str:
-    """What headers call a dtype. TypeError, which begins with the tensor's name, for one that the format does
-    not have."""
+    """Return a dtype's name in headers. TypeError, which begins with the tensor's name, for one that the
+    format does not have."""
     if dtype not in _NAMES:
         raise TypeError(f"{name}: .safetensors files have no dtype {dtype}; expected one of "
                         f"{', '.join(map(str, _NAMES))}")
@@ -106,7 +106,7 @@ def dtype_name(name: str, dtype: np.dtype[Any]) -> str:
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
               | None = None) -> bytes:
-    """The first bytes of a file with these tensors (a header's dtype, and the shape, of each by name, in the
+    """Return the header of a file with these tensors (the dtype's name and the shape of each by name, in the
     order of their bytes)."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -119,13 +119,13 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapp
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return math.prod(shape) * _BITS[dtype] // 8
 
 
 def by_alignment(tensors: Iterable[tuple[str, str]]) -> list[str]:
-    """Names of tensors in an order in which each is aligned to its elements, as the `safetensors` package
-    writes them. tensors: name and dtype of each."""
+    """Order names of tensors so that each is aligned to its elements, as the `safetensors` package does.
+    tensors: name and dtype of each."""
     return [name for name, _ in sorted(tensors, key=lambda item: (-_BITS[item[1]], item[0]))]
 
 

@@ -1,4 +1,4 @@
-"""`save_safetensors`: arrays and quantised tensors as a .safetensors file, or as a folder that other
+"""`save_safetensors`: writes arrays and quantised tensors as a .safetensors file, or as a folder that other
 libraries load."""
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _COLUMNS, _MX = (None, 1), (1, 32)
 def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Mapping[str, str] | None = None,
                      config: Mapping[str, Any] | None = None, max_shard_size: int = 5_000_000_000) -> None:
     """Write arrays and quantised tensors as a .safetensors file, or as a folder with config.json and index.
-    What is there is replaced only once the new files are on disk.
+    Existing files are replaced only once the new ones are on disk.
 
-    path : a name that ends in .safetensors, or else a folder, which is made if it is not there.
+    path : a name that ends in .safetensors, or else a folder, which is created if necessary.
     tensors : by name: NumPy or CuPy arrays of the format's dtypes, `Scaled` or `Quantized` (its row-wise
         part). Scales are written beside their data: `<name>_scale_inv` for blocks (compact), `<name>_scale`
         for one scale ([1]), rows ([M, 1]) and columns ([1, K]). In a folder, as other libraries have it,
         those of MX are U8, and if there are several forms that compressed-tensors knows, all are
         `<name>_scale`.
-    metadata : strings by name, which other libraries show ({"format": "pt"} is what some of them want).
-    config : of a folder: what else config.json says (``{"model_type": "llama", …}``). Default: what it says
-        already. Its quantization_config is written from the tensors.
-    max_shard_size : of a folder: bytes of a file, if no single tensor has more.
+    metadata : strings by name, shown by other libraries (some require {"format": "pt"}).
+    config : for a folder: the other entries of config.json (``{"model_type": "llama", …}``). Default: the
+        existing ones. Its quantization_config is written from the tensors.
+    max_shard_size : for a folder: most bytes of a file, unless a single tensor has more.
     Raises TypeError, ValueError (data that is not row-wise, names that collide, a folder with other
     .safetensors files) before anything is written, OSError.
 
@@ -78,7 +78,7 @@ def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Ma
 
 
 class _Layer:
-    """A tensor as a file holds it: its data, and the form and the scales of a `Scaled`."""
+    """A tensor as stored in a file: its data, and the form and the scales of a `Scaled`."""
 
     def __init__(self, data: Array, form: LayerForm | None = None, scales: Array | None = None) -> None:
         self.data, self.form, self.scales = data, form, scales
@@ -116,8 +116,8 @@ def _layer(name: Any, value: Any, keeps_exponents: bool) -> _Layer:
 
 
 def _arrays(layers: Mapping[str, _Layer], forms: Mapping[str, LayerForm]) -> dict[str, Array]:
-    """All tensors by the names that files have. ValueError for names that collide, and for scales that
-    readers would find beside others."""
+    """Return all tensors by their names in files. ValueError for names that collide, and for scales that
+    readers would pair with other data."""
     found: dict[str, Array] = {}
     for name, layer in layers.items():
         made = {name: layer.data} if layer.scales is None else {
@@ -147,7 +147,7 @@ def _save_folder(folder: Path, layers: Mapping[str, _Layer], arrays: Mapping[str
     weight_map = {name: shard for shard, names in shards.items() for name in names}
     small = {INDEX: {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
              "config.json": {**kept, **({"quantization_config": said} if said else {})}}
-    with ExitStack() as stack:                  # all files get their names when all are on the disk
+    with ExitStack() as stack:                  # all files are renamed once all are on disk
         for name, content in small.items():
             stack.enter_context(replacing(folder / name)).write(
                 json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
@@ -158,7 +158,7 @@ def _save_folder(folder: Path, layers: Mapping[str, _Layer], arrays: Mapping[str
 
 def _shards(layers: Mapping[str, _Layer], arrays: Mapping[str, Array], forms: Mapping[str, LayerForm],
             most: int) -> dict[str, list[str]]:
-    """The names of files, and of the tensors in each: data and their scales together, in order."""
+    """Return the names of files, and the tensors in each: data and their scales together, in order."""
     parts: list[list[str]] = [[]]
     size = 0
     for name in layers:

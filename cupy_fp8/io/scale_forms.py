@@ -1,8 +1,8 @@
-"""What the scales of FP8 data mean, told by dtypes and shapes: which elements share a scale, and the values
-or the `Scaled` that data and scales make.
+"""Interprets the scales of FP8 data by dtypes and shapes: which elements share a scale, and the values or the
+`Scaled` made from data and scales.
 
-Checkpoints multiply by their scales, whatever they call them. Scales of one byte are E8M0 exponents, also
-where a file calls them U8: read as numbers they make weights 450,000 times too large.
+Data are always multiplied by their scales, whatever the scales are called. One-byte scales are E8M0
+exponents, also if a file calls them U8: read as numbers they would make weights 450,000 times too large.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["FLOAT_SCALES", "SCALES", "Form", "Share", "combine", "form_of", "hel
            "shares_that_fit", "values_of"]
 
 FLOAT_SCALES, EXPONENTS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")
-#: The dtypes that scales can have.
+#: the dtypes that scales can have
 SCALES = (*FLOAT_SCALES, *EXPONENTS)
-#: (rows, columns) of each matrix that share a scale, where None is all of them; None: the whole tensor.
+#: (rows, columns) of each matrix that share a scale, None for all of them; None: the whole tensor
 Share = tuple[int | None, int | None] | None
 _ROWS, _COLUMNS, _MATRICES = (1, None), (None, 1), (None, None)
 _BLOCKS: tuple[Share, ...] = ((1, 32), (1, 128), (128, 128))
@@ -33,7 +33,7 @@ _MX = (1, 32)
 
 
 class Form(NamedTuple):
-    """How the scales of a tensor are meant. swizzled: E8M0 scales of 1×32 in tiles of 128×4."""
+    """The form of a tensor's scales. swizzled: E8M0 scales of 1×32 in tiles of 128×4."""
 
     share: Share
     swizzled: bool = False
@@ -41,12 +41,12 @@ class Form(NamedTuple):
 
 def form_of(data: Tensor, scale: Tensor, said: Share | bool = False, sure: bool = False,
             swizzled: bool = False) -> Form:
-    """What scales of this dtype and shape mean.
+    """Find the form of scales from their dtype and shape.
 
-    said : what shares a scale by the checkpoint's configuration; False: it says nothing.
-    sure : `said` is the caller's own word, and no other reading counts.
+    said : what shares a scale by the checkpoint's configuration; False: not said.
+    sure : `said` was given by the caller, and is the only reading tried.
     swizzled : the checkpoint says that E8M0 scales are stored in tiles.
-    Raises ValueError, whose text follows the names and shapes of both, where no reading fits.
+    Raises ValueError, whose text follows the names and shapes of both, if no reading fits.
     """
     if scale.dtype not in SCALES:
         raise ValueError(f"expected scales of type {', '.join(SCALES)}")
@@ -63,11 +63,11 @@ def form_of(data: Tensor, scale: Tensor, said: Share | bool = False, sure: bool 
         if sure and not isinstance(said, bool):
             raise ValueError(f"these are not the scales of {share_text(said)}")
         raise ValueError("these scales fit no block that is known")
-    return Form(fits[0])                # The others are alike: blocks that reach past the tensor's ends.
+    return Form(fits[0])                # the others are equivalent: blocks that extend past the tensor
 
 
 def _fitting(data: Tensor, scale: Tensor, shares: Sequence[Share]) -> list[Share]:
-    """Which of these readings the shapes allow. Bytes that a file calls U8 are exponents of blocks alone."""
+    """Return the readings that the shapes allow. Bytes called U8 are exponents of blocks only."""
     return [share for share in shares if scale.shape in _shapes(data.shape, share)
             and (scale.dtype != "U8" or (share is not None and None not in share))]
 
@@ -79,7 +79,7 @@ def _usual(shape: tuple[int, ...]) -> list[Share]:
 
 
 def _shapes(shape: tuple[int, ...], share: Share) -> list[tuple[int, ...]]:
-    """The shapes that such scales can have; the last is ModelOpt's."""
+    """Return the possible shapes of such scales; the last is ModelOpt's."""
     if share is None:
         return [(), (1,), (1, 1), (1,) * len(shape)]
     if len(shape) < 2:
@@ -94,7 +94,8 @@ def _shapes(shape: tuple[int, ...], share: Share) -> list[tuple[int, ...]]:
 
 
 def _swizzled_shapes(shape: tuple[int, ...], only_padded: bool = False) -> list[tuple[int, ...]]:
-    """The shapes of swizzled scales of blocks 1×32. only_padded: those that compact scales do not have."""
+    """Return the shapes of swizzled scales of blocks 1×32. only_padded: those that compact scales cannot
+    have."""
     if len(shape) < 2 or not prod(shape):
         return []
     padded = scale_shape(shape, _MX, "swizzled")
@@ -109,14 +110,14 @@ def _grid(shape: tuple[int, ...], share: tuple[int | None, int | None]) -> tuple
 
 
 def shares_that_fit(data: Tensor, scale: Tensor) -> list[tuple[int, int]]:
-    """Blocks of powers of two that would explain the shape of scales that fit nothing usual: what a message
-    may suggest."""
+    """Return power-of-two blocks that would explain the shape of scales of unknown form, to suggest in a
+    message."""
     powers = [1, *(SMALLEST_BLOCK << i for i in range(8))]
     return [(a, b) for a in powers for b in powers if a * b > 1 and _fitting(data, scale, [(a, b)])]
 
 
 def share_text(share: Share) -> str:
-    """What shares a scale, in words."""
+    """Return in words what shares a scale."""
     if share is None:
         return "the tensor"
     if share in (_ROWS, _COLUMNS, _MATRICES):
@@ -125,8 +126,8 @@ def share_text(share: Share) -> str:
 
 
 def held_block(shape: tuple[int, ...], share: Share) -> Block | bool | None:
-    """The block of the `Scaled` that holds such scales: their own, or a finer one whose scales repeat. False
-    if no block does."""
+    """Return the block of the `Scaled` for such scales: their own, or a finer one with repeated scales. False
+    if there is none."""
     if share is None or is_block(share):
         return share
     *batch, rows, columns = shape
@@ -137,15 +138,15 @@ def held_block(shape: tuple[int, ...], share: Share) -> Block | bool | None:
         return _ROWS
     if down >= rows:
         return _COLUMNS
-    line, column = across & -across, down & -down           # the largest powers of two that divide them
+    line, column = across & -across, down & -down           # largest powers of two that divide them
     if line >= SMALLEST_BLOCK:
         return 1, line
     return (column, 1) if column >= SMALLEST_BLOCK else False
 
 
 def combine(data: Any, scale: np.ndarray, form: Form) -> Scaled | np.ndarray:
-    """The data with their scales: a `Scaled`, or the float32 values where no Scaled can hold them (FNUZ
-    types, and blocks whose sides no power of two divides)."""
+    """Return a `Scaled` of data and scales, or the float32 values if no Scaled can hold them (FNUZ types, and
+    blocks whose sides no power of two divides)."""
     scale, share, shape = _as_factors(scale), form.share, data.shape
     if form.swizzled:
         blocks = cdiv(shape[-1], _MX[1])
@@ -166,8 +167,8 @@ def combine(data: Any, scale: np.ndarray, form: Form) -> Scaled | np.ndarray:
 
 def values_of(data: np.ndarray, scale: np.ndarray, share: Share, first_row: int = 0, height: int | None = None
               ) -> np.ndarray:
-    """fl32(data · scale) of a whole tensor, or of rows from `first_row` on of one matrix of so many rows,
-    whose scales these are then."""
+    """fl32(data · scale) of a whole tensor, or of rows from `first_row` on of one matrix with `height` rows
+    and its scales."""
     factors = _as_factors(scale).astype(float32)
     if share is None:
         return np.asarray(data.astype(float32) * factors.reshape(()))
@@ -179,7 +180,7 @@ def values_of(data: np.ndarray, scale: np.ndarray, share: Share, first_row: int 
 
 
 def _as_factors(scale: np.ndarray) -> np.ndarray:
-    """Scales as f32 (exact, from bfloat16 and float16 too), or E8M0 for exponents."""
+    """Return scales as f32 (exact, also from bfloat16 and float16), or E8M0 for exponents."""
     if scale.dtype == np.uint8:
         scale = scale.view(float8_e8m0fnu)
     return scale if scale.dtype == float8_e8m0fnu else scale.astype(float32)
@@ -187,7 +188,7 @@ def _as_factors(scale: np.ndarray) -> np.ndarray:
 
 def _repeated(grid: np.ndarray, shape: tuple[int, ...], share: tuple[int | None, int | None],
               block: Block) -> np.ndarray:
-    """The grid of a finer block, each of whose scales is that of the share it lies in."""
+    """Return the grid of a finer block, each with the scale of the share that contains it."""
     at = []
     for n, coarse, fine in zip(shape[-2:], share, block, strict=True):
         starts = np.arange(cdiv(n, fine or max(n, 1))) * (fine or 0)

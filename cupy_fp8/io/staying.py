@@ -1,5 +1,5 @@
-"""Which tensors of a checkpoint are no weights of matrix products, or are left in 16 bits by those who
-publish FP8 models: told by names and shapes."""
+"""Finds, by name and shape, tensors that are not weights of matrix products, or that publishers of FP8 models
+leave in 16 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .quantization_config import module_of
 __all__ = ["FLOATS", "why_it_stays"]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-_WIDEST_CONVOLUTION = 64        # the last extent of [out, in, width]: stacks of experts have longer rows
+_WIDEST_CONVOLUTION = 64        # largest last extent of [out, in, width]: stacks of experts have longer rows
 _PATTERNS = (
     "*norm*", "ln_f.*", "*.ln_*",
     "*embed*", "*embd*", "*wte.*", "*wpe.*", "emb.*", "*.emb.*", "shared.weight", "*_token", "*_tokens",
@@ -33,7 +33,7 @@ _HEADS_OUTSIDE = ("output", "score", "classifier", "proj_out", "out_head", "logi
 
 
 def why_it_stays(name: str, dtype: str, shape: tuple[int, ...]) -> str:
-    """Why a tensor with no scales of its own is not converted; '' if it is."""
+    """Return why a tensor without scales of its own is not converted; '' if it is."""
     if dtype not in FLOATS:
         return f"of type {dtype}"
     if stays := next((pattern for pattern in _PATTERNS if fnmatch.fnmatchcase(name, pattern)), ""):

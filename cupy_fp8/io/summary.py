@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in few lines: each tensor's form, and totals by form."""
+"""Summarises a checkpoint: each tensor's form, and totals by form."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Line", "Loaded", "by_form", "size_text", "summarise"]
 class Line(NamedTuple):
     """A tensor of a checkpoint.
 
-    form    what it is: its dtype, and for FP8 data what shares a scale and the scales' dtype
+    form    its dtype, and for FP8 data what shares a scale and the scales' dtype
     scales  the smallest and the largest finite scale; None without any
     nbytes  of the data, and of the scales
-    odd     why it cannot be read, or what is strange; '' for most
+    odd     why it cannot be read, or what is unusual; '' for most
     """
 
     name: str
@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 
 class Loaded(dict[str, Any]):
-    """What `load_safetensors` gives: a dict whose repr counts its tensors by form, with their bytes."""
+    """The result of `load_safetensors`: a dict whose repr counts its tensors by form, with their bytes."""
 
     def __repr__(self) -> str:
         sizes = [(_form_of_value(value), int(value.nbytes)) for value in self.values()]
@@ -52,7 +52,7 @@ class Loaded(dict[str, Any]):
 
 
 def summarise(checkpoint: Checkpoint, pairing: Pairing) -> list[Line]:
-    """A line for each tensor but for scales that belong to another one. Only scales are read."""
+    """Return a line for each tensor, except scales that belong to another one. Only scales are read."""
     return [_line(checkpoint, pairing, name) for name in checkpoint.tensors if name not in pairing.scales]
 
 
@@ -77,7 +77,7 @@ def _line(checkpoint: Checkpoint, pairing: Pairing, name: str) -> Line:
 
 
 def _range(scale: np.ndarray) -> tuple[tuple[float, float] | None, str]:
-    """The smallest and the largest scale, and what is strange: NaN, Inf, zeros and negative ones."""
+    """Return the smallest and the largest scale, and what is unusual: NaN, Inf, zeros and negative ones."""
     values = (scale.view(float8_e8m0fnu) if scale.dtype == np.uint8 else scale).astype(float32)
     finite = values[np.isfinite(values)]
     strange = [f"{count} scales are {what}" for what, count in (
@@ -94,7 +94,7 @@ def _form_of_value(value: Any) -> str:
 
 
 def by_form(sizes: Iterable[tuple[str, int]]) -> list[str]:
-    """Lines with the number and the bytes of the tensors of each form, the largest first."""
+    """Return lines with the number and the bytes of the tensors of each form, the largest first."""
     totals: dict[str, list[int]] = {}
     for form, nbytes in sizes:
         totals.setdefault(form, []).append(nbytes)
@@ -104,7 +104,7 @@ def by_form(sizes: Iterable[tuple[str, int]]) -> list[str]:
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes as a person reads them.
+    """Format bytes for people.
 
     >>> size_text(999), size_text(1536), size_text(7_100_000_000)
     ('999 B', '1.5 kB', '7.1 GB')

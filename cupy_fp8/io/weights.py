@@ -1,8 +1,8 @@
-"""What a conversion makes of one weight, a chunk of rows at a time.
+"""Converts one weight, a chunk of rows at a time.
 
-Values come from a float tensor, or from FP8 data with scales; they become BF16, or FP8 data with scales of
-another kind. Where both scales are powers of two, data are re-based (`rebase_scales`): every value is divided
-by its new scale exactly and rounded once, to FP8.
+Values come from a float tensor, or from FP8 data with scales; they become BF16, or FP8 data with other
+scales. Where both scales are powers of two, data are re-based (`rebase_scales`): every value is divided by
+its new scale exactly and rounded once, to FP8.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ..results import Scaled
 __all__ = ["RECIPES", "SCALE_FORMATS", "Changes", "Rows", "StoredWeight", "make_rows", "row_chunks",
            "stored_weight"]
 
-#: The formats that scales of each recipe can have, the usual one first.
+#: possible formats of each recipe's scales, the default first
 SCALE_FORMATS: dict[str, tuple[str, ...]] = {
     "block128": ("f32", "e8m0"), "mxfp8": ("e8m0",), "row": ("f32",), "tensor": ("f32",), "bf16": ()}
 RECIPES = tuple(SCALE_FORMATS)
-_CHUNK = 1 << 20                        # elements that are worked on at a time, or a row of blocks
+_CHUNK = 1 << 20                        # elements worked on at a time, or one row of blocks
 _UINT8 = np.dtype(np.uint8)
 
 
 class StoredWeight(NamedTuple):
-    """How a file holds a weight. block: elements that share a scale; (): no scales; None: one for the tensor.
-    scale: the end of the scales' name, their dtype and their shape."""
+    """The stored form of a weight. block: elements that share a scale; (): no scales; None: one for the
+    tensor. scale: the suffix of the scales' name, their dtype and their shape."""
 
     dtype: np.dtype[Any]
     block: tuple[int | None, int | None] | tuple[()] | None
     scale: tuple[str, np.dtype[Any], tuple[int, ...]] | None
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """The dtype and shape of each tensor of a weight of this name and shape."""
+        """Return the dtype and shape of each tensor of a weight of this name and shape."""
         found = {name: (self.dtype, shape)}
         if self.scale:
             found[name + self.scale[0]] = self.scale[1:]
@@ -54,9 +54,8 @@ class StoredWeight(NamedTuple):
 
 
 def stored_weight(recipe: str, scale_format: str, shape: tuple[int, ...]) -> StoredWeight:
-    """What a recipe makes of a weight […, N, K]: the names and shapes that DeepSeek's (block128), MX and
-    compressed-tensors' (row, tensor) checkpoints have. MX scales are stored as U8, which is what readers
-    expect."""
+    """Return the form that a recipe gives a weight […, N, K]: names and shapes as in DeepSeek's (block128),
+    MX and compressed-tensors' (row, tensor) checkpoints. MX scales are stored as U8, as readers expect."""
     if recipe == "bf16":
         return StoredWeight(bfloat16, (), None)
     if recipe == "tensor":
@@ -71,7 +70,7 @@ def stored_weight(recipe: str, scale_format: str, shape: tuple[int, ...]) -> Sto
 
 
 class Rows(NamedTuple):
-    """Rows `start` to `stop` of matrix `matrix` of a weight: what is worked on at a time."""
+    """Rows `start` to `stop` of matrix `matrix` of a weight, processed as one chunk."""
 
     matrix: int
     start: int
@@ -79,8 +78,8 @@ class Rows(NamedTuple):
 
 
 def row_chunks(shape: tuple[int, ...], unit: int = 1) -> Iterator[Rows]:
-    """All rows of a weight, in chunks of whole rows of blocks. unit: rows of a block of the source, a power
-    of two."""
+    """Yield all rows of a weight, in chunks of whole rows of blocks. unit: rows of a block of the source, a
+    power of two."""
     *batch, rows, columns = shape
     unit = max(128, unit)
     step = max(unit, _CHUNK // max(columns, 1) // unit * unit)
@@ -90,8 +89,8 @@ def row_chunks(shape: tuple[int, ...], unit: int = 1) -> Iterator[Rows]:
 
 
 class Changes(NamedTuple):
-    """How many values are not what they were, and the energies of values and of differences (NaN and Inf left
-    out). Data that keep their bytes have no energy of values: they were not read as such."""
+    """The number of changed values, and the energies of values and of differences (without NaN and Inf). Data
+    whose bytes are kept have no energy of values: they were not decoded."""
 
     elements: int = 0
     changed: int = 0
@@ -103,14 +102,14 @@ class Changes(NamedTuple):
 
     @property
     def sqnr_db(self) -> float | None:
-        """The signal-to-noise ratio; None where nothing changed, or nothing is there."""
+        """The signal-to-noise ratio; None if nothing changed, or there is nothing."""
         return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
 
 
 def make_rows(source: Array | Scaled, stored: StoredWeight, scale: float | None
               ) -> tuple[np.ndarray, np.ndarray | None, Changes]:
-    """(data, scales or None, changes) of a chunk, as a file holds them. scale: the tensor's, if it has one
-    scale."""
+    """Return (data, scales or None, changes) of a chunk, as stored in a file. scale: the tensor's, if it has
+    one scale."""
     if isinstance(source, Scaled) and stored.scale is not None:
         scales = asnumpy(bits(source.scale_inv)).view(source.scale_inv.dtype)
         exponents = _has_exponents(stored)
@@ -130,14 +129,14 @@ def make_rows(source: Array | Scaled, stored: StoredWeight, scale: float | None
     q = _quantized(values, stored, scale)
     scales = asnumpy(q.scale_inv)
     if _has_exponents(stored) and scales.dtype == float32:
-        scales = astype(scales, float8_e8m0fnu)             # This is exact: they are powers of two.
+        scales = astype(scales, float8_e8m0fnu)             # exact: powers of two
     if scales.itemsize == 1:
         scales = scales.view(stored.scale[1])
     return asnumpy(bits(q.data)).view(stored.dtype), scales, _compared(source, q)
 
 
 def _kept(source: Scaled, scales: np.ndarray, stored: StoredWeight) -> tuple[np.ndarray, np.ndarray, Changes]:
-    """Data that have the scales they are to have; at most these are stored in another dtype, exactly."""
+    """Return data that already have the right scales; these are at most stored in another dtype, exactly."""
     assert stored.scale is not None
     if _has_exponents(stored):
         scales = astype(scales, float8_e8m0fnu).view(stored.scale[1])
@@ -159,7 +158,7 @@ def _quantized(values: Array, stored: StoredWeight, scale: float | None) -> Scal
 
 
 def tensor_scale(amaxes: list[float]) -> float:
-    """The scale of a tensor from the amaxes of its chunks."""
+    """Return the scale of a tensor from the amaxes of its chunks."""
     amax = np.array([max(amaxes, default=0.0)], np.float32)
     return float(compute_scale(amax, dtype=float8_e4m3fn)[0])
 
@@ -175,7 +174,7 @@ def is_power_of_two(scale: np.ndarray) -> bool:
         return True
     words = np.ascontiguousarray(scale, float32).view(np.uint32)
     normal = (words & 0x7FFFFF == 0) & (words > 0) & (words < 0x7F800000)
-    return bool((normal | (words == 0x400000)).all())       # The last is 2**-127, the smallest that E8M0 has.
+    return bool((normal | (words == 0x400000)).all())       # 2**-127, the smallest of E8M0
 
 
 def _has_exponents(stored: StoredWeight) -> bool:
@@ -183,7 +182,7 @@ def _has_exponents(stored: StoredWeight) -> bool:
 
 
 def _rebased(source: Scaled, stored: StoredWeight) -> tuple[np.ndarray, np.ndarray, Changes]:
-    """Data of powers of two on new powers of two, and how many values are not what they were."""
+    """Move data from power-of-two scales to new ones, and count changed values."""
     assert stored.scale is not None
     assert stored.block
     q = rebase_scales(source, block=stored.block, scale_dtype=float8_e8m0fnu)
@@ -192,12 +191,12 @@ def _rebased(source: Scaled, stored: StoredWeight) -> tuple[np.ndarray, np.ndarr
 
 
 def _compared(source: Array | Scaled, made: Array | Scaled) -> Changes:
-    """What rounding changed, computed where the arrays are; NaN and Inf are left out."""
+    """Measure what rounding changed, on the arrays' device; NaN and Inf are left out."""
     before, after = (_values(a) for a in (source, made))
     xp = backend.module_of(before)
     with np.errstate(invalid="ignore", over="ignore"):
         difference = after - before
-        # BLAS would do this with threads of its own, beside the workers.
+        # BLAS would use threads of its own, beside the workers
         signal, noise = (float((a * a).sum()) for a in (before, difference))
         if not np.isfinite(signal + noise):
             finite = (before - before == 0) & (difference - difference == 0)
@@ -211,14 +210,14 @@ def _values(a: Array | Scaled) -> Array:
 
 
 def _floats(a: Array) -> Array:
-    """An array as quantisers take it."""
+    """Return an array as quantisers take it."""
     if a.dtype in INPUT_DTYPES:
         return a
     return astype(a, float32) if a.dtype in FP8_DTYPES else a.astype(np.float32)
 
 
 def on(like: Any, source: np.ndarray | Scaled) -> Array | Scaled:
-    """A chunk where it is to be worked on."""
+    """Copy a chunk to the device that works on it."""
     if isinstance(source, Scaled):
         return Scaled(asarray(source.data, like=like), asarray(source.scale_inv, like=like), source.shape,
                       False, source.block, source.scale_layout)

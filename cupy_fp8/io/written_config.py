@@ -1,5 +1,5 @@
-"""The `quantization_config` of checkpoints that are written here: what each layer is, in the words that
-DeepSeek's, MX and compressed-tensors' readers know."""
+"""Writes the `quantization_config` of checkpoints: the form of each layer, as DeepSeek's, MX and
+compressed-tensors' readers expect it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["LayerForm", "adapted", "can_describe", "has_group", "layer_entry", "
 
 _ROWS, _MX = (1, None), (1, 32)
 _FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-#: A method that no other library has, so that it refuses what only `quantized_layers` describes.
+#: A method that no other library has, so that other libraries refuse what only `quantized_layers` describes.
 _OWN_METHOD = "cupy_fp8"
 
 
 class LayerForm(NamedTuple):
-    """How a file holds an FP8 weight.
+    """The stored form of an FP8 weight.
 
     dtype        of the data
     share        what shares a scale
-    end          how the scales' name ends after the data's, their whole name where that is another one, or
-                 '' where no scales are known
+    end          suffix of the scales' name after the data's, their whole name if it does not extend that, or
+                 '' if no scales are known
     scale_dtype  of the scales
     swizzled     whether these are stored in tiles
     """
@@ -44,12 +44,12 @@ _NOTHING = Described()
 
 def quantization_config(layers: Mapping[str, LayerForm], plain: Iterable[str], source: Described = _NOTHING,
                         main: LayerForm | None = None, packed: Iterable[str] = ()) -> dict[str, Any] | None:
-    """The description of a checkpoint; None where nothing is quantised.
+    """Return the description of a checkpoint; None if nothing is quantised.
 
     layers : the form of each FP8 weight, by module
     plain : modules that stay in 16 bits
-    source : what is kept of the description that the data came with: key-value caches, and exclusions of
-        modules that are not there
+    source : the description that came with the data, from which key-value caches and exclusions of absent
+        modules are kept
     main : the form of most layers, by default the most frequent one
     packed : modules of packed data, which the source's compressed-tensors groups describe
     """
@@ -84,14 +84,14 @@ def has_group(form: LayerForm) -> bool:
 
 
 def can_describe(source: Described, main: LayerForm) -> bool:
-    """Whether the target's description can also tell of the source's packed layers."""
+    """Whether the target's description can also describe the source's packed layers."""
     if has_group(main):
         return source.method == "compressed-tensors"
     return source.method == "fp8" and _method(main) == "fp8"
 
 
 def adapted(raw: Mapping[str, Any], converted: Iterable[str]) -> dict[str, Any]:
-    """The source's own description, of which these modules are now in 16 bits."""
+    """Return the source's own description, with these modules now in 16 bits."""
     found: dict[str, Any] = json.loads(json.dumps(raw))
     modules = set(converted)
     usual = "ignore" if found.get("quant_method") in ("compressed-tensors", "modelopt") else EXCLUSIONS[0]
@@ -105,7 +105,7 @@ def adapted(raw: Mapping[str, Any], converted: Iterable[str]) -> dict[str, Any]:
 
 
 def without_description(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json without what it says of quantisation, also in the parts of a model."""
+    """Return a config.json without its descriptions of quantisation, also in the parts of a model."""
     return {key: without_description(value) if isinstance(value, dict) else value
             for key, value in config.items() if not is_description(key, value)}
 
@@ -119,7 +119,7 @@ def _method(form: LayerForm) -> str:
 
 def _compressed(main: LayerForm, layers: Mapping[str, LayerForm], plain: list[str], source: Described,
                 packed: Iterable[str]) -> dict[str, Any]:
-    """compressed-tensors' description: a group for the main form, others for modules by name."""
+    """Return compressed-tensors' description: a group for the main form, others for modules by name."""
     forms: dict[LayerForm, list[str]] = {}
     others: dict[str, LayerForm] = {}
     for module, form in layers.items():
@@ -161,7 +161,7 @@ def _group(form: LayerForm, targets: list[str]) -> dict[str, Any]:
 
 
 def _packed_groups(source: Described, packed: Iterable[str]) -> list[dict[str, Any]]:
-    """The source's groups that describe packed modules, for these alone."""
+    """Return the source's groups that describe packed modules, restricted to these."""
     found: dict[str, dict[str, Any]] = {}
     groups = {name: as_dict(group) for name, group in as_dict(source.raw.get("config_groups")).items()}
     patterns = {name: LayerPatterns(one for one in source.targets(group) if one != "Linear")
@@ -178,8 +178,8 @@ def _packed_groups(source: Described, packed: Iterable[str]) -> list[dict[str, A
 
 
 def _merged(plain: Iterable[str], source: Described, quantised: set[str]) -> list[str]:
-    """Modules in 16 bits: those that are there, and names of the source's list that mean none of these, since
-    they may be of modules whose weights are elsewhere."""
+    """Return the modules in 16 bits: those present, and names of the source's list that match none of these,
+    since they may belong to modules whose weights are elsewhere."""
     here = {*plain, *quantised}
     kept = [name for name in source.excluded if not any(sign in name for sign in "*?[:")
             and name not in here and not any(matches(name, module) for module in here)]
@@ -187,13 +187,13 @@ def _merged(plain: Iterable[str], source: Described, quantised: set[str]) -> lis
 
 
 def _others(layers: Mapping[str, LayerForm]) -> dict[str, Any]:
-    """Layers of other forms, which no list of the formats has."""
+    """Return layers of other forms, for which the formats have no list."""
     return {"quantized_layers": {module: layer_entry(form) for module, form in sorted(layers.items())}
             } if layers else {}
 
 
 def layer_entry(form: LayerForm) -> dict[str, Any]:
-    """What `quantized_layers` says of a layer."""
+    """Return the entry of a layer in `quantized_layers`."""
     if not form.end:
         return {"dtype": form.dtype, "scales": None}
     return {"dtype": form.dtype, "scales": form.end, "scale_dtype": form.scale_dtype,
@@ -203,7 +203,7 @@ def layer_entry(form: LayerForm) -> dict[str, Any]:
 
 
 def _cache(source: Described) -> dict[str, Any]:
-    """What the source says of key-value caches, in compressed-tensors' words where these have them."""
+    """Return the source's description of key-value caches, in compressed-tensors' terms where it has them."""
     found = dict(source.kv_cache)
     scheme = found.get("kv_cache_scheme", found.get("kv_cache_quant_algo"))
     if isinstance(scheme, str) and scheme.lower() in ("fp8", "static", "float8"):

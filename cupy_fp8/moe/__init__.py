@@ -20,5 +20,5 @@ from .step import Buffers, Saved
 
 __all__ = ["Buffers", "Experts", "Saved"]
 
-if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+if not TYPE_CHECKING:               # otherwise type checkers accept any name
     __getattr__, __dir__ = public_only(globals())

@@ -1,4 +1,4 @@
-"""The biases of the experts: taken from arrays, updated in place, and their gradients."""
+"""The biases of the experts: copied from arrays, updated in place, and their gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ops.moe.group_sums import group_sums
 from ..recipes import BlockScaling, quantize
 from .step import Calls
 
-#: The gradient of a row's prob is a product with the bias of `down`, in FP8 as the other products.
+#: The gradient of a row's prob is a product with the bias of `down`, in FP8 like the other products.
 _OF_PROBS = BlockScaling((1, 128))
 
 
@@ -28,7 +28,7 @@ class Biases:
                  xp: Any) -> None:
         self._shapes, self._xp = shapes, xp
         up, down = self._pair(given)
-        self.up = None if up is None else astype(up, dtype)             # that of h, which it is added to
+        self.up = None if up is None else astype(up, dtype)             # dtype of h, which it is added to
         self.down = None if down is None else astype(down, down.dtype)
         self._factors = None if down is None else _Factors(down)
 
@@ -59,7 +59,7 @@ class Biases:
         return up, down
 
     def check(self, given: Any) -> None:
-        """Raises TypeError or ValueError unless these can replace what is held."""
+        """Raise TypeError or ValueError unless these can replace the present ones."""
         for name, a, own in zip(("up", "down"), self._pair(given), (self.up, self.down), strict=True):
             if a is not None and own is None:
                 raise ValueError(f"bias ({name}): expected None, since the layer has none, got an array")
@@ -75,22 +75,22 @@ class Biases:
 
     # ---- in a step ----
     def of_up(self, splits: Any) -> dict[str, Any]:
-        """Options of the activation and its gradient."""
+        """Return options of the activation and its gradient."""
         return {} if self.up is None else {"bias": self.up, "splits": splits}
 
     def of_down(self, row_probs: Array | None) -> dict[str, Any]:
-        """Options of the second product, which comes after the probs."""
+        """Return options of the second product, whose rows already include the probs."""
         return {} if self.down is None else {"bias": self.down, "bias_weights": row_probs}
 
     def add_to_probs(self, dp: Array | None, grads: Any, splits: Any) -> None:
-        """Adds the part of the gradient of each row's prob that comes through the bias of `down`."""
+        """Add the part of the gradient of each row's prob that comes through the bias of `down`."""
         if dp is not None and self._factors is not None:
             for term in self._factors.terms:
                 grouped_matmul_nt(grads, term, splits, accumulate=dp.reshape(-1, 1))
 
     def gradients(self, call: Calls, d_hidden: Any, grads: Any, splits: Any,
                   row_probs: Array | None) -> tuple[Any, Any]:
-        """f32 [E, 2 F] and [E, H], of FP8 rows."""
+        """Return f32 [E, 2 F] and [E, H], sums of FP8 rows."""
         up = None if self.up is None else call("up bias grad", group_sums, d_hidden, splits)
         down = None if self.down is None else call("down bias grad", group_sums, grads, splits,
                                                    weights=row_probs)
@@ -98,8 +98,8 @@ class Biases:
 
 
 class _Factors:
-    """The bias of `down` [E, H] as a sum of two FP8 terms [E, 1, H], as products take them: it rounded, and
-    what is left, rounded. One term alone is wrong by up to 1/17 of a value, in the same direction for all
+    """The bias of `down` [E, H] as a sum of two FP8 terms [E, 1, H] for products: the rounded bias, and the
+    rounded remainder. One term alone is wrong by up to 1/17 of a value, in the same direction for all
     rows."""
 
     def __init__(self, bias: Array) -> None:
@@ -113,7 +113,7 @@ class _Factors:
         self.update(bias)
 
     def update(self, bias: Array) -> None:
-        """Nothing is allocated."""
+        """Replace the terms; nothing is allocated."""
         exact, first = self._both[0], self._both[1]
         astype(bias[:, None], float32, out=exact)
         quantize(exact, _OF_PROBS, out=self.terms[0])

@@ -1,4 +1,4 @@
-"""Buffers are made by a step over no tokens, whose arrays they keep."""
+"""Makes buffers by running a step without tokens and keeping its arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def make(experts: Experts, sizes: dict[str, Any], align: Any, x_dtype: Any, grad_dtype: Any, keep: Any,
          **flags: Any) -> Buffers:
-    """sizes: tokens, topk and rows; those that are None are not known. flags: probs and accumulate."""
+    """sizes: tokens, topk and rows; None where not known. flags: probs and accumulate."""
     flags = {name: flag(value, name) for name, value in flags.items()}
     if keep is not None:
         choice(keep, "keep", KEEPS)
@@ -47,7 +47,7 @@ def make(experts: Experts, sizes: dict[str, Any], align: Any, x_dtype: Any, grad
     made = Buffers(experts, {**sizes, "align": align, "keep": keep, **flags,
                              **{name: str(dtype) for name, dtype in dtypes.items()}})
     if routing:
-        made._made["routing"] = routing             # A gate is routed into it.
+        made._made["routing"] = routing             # a Gate is routed into it
     history = None if experts.state is None else experts.state.amax_history.copy()
     _step(experts, made, routing, *dtypes.values())
     if experts.state is not None:
@@ -58,7 +58,7 @@ def make(experts: Experts, sizes: dict[str, Any], align: Any, x_dtype: Any, grad
 
 def _step(experts: Experts, made: Buffers, routing: Any, x_dtype: np.dtype[Any], grad_dtype: np.dtype[Any]
           ) -> None:
-    """A step into the buffers, with zeros for everything."""
+    """Run a step into the buffers, with zeros for everything."""
     facts, like = made._facts, weights.kind(experts.up)
     number = facts["tokens" if routing else "rows"]
     x, grad = (_tokens(experts, number, dtype, name, of_rows=not routing)
@@ -88,7 +88,7 @@ def _size(given: Any, name: str) -> int | None:
 
 
 def _dtype(experts: Experts, given: Any, name: str) -> np.dtype[Any]:
-    """Of what is dispatched: arrays become FP8 before, or stay as they are."""
+    """Return the dtype of what is dispatched: FP8 if arrays are quantised before."""
     flow = experts._flow
     if given is None:
         return experts.recipe.dtype if flow.dispatches_fp8 else experts.dtype
@@ -97,7 +97,7 @@ def _dtype(experts: Experts, given: Any, name: str) -> np.dtype[Any]:
 
 
 def _tokens(experts: Experts, number: int, dtype: np.dtype[Any], name: str, *, of_rows: bool) -> Any:
-    """Zeros as `forward` or `forward_rows` gets them."""
+    """Return zeros as `forward` or `forward_rows` takes them."""
     recipe, fp8 = experts.recipe, experts._flow.dispatches_fp8
     values = zeros((number, experts.hidden), experts.dtype if fp8 else dtype,
                    like=weights.kind(experts.up))

@@ -1,4 +1,4 @@
-"""What can be wrong with a call of the layer is found here, before anything is written."""
+"""Checks of the layer's calls, all before anything is written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recipe(given: Any, dataflow: str) -> None:
 
 def tokens(experts: Experts, x: Any, name: str, shape: tuple[int | None, int], *,
            dispatched: bool = False) -> None:
-    """Tokens as `forward` takes them, or rows as they are dispatched."""
+    """Check tokens as `forward` takes them, or rows as they are dispatched."""
     flow, xp = experts._flow, experts._xp
     quantised = isinstance(x, (Scaled, Quantized))
     if quantised and not flow.dispatches_fp8:
@@ -76,8 +76,8 @@ def alignment(experts: Experts, align: int, name: str) -> None:
 
 
 def splits(experts: Experts, given: Any, rows: Any, align: int) -> Array:
-    """The sizes of the experts of rows, beside them; a list is copied there. Those on the device are not
-    looked at."""
+    """Return the experts' numbers of rows, on the device of the rows; a list is copied there. Values of a
+    device array are not checked."""
     if not is_array(given) and not isinstance(given, (list, tuple)):
         raise TypeError(f"splits: expected the sizes of {experts.num_experts} experts, an int32 or int64 "
                         f"array or a list, got {shown(given)}")
@@ -97,8 +97,8 @@ def splits(experts: Experts, given: Any, rows: Any, align: int) -> Array:
 
 
 def powers_of_two(experts: Experts, x: Any, name: str, sizes: Any = None) -> None:
-    """Scales on the host, of x whose columns will be made by moving exponents: those of the rows of groups.
-    Kernels note those on the device."""
+    """Check scales on the host, if columns of x will be made by moving exponents: those of the rows of
+    groups. On the device kernels note wrong scales."""
     if isinstance(x, Quantized):
         x = x.rowwise
     if (experts.dataflow == "casting_free" and isinstance(x, Scaled) and x.block is not None
@@ -118,13 +118,13 @@ def probs(experts: Experts, given: Any, name: str, *shapes: tuple[int, ...]) -> 
 
 
 def dispatched(experts: Experts, x: Any) -> str:
-    """The dtype of what is dispatched of tokens, or of rows, in FP8 or not."""
+    """Return the dtype in which tokens or rows are dispatched."""
     quantised = isinstance(x, (Scaled, Quantized))
     return str(experts.recipe.dtype if experts._flow.dispatches_fp8 and not quantised else kind(x).dtype)
 
 
 def buffers(experts: Experts, out: Any, x: Any, **facts: Any) -> None:
-    """facts: what they have been made for, beside the dtype of x."""
+    """facts: what the buffers were made for, beside the dtype of x."""
     if out is None:
         return
     if not isinstance(out, Buffers):
@@ -141,7 +141,7 @@ def _facts(out: Buffers, **facts: Any) -> None:
 
 
 def separate(out: Buffers | None, **inputs: Any) -> None:
-    """What a forward pass is given is not among the arrays that it writes."""
+    """Check that no input of a forward pass is among the arrays that it writes."""
     if out is not None:
         for name, given in inputs.items():
             for start, end, _, _ in ranges_of(given, name):
@@ -173,7 +173,7 @@ def saved(experts: Experts, given: Any, out: Any, *, of_rows: bool) -> Saved:
 
 
 def gradient(experts: Experts, grad: Any, name: str, held: Saved, accumulate: Any) -> None:
-    """grad is one that `tokens` has found right; held: what `saved` has returned."""
+    """grad: already checked by `tokens`; held: the result of `saved`."""
     powers_of_two(experts, grad, name, None if held.routing else held.splits)
     if held.buffers is not None:
         _facts(held.buffers, accumulate=accumulate is not None, grad_dtype=dispatched(experts, grad))
@@ -196,7 +196,8 @@ def gradient(experts: Experts, grad: Any, name: str, held: Saved, accumulate: An
 
 
 def _accumulate(experts: Experts, accumulate: Any) -> list[memory.Range]:
-    """Their memory. Any of these mistakes would be found once the first of them has been added to."""
+    """Check the arrays and return their memory. (An op would find a mistake in the second only after the
+    first had been added to.)"""
     if not isinstance(accumulate, (tuple, list)) or len(accumulate) != 2:
         raise TypeError(f"accumulate: expected two arrays, for up and down, got {shown(accumulate)}")
     found = []

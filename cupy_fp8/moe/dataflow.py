@@ -1,4 +1,4 @@
-"""How FP8 values reach the products: what is quantised, and where the weight gradients' columns come from."""
+"""How FP8 values reach the products: what is quantised, and how columns for the weight gradients are made."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Dataflow: TypeAlias = Literal["casting_free", "both_directions", "requantize"]
 DATAFLOWS: tuple[Dataflow, ...] = get_args(Dataflow)
 Keep: TypeAlias = Literal["bf16", "fp8", "input"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)
-#: Blocks along the rows of a group are this long, and do not cross groups that begin at multiples of it.
+#: Length of blocks along the rows of a group; groups begin at multiples of it, so no block crosses groups.
 GROUP = 128
-#: Where nothing is kept for gradients, groups need no whole blocks: they begin at multiples of the rows that
-#: products write at once.
+#: Alignment where nothing is kept for gradients: no whole blocks are needed, only the rows that a product
+#: writes at once.
 GROUP_OF_RESULTS = 16
 
 
 class CastingFree:
-    """Tokens are quantised before they are dispatched, and once: exponents move where columns are needed."""
+    """Tokens are quantised once, before the dispatch; where columns are needed only exponents move."""
 
-    #: Tokens are FP8 when they are dispatched.
+    #: Tokens are in FP8 when dispatched.
     dispatches_fp8 = True
     #: The activation is quantised in both directions.
     both = False
@@ -42,20 +42,20 @@ class CastingFree:
         self.blocks = isinstance(recipe, BlockScaling)
 
     def align(self, keep: Keep | None) -> int:
-        """What groups of rows begin at multiples of, where the layer routes."""
+        """Return the alignment of groups of rows where the layer routes."""
         columns_cross_groups = self.blocks and not self.transposes_rows
         return GROUP if keep is not None or columns_cross_groups else GROUP_OF_RESULTS
 
     def tokens(self, call: Calls, name: str, x: Any) -> Any:
-        """What is dispatched. A Scaled was quantised before."""
+        """Return what is dispatched. A Scaled is quantised already."""
         if isinstance(x, (Scaled, Quantized)):
             return x if isinstance(x, Scaled) else x.rowwise
         return call(f"{name} tokens", quantize, x, self.recipe, **self.scales[name]).rowwise
 
     def send(self, call: Calls, name: str, x: Any, routing: Routing, probs: Array | None = None, *,
              keep: bool = False) -> Any:
-        """(tokens as they are dispatched, their rows, the rows' probs). keep: tokens are needed; else they
-        are None if values become FP8 on the way to their rows."""
+        """Return (tokens as dispatched, their rows, the rows' probs). keep: tokens are needed; otherwise they
+        are None if values are quantised while being permuted."""
         if keep or not self.blocks or isinstance(x, (Scaled, Quantized)):
             tokens = self.tokens(call, name, x)
             return tokens, *self.dispatch(call, name, tokens, routing, probs)
@@ -63,13 +63,14 @@ class CastingFree:
         return None, *(moved if probs is not None else (moved, None))
 
     def send_both(self, call: Calls, name: str, x: Any, routing: Routing, probs: Array | None = None) -> Any:
-        """(rows, their probs), where columns of the rows are needed too: FP8 tokens become both at once."""
+        """Return (rows, their probs), where columns of the rows are needed too: one launch makes both from
+        FP8 tokens."""
         if not self.blocks or not isinstance(x, (Scaled, Quantized)) or not self.transposes_rows:
             return self.send(call, name, x, routing, probs)[1:]
         return call.both(name, self.tokens(call, name, x), routing, probs)
 
     def dispatch(self, call: Calls, name: str, tokens: Any, routing: Routing, probs: Array | None) -> Any:
-        """(rows, their probs)"""
+        """Return (rows, their probs)."""
         moves_codes = isinstance(tokens, Scaled) and tokens.block is None
         given = tokens.data if moves_codes else tokens
         moved = call(f"{name} permuted", permute, given, routing, probs=probs)
@@ -79,11 +80,11 @@ class CastingFree:
         return rows, row_probs
 
     def enter(self, call: Calls, name: str, rows: Any) -> Any:
-        """The rows that products take."""
+        """Return the rows as products take them."""
         return rows
 
     def columns(self, call: Calls, name: str, q: Any, splits: Array) -> Any:
-        """An operand of the product over the rows of each group."""
+        """Return an operand of the product over the rows of each group."""
         if isinstance(q, Quantized) and q._column is not None:
             return q
         rows = q.rowwise if isinstance(q, Quantized) else q
@@ -94,7 +95,7 @@ class CastingFree:
 
 
 class BothDirections(CastingFree):
-    """Values are dispatched as they are, and quantised in both directions where they are used."""
+    """Values are dispatched unquantised, and quantised in both directions where they are used."""
 
     dispatches_fp8, both, transposes_rows = False, True, False
 
@@ -110,8 +111,7 @@ class BothDirections(CastingFree):
 
 
 class Requantize(CastingFree):
-    """Tokens are quantised before they are dispatched; columns are made by dequantising and quantising again.
-    """
+    """Tokens are quantised before the dispatch; columns are made by dequantising and quantising again."""
 
     transposes_rows = False
 

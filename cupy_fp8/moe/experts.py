@@ -28,9 +28,9 @@ from .routed import Routed
 from .step import Buffers, Calls, Saved, Unique, ranges_of
 from .typed import Gradients
 
-#: h that is kept in FP8: scales are powers of two, so widening it is exact.
+#: for h kept in FP8: scales are powers of two, so widening it is exact
 _HIDDEN = BlockScaling((1, GROUP), pow2_scale=True, scale_layout="compact")
-#: What delayed scaling has a scale and an amax history for, in this order.
+#: What has a scale and an amax history under delayed scaling, in this order.
 TENSORS = ("x", "activation", "grad", "hidden_grad", "up", "down")
 
 
@@ -126,7 +126,7 @@ class Experts(Unique, Generic[Gradients]):
         self._find_weights()
 
     def _find_weights(self) -> None:
-        """Notes their memory, which weight gradients are not added to."""
+        """Note the memory of the weights, to which weight gradients must not be added."""
         self._occupied = Occupied(found for name, held in (
             ("up", self.up), ("down", self.down), ("bias", (self._biases.up, self._biases.down)))
             for found in ranges_of(held, f"the layer's {name}"))
@@ -161,10 +161,10 @@ class Experts(Unique, Generic[Gradients]):
         """Take new weights of the same shapes, after a step of the optimizer, and new biases: None keeps one.
 
         Arrays are quantised in place, which can be captured into a CUDA graph: all in one launch for blocks;
-        with one scale each weight has its own launches, one of DelayedScaling and one or two of
-        CurrentScaling. A Scaled is used as it is, without a copy, as in the constructor. Where an array takes
-        the place of a Scaled new memory is allocated, once. What was saved by a forward pass before has no
-        backward pass any more. TypeError, ValueError before anything is written.
+        with one scale each weight has its own launches, one for DelayedScaling and one or two for
+        CurrentScaling. A Scaled is used as it is, without a copy, as in the constructor. Where an array
+        replaces a Scaled, new memory is allocated, once. A forward pass saved before can no longer be used
+        for a backward pass. TypeError, ValueError before anything is written.
         """
         given = [up, down]
         for new, held, name in zip(given, self._held, ("up", "down"), strict=True):
@@ -186,20 +186,20 @@ class Experts(Unique, Generic[Gradients]):
               align: int | None = None, probs: bool = True, keep: Keep | None = "bf16",
               accumulate: bool = False, x_dtype: DType | None = None, grad_dtype: DType | None = None
               ) -> Buffers:
-        """Every array that a step writes, to pass as `out` to `forward` and `backward`: nothing is allocated
-        then. Every launch of a step is made once, over no tokens, so a step can be captured right away.
+        """Allocate every array that a step writes, to pass as `out` to `forward` and `backward`, which then
+        allocate nothing. Every launch is made once, over no tokens, so a step can be captured right away.
 
-        tokens, topk, rows, align : as the routing of the step has them; align None: as the layer routes a
-            Gate. rows and align without tokens and topk: for `forward_rows` and `backward_rows` alone, with
-            any align that they take, None: 128 (those with tokens serve them too, with as many rows)
-        probs : the forward pass gets probs
+        tokens, topk, rows, align : those of the step's routing; align None: as the layer routes a Gate. rows
+            and align without tokens and topk: for `forward_rows` and `backward_rows` alone, with any align
+            that they take, None: 128 (buffers made with tokens serve these too, for as many rows)
+        probs : whether the forward pass gets probs
         keep : as `forward` gets it. None: no backward pass
-        accumulate : the weight gradients are added to arrays of the caller
-        x_dtype, grad_dtype : of x and of the gradient of y, where it matters: of a Scaled, whose FP8 type may
-            be another than the recipe's (None: that), and of arrays with 'both_directions' (None: dtype)
+        accumulate : whether the weight gradients are added to arrays of the caller
+        x_dtype, grad_dtype : of x and of the gradient of y, where it matters: for a Scaled, whose FP8 type
+            may differ from the recipe's (None: the recipe's), and for arrays with 'both_directions' (None:
+            dtype)
 
-        A step for which any of these is another one is refused. TypeError, ValueError, before anything is
-        allocated.
+        A step that differs in any of these is refused. TypeError, ValueError, before anything is allocated.
         """
         return buffers.make(self, {"tokens": tokens, "topk": topk, "rows": rows}, align, x_dtype, grad_dtype,
                             keep, probs=probs, accumulate=accumulate)
@@ -214,22 +214,22 @@ class Experts(Unique, Generic[Gradients]):
     def forward(self, x: Array | Scaled | Quantized, routing: Routing | Gate, probs: Array | None = None, *,
                 keep: Keep | None = "bf16", out: Buffers | None = None
                 ) -> tuple[TypedArray, Saved | None]:
-        """The outputs of all tokens, and what `backward` needs.
+        """Compute the outputs of all tokens, and save what `backward` needs.
 
         Parameters
         ----------
         x : array [T, H]; or (not with 'both_directions') a Scaled [T, H] that the recipe has quantised
-            before, from another GPU perhaps. 'casting_free' needs scales that are powers of two (but for
+            before, for instance on another GPU. 'casting_free' needs power-of-two scales (except for
             keep=None): others are refused on the host, and noted on a device (`device_errors`)
-        routing : what `route` gives of T tokens, best with align=128, or with keep=None 16 if the dataflow
-            takes it; or a Gate, whose indices are routed so, and whose weights are the probs
-        probs : f32 array [T, topk], the weights of a token's experts (of a mask also [T, E]). None: 1
+        routing : the result of `route` for T tokens, best with align=128, or with keep=None 16 if the
+            dataflow takes it; or a Gate, whose indices are routed so, and whose weights are the probs
+        probs : f32 array [T, topk], the weights of a token's experts (for a mask also [T, E]). None: 1
         keep : what is saved. 'bf16': the rows, h and the activation. 'fp8': the tokens and h in blocks of
-            1×128, from which the activation is computed in the forward pass too, with one rounding more.
-            'input': the tokens alone; rows, h and the activation are computed again, the same bytes as with
+            1×128; the activation is computed from this h in the forward pass too, with one more rounding.
+            'input': the tokens alone; rows, h and the activation are recomputed, with the same bytes as with
             'bf16'. None: nothing, there is no backward pass
-        out : buffers of `empty`, whose arrays are written; a step that they hold is lost. x and probs lie
-            elsewhere
+        out : buffers of `empty`, whose arrays are written; a step that they hold is lost. x and probs must
+            not overlap them
 
         Returns
         -------
@@ -268,14 +268,14 @@ class Experts(Unique, Generic[Gradients]):
     def forward_rows(self, rows: Array | Scaled, splits: Array, row_probs: Array | None = None, *,
                      keep: Keep | None = "bf16", align: int = GROUP, out: Buffers | None = None
                      ) -> tuple[TypedArray, Saved | None]:
-        """`forward` of rows that are permuted already, by a dispatch between GPUs for instance.
+        """Run `forward` on rows that are already permuted, for instance by a dispatch between GPUs.
 
-        rows : as the dataflow dispatches them: a Scaled [R, H], or an array [R, H] of 'both_directions'
-        splits : int32 or int64 array [E], the rows of each expert; they follow one another. Or a list, which
-            is copied to the GPU of CuPy rows
+        rows : as the dataflow dispatches them: a Scaled [R, H], or an array [R, H] with 'both_directions'
+        splits : int32 or int64 array [E], the number of rows of each expert, in order. Or a list, which is
+            copied to the GPU of CuPy rows
         row_probs : f32 array [R]. None: 1
-        align : a power of two that all sizes are multiples of; where they are none (a device array is not
-            looked at) an expert's weight gradients are 0, and `device_errors` tells
+        align : a power of two that divides all sizes; where it does not (values of a device array are not
+            checked) an expert's weight gradients are 0, and `device_errors` tells
         keep, out : as for `forward`; 'fp8' and 'input' keep the rows instead of the tokens. Buffers are those
             of `empty` with rows=R
 
@@ -323,21 +323,21 @@ class Experts(Unique, Generic[Gradients]):
     # ---- backward ----
     def backward(self, grad: Array | Scaled | Quantized, saved: Saved | None, *,
                  accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None) -> Gradients:
-        """The gradients of x, of probs and of both weights.
+        """Compute the gradients of x, of probs and of both weights.
 
         Parameters
         ----------
         grad : array [T, H], the gradient of y; or a Scaled, as `forward` takes x
         saved : what `forward` returned with it
         accumulate : float32 arrays [E, 2 F, H] and [E, H, F], C-contiguous, to which the weight gradients are
-            added, and which are returned. They overlap nothing that the step has
-        out : the buffers that `forward` had. Of their arrays grad may be y alone, written anew
+            added, and which are returned. They must not overlap any array of the step
+        out : the buffers that `forward` had. Of their arrays grad may only be y, overwritten by the caller
 
         Returns
         -------
         (dx [T, H], dprobs f32 [T, topk] by slot or None without probs, d_up [E, 2 F, H], d_down [E, H, F]),
-        of dtype. With biases a fifth one: (d_up_bias f32 [E, 2 F], d_down_bias f32 [E, H]), None for one
-        that there is not, sums of gradients in FP8 (`group_sums`). Raises TypeError, ValueError, DeviceError,
+        of dtype. With biases a fifth one: (d_up_bias f32 [E, 2 F], d_down_bias f32 [E, H]), None for a
+        missing bias, sums of gradients in FP8 (`group_sums`). Raises TypeError, ValueError, DeviceError,
         before anything is written.
         """
         saved = checks.saved(self, saved, out, of_rows=False)
@@ -356,8 +356,8 @@ class Experts(Unique, Generic[Gradients]):
 
     def backward_rows(self, grad_rows: Array | Scaled, saved: Saved | None, *,
                       accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None) -> Gradients:
-        """`backward` of rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32 [R]
-        or None, d_up, d_down; with biases their gradients)."""
+        """Run `backward` on rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32
+        [R] or None, d_up, d_down; with biases their gradients)."""
         saved = checks.saved(self, saved, out, of_rows=True)
         assert saved.rows is not None
         checks.tokens(self, grad_rows, "grad_rows", (saved.rows.shape[0], self.hidden), dispatched=True)

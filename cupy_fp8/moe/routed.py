@@ -1,4 +1,4 @@
-"""Where a step's tokens go: by a routing, or by a gate, from which the layer makes one."""
+"""Where a step's tokens go: a Routing, or a Gate from which the layer makes one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Routed(NamedTuple):
-    """What is known before a routing is there. probs: by slot, or by expert of a mask."""
+    """What is known before the routing is made. probs: by slot, or by expert of a mask."""
 
     given: Routing | Gate
     probs: Array | None
@@ -28,8 +28,7 @@ class Routed(NamedTuple):
 
     @classmethod
     def of(cls, experts: Experts, given: Any, probs: Any, keep: Any) -> Routed:
-        """keep: as `forward` has it. Raises TypeError or ValueError if routing or probs do not fit the
-        layer."""
+        """keep: as for `forward`. Raises TypeError or ValueError if routing or probs do not fit the layer."""
         if not isinstance(given, (Routing, Gate)):
             raise TypeError(f"routing: expected a Routing, as route gives it, or a Gate, got "
                             f"{type_name(given)}")
@@ -49,13 +48,13 @@ class Routed(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What buffers have to be made for."""
+        """What buffers must have been made for."""
         return {"tokens": self.given.tokens, "topk": self.given.topk, "align": self.align, "rows": self.rows,
                 "probs": self.probs is not None}
 
     @property
     def read(self) -> dict[str, Any]:
-        """The arrays that a step reads, which it must not write."""
+        """The arrays that a step reads, and so must not write."""
         indices = {"routing": self.given.indices} if isinstance(self.given, Gate) else {}
         return {"probs": self.probs, **indices}
 

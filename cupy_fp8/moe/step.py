@@ -1,4 +1,4 @@
-"""What a step of the layer leaves: its buffers, and what the backward pass needs."""
+"""State of a step of the layer: its buffers, and what the backward pass needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Unique:
-    """An object whose copies would share its arrays, or belong to no layer: neither copied nor pickled."""
+    """An object that cannot be copied or pickled: copies would share its arrays, or belong to no layer."""
 
     #: what to do instead
     _instead = ""
@@ -32,27 +32,28 @@ class Unique:
 
 
 class Buffers(Unique):
-    """Every array of a step, which the next step with as many tokens writes again: `Experts.empty` makes
-    them, and `forward` and `backward` take them as `out`. They belong to one layer, and one step at a time:
-    what a step has saved is gone once the next one begins.
+    """Every array of a step, for reuse by the next step with as many tokens: made by `Experts.empty`, passed
+    to `forward` and `backward` as `out`. They belong to one layer, and to one step at a time: what a step has
+    saved is gone once the next one begins.
 
     nbytes : of all arrays
     """
 
     _instead = "empty() of the layer makes others"
-    #: What forward returns is not written by backward, so the gradient of y may be computed in its place.
+    #: backward does not write forward's results, so the gradient of y may overwrite y
     _RESULTS = "y", "rows out"
 
     def __init__(self, owner: Experts, facts: dict[str, Any]) -> None:
         self._owner, self._facts = owner, facts
         self._made: dict[str, Any] = {}
-        #: By name, what `Calls.columns` was given last of these, and its `out`, which has a key already.
+        #: The last `rows` passed to `Calls.columns` under each name, with the `out` for them, so that
+        #: remembered calls are found again.
         self._columns: dict[str, tuple[Scaled, Any, Quantized]] = {}
         self._step = 0
         self._all = self._of_backward = Occupied([])
 
     def _complete(self) -> None:
-        """Notes where the arrays are, once a step has made them."""
+        """Note where the arrays are, once a step has made them."""
         self._all = Occupied(self._ranges())
         self._of_backward = Occupied(self._ranges(self._RESULTS))
 
@@ -72,8 +73,8 @@ class Buffers(Unique):
 
 
 class Calls:
-    """Calls ops, each with the buffer of its name, if there are buffers. begins: a step, so that what the one
-    before has saved is refused from here on."""
+    """Calls ops, with the buffer of each call's name as `out` if there are buffers. begins: a step begins, so
+    what the previous one saved is refused from here on."""
 
     def __init__(self, buffers: Buffers | None, *, begins: bool = False) -> None:
         self._made = None if buffers is None else buffers._made
@@ -89,8 +90,8 @@ class Calls:
 
     def columns(self, name: str, function: Callable[..., Quantized], rows: Scaled, splits: Array
                 ) -> Quantized:
-        """The result of a transpose that has the data of `rows` too, which may be the caller's: of these no
-        buffer is made. Sizes are copied to arrays of their own dtype."""
+        """Call a transpose whose result includes the data of `rows`, which may be the caller's: these get no
+        buffer. Sizes are copied to arrays of their own dtype."""
         if self._made is None:
             return function(rows, splits=splits)
         if name not in self._made:
@@ -107,8 +108,8 @@ class Calls:
         return function(rows, splits=splits, out=out)
 
     def both(self, name: str, tokens: Scaled, routing: Routing, probs: Array | None) -> Any:
-        """(what permute_transpose makes of FP8 tokens, their rows' probs). It shares the buffers of `permute`
-        and of `columns`, which these make in the first step."""
+        """Return (the result of permute_transpose on FP8 tokens, their rows' probs). Uses the buffers of
+        `permute` and `columns`, which make them in the first step."""
         of_rows, of_columns, splits = f"{name} permuted", f"{name} columns", routing.aligned_splits
         if self._made is None:
             made = permute_transpose(tokens, routing, probs=probs)
@@ -128,7 +129,7 @@ class Calls:
         return permute_transpose(tokens, routing, probs=probs, out=(out, row_probs))
 
     def _columns_of(self, name: str, rows: Scaled, splits: Array) -> Quantized:
-        """What a transpose of these rows writes."""
+        """Return the `out` for a transpose of these rows."""
         assert self._made is not None
         column, scale_inv, sizes = self._made[name]
         if column.splits.dtype == splits.dtype:
@@ -144,26 +145,26 @@ class Calls:
 class Saved(Unique):
     """What `backward` needs of a forward pass.
 
-    It refers to what the caller gave, without a copy: the routing and probs; a Scaled that was given for x; x
-    itself with 'both_directions' and less kept; and of `forward_rows` the rows, splits and row_probs. They
-    must not change before the backward pass. (A list of splits is copied. A routing that was written again is
-    noticed, other arrays are not.)
+    It refers to the caller's objects without a copy: the routing and probs; a Scaled that was given for x; x
+    itself with 'both_directions' and less kept; and for `forward_rows` the rows, splits and row_probs. They
+    must not change before the backward pass. (A list of splits is copied. A rewritten routing is noticed,
+    other arrays are not.)
 
-    nbytes : of the arrays that it keeps, also of those that the caller has. The routing, probs, splits and
-        weights are not counted
+    nbytes : of the arrays that it keeps, including the caller's. The routing, probs, splits and weights are
+        not counted
     """
 
     _instead = "call forward again, or backward first; copy the arrays that they return"
 
     experts: Experts
-    weights: int                        # how often the weights had been updated
-    scales: int                         # how often the scales of delayed scaling had been
+    weights: int                        # updates of the weights so far
+    scales: int                         # updates of the delayed scaling so far
     keep: str
     splits: Array
     align: int
     row_probs: Array | None
     routing: Routing | None = None
-    routed: int = 0                     # how often the routing had been written
+    routed: int = 0                     # times that the routing has been written
     probs: Array | None = None
     tokens: TypedArray | Scaled | Quantized | None = None   # x in FP8, from which rows are permuted again
     rows: TypedArray | Scaled | Quantized | None = None
@@ -183,7 +184,7 @@ class Saved(Unique):
 
 
 def _scaled_of(made: Any) -> Iterator[Scaled]:
-    """Those that a result consists of."""
+    """Yield every Scaled of a result."""
     if isinstance(made, Scaled):
         yield made
     elif isinstance(made, Quantized):
@@ -194,18 +195,18 @@ def _scaled_of(made: Any) -> Iterator[Scaled]:
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
-    """The bytes of all arrays, each once."""
+    """Return the bytes of all arrays, each counted once."""
     return sum({address(a): int(a.nbytes) for value in values for a in arrays_of(value) if a.size}.values())
 
 
 def ranges_of(value: Any, name: str, *, written: bool = False) -> Iterator[Range]:
-    """The memory of all arrays."""
+    """Yield the memory range of each array."""
     for a in arrays_of(value):
         yield Range(*byte_range(a), written, name)
 
 
 def arrays_of(value: Any) -> Iterator[Array]:
-    """The arrays of what an op returns."""
+    """Yield the arrays in the result of an op."""
     if isinstance(value, tuple):
         for part in value:
             yield from arrays_of(part)

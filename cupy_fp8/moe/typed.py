@@ -1,4 +1,4 @@
-"""What type checkers know of `Experts`: whether `backward` returns the gradients of biases."""
+"""Types for `Experts`: whether `backward` returns the gradients of biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantised weights of the experts: taken from arrays or from a checkpoint, and updated in place."""
+"""The quantised weights of the experts: made from arrays or from a checkpoint, and updated in place."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SQUARE = (128, 128)
 
 
 def check(given: Any, name: str) -> tuple[int, ...]:
-    """The shape of weights [experts, N, K]: an array, or a Scaled or Quantized with blocks of 128 x 128 or
-    one scale."""
+    """Check weights [experts, N, K] and return their shape: an array, or a Scaled or Quantized with blocks of
+    128 x 128 or one scale."""
     if isinstance(given, (Scaled, Quantized)):
         row = given._row if isinstance(given, Quantized) else given
         if row is None or row.transposed or row.splits is not None or row.block not in (_SQUARE, None):
@@ -38,7 +38,7 @@ def check(given: Any, name: str) -> tuple[int, ...]:
 
 
 def kind(given: Any) -> Array:
-    """The array of values, row-wise codes of FP8: of weights, and of tokens too."""
+    """Return the array of values, or the row-wise FP8 codes: for weights, and for tokens too."""
     if isinstance(given, Quantized):
         given = given.rowwise
     array: Array = given.data if isinstance(given, Scaled) else given
@@ -46,7 +46,8 @@ def kind(given: Any) -> Array:
 
 
 def take(given: Any, recipe: Recipe, **scales: Any) -> Quantized:
-    """Both directions. A Scaled is not quantised again: its codes and scales are transposed."""
+    """Quantise weights in both directions. A Scaled is not quantised again: its codes and scales are
+    transposed."""
     if isinstance(given, Quantized) and given._column is not None and given._column.transposed:
         return given
     if isinstance(given, Quantized):
@@ -62,8 +63,8 @@ def take(given: Any, recipe: Recipe, **scales: Any) -> Quantized:
 
 def updated(held: list[Quantized], own: list[bool], given: list[Any], recipe: Recipe,
             scales: list[dict[str, Any]]) -> list[Quantized]:
-    """Arrays are quantised into those that are held and the layer's own: in one launch for blocks. Others are
-    taken."""
+    """Quantise arrays into the weights that the layer owns: in one launch for blocks. Others are taken as
+    new."""
     in_place = [mine and is_array(new) for mine, new in zip(own, given, strict=True)]
     result = [old if stays else take(new, recipe, **of_it)
               for stays, old, new, of_it in zip(in_place, held, given, scales, strict=True)]

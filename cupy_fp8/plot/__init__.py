@@ -1,7 +1,7 @@
-"""Pictures of number formats and quantisation errors, with matplotlib (extra `plot`).
+"""Plots of number formats and quantisation errors, with matplotlib (extra `plot`).
 
 Every function draws into `ax` (default: a new figure) and returns the Axes, takes NumPy and CuPy arrays, and
-changes no global setting of matplotlib: text takes the colours of the style in use, light or dark. Large
+changes no global setting of matplotlib: text takes the colours of the current style, light or dark. Large
 arrays are sampled, so that 10^9 elements take less than a second; the title says so.
 """
 
@@ -26,5 +26,5 @@ __all__ = ["amax_history", "bars", "block_ranges", "cells", "comparison", "curve
            "rounding", "routes", "scale_heat_map", "scale_histogram", "scale_layout", "steps",
            "table"]
 
-if not TYPE_CHECKING:               # else type checkers take every name for one that there is
+if not TYPE_CHECKING:               # otherwise type checkers accept any name
     __getattr__, __dir__ = public_only(globals())

@@ -1,4 +1,4 @@
-"""What `diagnostics` found per block: the spread of the scales, and where and how much was lost."""
+"""Plots of `diagnostics` by block: the distribution of the scales, and where and how much was lost."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["loss_histogram", "loss_map", "scale_histogram"]
 
-#: A loss has a label, a colour and dashes. Lines differ in both, for colour-blind readers.
+#: label, colour and dashes of each loss. Lines differ in both, for colour-blind readers.
 Loss: TypeAlias = Literal["saturated", "underflowed", "nan", "negative_zeros"]
 _LOSSES: dict[str, tuple[str, str, str]] = {
     "saturated": ("saturated", VERMILION, "-"), "underflowed": ("underflowed", BLUE, "--"),
     "nan": ("NaN", ORANGE, ":"), "negative_zeros": ("−0", GREEN, "-.")}
 _MOST_BARS = 64
-#: A map has at most so many rows and columns of cells: in a figure of usual size each has a pixel.
+#: most rows and columns of a map's cells: in a figure of usual size each has a pixel
 MOST_CELLS = 128
-#: The colours of blocks without losses, on light and on dark backgrounds.
+#: colours of blocks without losses, on light and on dark backgrounds
 NO_LOSS = ("#EEF1F4", "#2B3036")
 
 
@@ -122,7 +122,7 @@ def loss_histogram(report: BlockReport, *, ax: Axes | None = None) -> Axes:
     known = {loss: counts for loss in _LOSSES
              if (counts := getattr(report, loss)) is not None and counts.size}
     largest = max((int(counts.max()) for counts in known.values()), default=0)
-    width = max(1, cdiv(largest, _MOST_BARS))                     # So many elements share a step of the line.
+    width = max(1, cdiv(largest, _MOST_BARS))                     # counts per step of the line
     for loss, (name, colour, dashes) in _LOSSES.items():
         if not (affected := int((known[loss] != 0).sum()) if loss in known else 0):
             continue
@@ -154,17 +154,17 @@ def _counts(report: BlockReport, loss: str) -> Array:
 
 
 def _draw_shares(ax: Any, cells: np.ndarray, shape: tuple[int, ...], one: float, label: str) -> None:
-    """A map of percentages, of which the smallest is `one`. Most blocks lose few elements and a few lose
-    many, so a linear scale would give nearly all of them one colour."""
+    """Draw a map of percentages, the smallest of which is `one`. Most blocks lose few elements and a few lose
+    many, so on a linear scale nearly all of them would have one colour."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap, LogNorm
     from matplotlib.ticker import LogLocator, NullLocator
 
     dark = is_dark(ax)
-    # viridis begins dark: on a dark background that end is left out, because there no loss is dark.
+    # viridis begins dark: on a dark background that end is left out, so that no loss is dark
     ramp = colormaps["viridis" if dark else "viridis_r"](np.linspace(0.2 if dark else 0, 1, 256))
     colours = ListedColormap(ramp).with_extremes(under=NO_LOSS[dark], bad=NO_LOSS[dark])
-    least = min(10.0, 0.8 * one)                        # Resampled cells of `one` may be a little less.
+    least = min(10.0, 0.8 * one)                        # resampled cells of `one` may be slightly smaller
     top = max(float(cells.max(initial=0)), 10 * least)
     bar = draw_map(ax, cells, shape, label, colours, LogNorm(least, top)).ax.yaxis
     bar.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 100 * least else (1,)))
@@ -173,13 +173,13 @@ def _draw_shares(ax: Any, cells: np.ndarray, shape: tuple[int, ...], one: float,
 
 
 def _largest(a: Array, tile: tuple[int, int]) -> Array:
-    """The largest element of each tile of a matrix; tiles at the ends are smaller."""
+    """Return the largest element of each tile of a matrix; tiles at the ends are smaller."""
     tiles = in_blocks(a, tile)
     return tiles.max(axis=(1, 3)) if a.size else tiles[:, 0, :, 0]
 
 
 def _by_count(counts: Array, width: int, steps: int) -> np.ndarray:
-    """How many blocks have 1 … width, width + 1 … 2 * width, … of something."""
+    """Return the number of blocks with counts of 1 … width, width + 1 … 2 * width, …"""
     xp, flat = backend.module_of(counts), counts.reshape(-1)
     total = np.zeros(steps + 1, np.int64)
     for piece in of_line(flat.size):
@@ -188,7 +188,7 @@ def _by_count(counts: Array, width: int, steps: int) -> np.ndarray:
 
 
 def _count_axis(ax: Any, most: int) -> None:
-    """An axis of whole numbers: logarithmic where they are many."""
+    """Make an axis of whole numbers: logarithmic if there are many."""
     if most > 20:
         ax.set_yscale("log")
         ax.set_ylim(bottom=0.7)

@@ -1,4 +1,4 @@
-"""Magnitudes before and after quantisation, and the error at each of them."""
+"""Plots of magnitudes before and after quantisation, and of the error by magnitude."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["error_by_magnitude", "histogram"]
 
 _BINS_PER_BINADE = 4
-#: A mean or maximum of fewer elements is chance: they are drawn one by one.
+#: means and maxima of fewer elements are noise: these are drawn as dots
 _FEWEST = 32
 
 
@@ -56,7 +56,7 @@ def histogram(x: Array, q: Any = None, *, ax: Axes | None = None) -> Axes:
     binade_ticks(ax.xaxis, *ax.get_xlim())
     if present.size:
         ax.set_yscale("log")
-        ax.set_ylim(bottom=0.7)                     # A bar of one element is seen.
+        ax.set_ylim(bottom=0.7)                     # so that a bar of one element is visible
     ax.set_xlabel("|x|")
     ax.set_ylabel("elements")
     ax.set_title(f"Magnitudes of {sample.text}", fontsize="medium")
@@ -88,7 +88,7 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Axes | None = None) -> Axes:
         raise TypeError("q: expected a Scaled, a Quantized or dequantised values, got None")
     sample = sampled(x, q)
     assert sample.v is not None
-    with np.errstate(invalid="ignore"):             # A signalling NaN is invalid.
+    with np.errstate(invalid="ignore"):             # a signalling NaN is invalid
         original, v = sample.x.astype(np.float64), sample.v.astype(np.float64)
     used = np.isfinite(original) & np.isfinite(v) & (original != 0)
     original, v = original[used], v[used]
@@ -111,7 +111,7 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Axes | None = None) -> Axes:
 
 
 def _magnitudes(v: np.ndarray) -> np.ndarray:
-    """The finite magnitudes, in f64."""
+    """Return the finite magnitudes, in f64."""
     return np.abs(v[np.isfinite(v)]).astype(np.float64)
 
 
@@ -131,7 +131,7 @@ def _mark_range(ax: Any, f: Format, scale_inv: float) -> None:
 
 
 def _draw_errors(ax: Any, magnitude: np.ndarray, error: np.ndarray) -> None:
-    """Lines where there are enough elements, dots where there are not."""
+    """Draw lines where there are enough elements, dots where there are not."""
     bins = np.floor(np.log2(magnitude) * _BINS_PER_BINADE).astype(np.int64)
     first = int(bins.min())
     centres, rms, top, counted = _by_window(bins - first, error)
@@ -145,13 +145,13 @@ def _draw_errors(ax: Any, magnitude: np.ndarray, error: np.ndarray) -> None:
 
 def _by_window(bins: np.ndarray, error: np.ndarray
                ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(edges between bins, root mean square and maximum of the binade around each, the bins that have a part
-    in any). NaN where a binade has fewer than _FEWEST elements, or none beside its centre.
+    """Return (edges between bins, root mean square and maximum over the binade around each edge, the bins
+    covered by any). NaN where a binade has fewer than _FEWEST elements, or none beside its centre.
 
     The steps of a floating-point format repeat from binade to binade, and in subnormals from one step to the
-    next. A whole binade has all of them, wherever it begins, so that what varies is the error, not the steps.
-    The mean of a mixture of lost and kept elements changes with their shares; a median would jump between the
-    two."""
+    next. A whole binade contains all of them, wherever it begins, so that only the error varies, not the
+    steps. The mean of a mixture of lost and kept elements changes with their shares; a median would jump
+    between the two."""
     half, number = _BINS_PER_BINADE // 2, int(bins.max()) + 1
     largest = np.zeros(number)
     np.maximum.at(largest, bins, error)

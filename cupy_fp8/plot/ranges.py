@@ -1,4 +1,5 @@
-"""What a format reaches: its range, its range in every block of a row, and the code that a value becomes."""
+"""Plots of a format's range, of its range in each block of a row, and of the code that a value is rounded
+to."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ __all__ = ["block_ranges", "format_ranges", "rounding"]
 
 
 def format_ranges(dtypes: Any, *, top: float | None = None, ax: Axes | None = None) -> Axes:
-    """Draw from where to where formats reach, one bar each: normal numbers in blue, subnormals hatched.
+    """Draw the ranges of formats, one bar each: normal numbers in blue, subnormals hatched.
 
     dtypes : a format of `finfo`, or a sequence of them.
     top : where to put the maximum of every format, as a scale of max / amax puts it on amax; default:

@@ -1,4 +1,4 @@
-"""What recipes do to tensors, as a picture."""
+"""Plots of what recipes do to tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["comparison"]
 
-#: A few tensors have a colour and a marker each; more tensors than these are points of one kind.
+#: colour and marker of each tensor; more tensors than these are drawn as points of one kind
 _LOOKS = ((BLUE, "o"), (VERMILION, "s"), (GREEN, "^"), (ORANGE, "D"))
 _LEAST = 1e-4                                   # % of lost values up to which the axis is linear
 
@@ -65,7 +65,7 @@ def comparison(found: Comparison | Mapping[str, Comparison], *,
 
 
 def _recipes(tensors: Mapping[str, Comparison]) -> list[str]:
-    """The names of the recipes that differ somewhere."""
+    """Return the names of the recipes that differ somewhere."""
     if not tensors:
         raise ValueError("found: expected one comparison or more, got none")
     for name, one in tensors.items():
@@ -86,12 +86,12 @@ def _lost(row: Any) -> float:
 
 
 def _draw(panel: Any, values: Mapping[str, Sequence[float]]) -> None:
-    """A point for each tensor and recipe, in the recipe's line."""
+    """Draw a point for each tensor and recipe, in the recipe's line."""
     lines = range(len(next(iter(values.values()))))
     if len(values) <= len(_LOOKS):
         for i, (name, row) in enumerate(values.items()):
             colour, marker = _LOOKS[i]
-            aside = 0.2 * (i - (len(values) - 1) / 2)       # Equal points then do not hide each other.
+            aside = 0.2 * (i - (len(values) - 1) / 2)  # offset, so that equal points do not hide each other
             panel.plot(row, [line + aside for line in lines], linestyle="", marker=marker, color=colour,
                        markersize=6, label=elided(name, 40), clip_on=False)
         return
@@ -106,7 +106,7 @@ def _draw(panel: Any, values: Mapping[str, Sequence[float]]) -> None:
 
 
 def _mark_infinite(panel: Any, tensors: Mapping[str, Comparison], recipes: Sequence[str]) -> None:
-    """Says where values are exact, or all noise: these have no place on the axis."""
+    """Mark values that are exact, or all noise: these have no place on the axis."""
     for line, recipe in enumerate(recipes):
         found = [one[recipe].error.sqnr_db for one in tensors.values()]
         for value, text, at in ((math.inf, "exact", 1.0), (-math.inf, "no signal", 0.0)):

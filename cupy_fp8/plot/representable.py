@@ -1,4 +1,4 @@
-"""The values that a format has."""
+"""Plots of the values that a format represents."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def number_line(dtypes: Any, *, axis: Literal["log", "linear"] = "log", limit: f
 
 
 def finite_values(fmt: Format) -> np.ndarray:
-    """All finite values of a format of at most 16 bits in ascending order, f64; zero once."""
+    """Return all finite values of a format of at most 16 bits in ascending order, f64; zero once."""
     every = np.arange(1 << fmt.bits).astype(fmt.storage).view(fmt.dtype)
     v = widen(every).astype(np.float64)
     return np.unique(v[np.isfinite(v)])

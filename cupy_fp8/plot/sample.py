@@ -1,4 +1,4 @@
-"""A sample of the elements of large arrays, so that pictures of them take no longer than of small ones."""
+"""Samples of large arrays, so that drawing them takes no longer than drawing small ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..formats import INPUT_DTYPES, names
 from ..reference.numerics import mul, widen
 from ..results import Quantized, Scaled
 
-#: Only so many elements of a larger array are drawn.
+#: most elements drawn
 MOST = 1 << 20
-#: A map has at most so many rows and columns of cells.
+#: most rows and columns of a map's cells
 MOST_CELLS = 1024
 
 
 class Sample(NamedTuple):
-    """x and what became of it (None if that was not given), flat f32 arrays, and the elements that x has."""
+    """x and its quantised values (None if not given), as flat f32 arrays, and the number of elements of x."""
 
     x: np.ndarray
     v: np.ndarray | None
@@ -35,10 +35,10 @@ class Sample(NamedTuple):
 
 
 def sampled(x: Array, q: Any = None) -> Sample:
-    """All elements of arrays of up to MOST, otherwise MOST of them: one from each of as many equal ranges of
-    the flat array, at a place that a generator with a fixed seed chooses. The same shape thus gives the same
-    places, and no regular pattern of the data coincides with them. Only what is drawn is dequantised, and
-    copied from a GPU."""
+    """Return all elements of arrays of up to MOST, otherwise MOST of them: one from each of as many equal
+    ranges of the flat array, at a place chosen by a generator with a fixed seed. The same shape thus gives
+    the same places, and these do not coincide with regular patterns of the data. Only what is drawn is
+    dequantised, and copied from a GPU."""
     _require_dtype(x, "x")
     s = q._any if isinstance(q, Quantized) else q
     if s is not None:
@@ -54,26 +54,26 @@ def sampled(x: Array, q: Any = None) -> Sample:
 
 
 def places(size: int) -> np.ndarray:
-    """MOST increasing flat indices below `size`, one in each of MOST ranges."""
+    """Return MOST increasing flat indices below `size`, one in each of MOST ranges."""
     number = np.arange(MOST + 1)
-    edges = number * (size // MOST) + number * (size % MOST) // MOST        # No product is beyond int64.
+    edges = number * (size // MOST) + number * (size % MOST) // MOST        # no product exceeds int64
     return edges[:-1] + (np.random.default_rng(0).random(MOST) * np.diff(edges)).astype(np.int64)
 
 
 def every_nth(extent: int) -> np.ndarray:
-    """At most MOST_CELLS increasing indices below `extent`, equally far apart."""
+    """Return at most MOST_CELLS equally spaced increasing indices below `extent`."""
     count = min(extent, MOST_CELLS)
     return np.arange(count) * extent // max(count, 1)
 
 
 def taken(a: Array, at: tuple[np.ndarray, ...]) -> np.ndarray:
-    """The elements at these indices, on the host."""
+    """Return the elements at these indices, on the host."""
     xp = backend.module_of(a)
     return asnumpy(bits(a)[tuple(xp.asarray(i) for i in at)]).view(a.dtype)
 
 
 def _values_at(s: Scaled, at: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Dequantised elements, as docs/numerics.md defines them."""
+    """Dequantise elements, as docs/numerics.md defines."""
     stored = (*at[:-2], at[-1], at[-2]) if s.transposed else at
     codes = widen(taken(s.data, stored))
     if s.block is None:

@@ -1,4 +1,4 @@
-"""Scales where they are in the matrix."""
+"""Maps of scales by their place in the matrix."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Axes | None = N
 
 def draw_map(ax: Any, cells: np.ndarray, shape: tuple[int, ...], label: str, colours: Any = None,
              norm: Any = None) -> Any:
-    """A map of a matrix of blocks, with a colour bar, which is returned. The axes count blocks of the whole
-    matrix, of `shape`, also where a cell stands for several. Without other colours, cells that are NaN are
-    grey."""
+    """Draw a map of a matrix of blocks, and return its colour bar. The axes count blocks of the whole matrix,
+    of `shape`, also where a cell stands for several. By default NaN cells are grey."""
     from matplotlib import colormaps
 
     # viridis keeps its order for colour-blind readers, in print and on both backgrounds; it has no grey.

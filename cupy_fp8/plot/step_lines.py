@@ -1,4 +1,4 @@
-"""What `diagnostics.log_step` wrote, over the steps of a training run."""
+"""Plots of a `diagnostics.log_step` log over the steps of a training run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["steps"]
 
-#: These counts are drawn as a share of elements or of blocks.
+#: counts that are drawn as a share of elements or of blocks
 _SHARES = {**dict.fromkeys(("saturated", "underflowed", "nan", "nonfinite", "negative_zeros"), "elements"),
            **dict.fromkeys(("blocks_saturated", "blocks_underflowed", "blocks_nan", "blocks_negative_zeros",
                             "scale_zero", "scale_negative", "scale_infinite", "scale_nan"), "scales")}
@@ -73,7 +73,7 @@ def steps(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
     panels = stacked(at, lines, xlabel="step", title=title, ax=ax)
     for panel, key in zip(panels, quantities, strict=True):
         if key in _SHARES:
-            panel.set_ylim(bottom=-0.03 * panel.get_ylim()[1])          # No share is negative.
+            panel.set_ylim(bottom=-0.03 * panel.get_ylim()[1])          # no share is negative
     return panels
 
 

@@ -1,4 +1,4 @@
-"""Where things lie: scales in memory, and tokens in the rows of their experts."""
+"""Plots of storage: scales in memory, and tokens in the rows of their experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["routes", "scale_layout"]
 
 _MOST_SCALES, _MOST_ROWS = 512, 128
 _EXPERTS = (BLUE, VERMILION, GREEN, ORANGE, "#CC79A7", "#56B4E9")
-_BASE = 254                     # Scales are numbered in this base: E8M0 bytes 1 … 254, so that 0 is padding.
+_BASE = 254                     # base of the numbering of scales: E8M0 bytes 1 … 254, so that 0 is padding
 
 
 def scale_layout(shape: tuple[int, int], layout: ScaleLayout, *, block: Block = (1, 128),
@@ -76,8 +76,8 @@ def _matrix_shape(shape: Any) -> tuple[int, int]:
 
 def _stored_numbers(shape: tuple[int, int], layout: ScaleLayout, block: Block, dtype: Any, lines: int,
                     blocks: int) -> np.ndarray:
-    """The number of the scale that is stored at each place, -1 for padding: numbered scales are moved to the
-    layout. A number takes two digits where scales are bytes."""
+    """Return the number of the scale stored at each place, -1 for padding, by moving numbered scales to the
+    layout. A number takes two digits if scales are bytes."""
     data = zeros(shape, float8_e4m3fn, like=np)
     number = np.arange(lines * blocks).reshape(lines, blocks)
 
@@ -144,7 +144,7 @@ def routes(routing: Routing, *, ax: Axes | None = None) -> Axes:
 
 
 def _box(ax: Any, x: float, y: float, text: str, expert: int) -> None:
-    """A unit square; expert −1 is grey."""
+    """Draw a unit square; expert −1 is grey."""
     from matplotlib.patches import Rectangle
 
     colour = GREY if expert < 0 else _EXPERTS[expert % len(_EXPERTS)]

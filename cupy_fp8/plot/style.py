@@ -1,4 +1,4 @@
-"""What all pictures share: colours, and the Axes that they draw into."""
+"""Shared by all plots: colours, checks of arguments, and the Axes to draw into."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: pip install matplotlib)"
 
-# Colour-blind readers can tell the colours of Okabe and Ito's palette apart.
+# palette of Okabe and Ito, which colour-blind readers can tell apart
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8C8C8C"
 SKY, PURPLE = "#56B4E9", "#CC79A7"
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot. ImportError that names the extra where it is not installed."""
+    """Return matplotlib.pyplot. ImportError that names the extra if it is not installed."""
     try:
         from matplotlib import pyplot as found
     except ImportError:
@@ -44,7 +44,7 @@ def axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 
 def floats(a: Any, name: str) -> np.ndarray:
-    """An array, or numbers in lists or another iterable, as f64 values to draw. TypeError for anything
+    """Return an array, or numbers in lists or another iterable, as f64 values to draw. TypeError for anything
     else."""
     if is_array(a):
         values: Any = asnumpy(a)
@@ -57,7 +57,7 @@ def floats(a: Any, name: str) -> np.ndarray:
 
 
 def positive_number(value: Any, name: str) -> float:
-    """A finite number above 0. TypeError or ValueError for anything else."""
+    """Return a finite number above 0. TypeError or ValueError for anything else."""
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a number, got {shown(value)}")
     if not 0 < value <= sys.float_info.max:
@@ -66,7 +66,7 @@ def positive_number(value: Any, name: str) -> float:
 
 
 def checked_form(value: Any, name: str) -> str:
-    """A text with a place for one number, as `str.format` takes it. TypeError or ValueError for anything
+    """Return a text with a place for one number, as for `str.format`. TypeError or ValueError for anything
     else."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected a format such as '{{:.3g}}', got {shown(value)}")
@@ -79,8 +79,8 @@ def checked_form(value: Any, name: str) -> str:
 
 
 def formats_of(dtypes: Any, allowed: tuple[np.dtype[Any], ...]) -> list[Format]:
-    """What is known of a dtype, or of a sequence of them. TypeError for others than these, ValueError for
-    none."""
+    """Return the format of a dtype, or those of a sequence of dtypes. TypeError for others than these,
+    ValueError for none."""
     several = isinstance(dtypes, Sequence) and not isinstance(dtypes, str)
     found = [lookup(dtype, allowed, "dtypes") for dtype in (dtypes if several else [dtypes])]
     if not found:
@@ -89,7 +89,7 @@ def formats_of(dtypes: Any, allowed: tuple[np.dtype[Any], ...]) -> list[Format]:
 
 
 def whole_number(value: Any, name: str, least: int, below: int | None = None) -> int:
-    """A whole number in a range. TypeError or ValueError for anything else."""
+    """Return a whole number in a range. TypeError or ValueError for anything else."""
     number = integer(value, name)
     if number < least or (below is not None and number >= below):
         upto = "or more" if below is None else f"to {below - 1}"
@@ -98,8 +98,8 @@ def whole_number(value: Any, name: str, least: int, below: int | None = None) ->
 
 
 def members(value: Any, name: str, count: int | None = None) -> list[Any]:
-    """The members of a list or another iterable. TypeError for anything else, ValueError unless there are
-    `count`."""
+    """Return the members of a list or another iterable. TypeError for anything else, ValueError unless there
+    are `count`."""
     try:
         found = None if isinstance(value, (str, bytes)) else list(value)
     except TypeError:
@@ -112,14 +112,14 @@ def members(value: Any, name: str, count: int | None = None) -> list[Any]:
 
 
 def mapping(value: Any, name: str, expected: str) -> Mapping[Any, Any]:
-    """The value itself, or TypeError if it is no dict."""
+    """Return the value itself. TypeError if it is not a dict."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}: expected {expected}, got {type_name(value)}")
     return value
 
 
 def list_of_axes(ax: Any) -> list[Any]:
-    """The Axes that are given for several panels, or one for a single panel. TypeError for anything else."""
+    """Return the Axes given for several panels, or one for a single panel. TypeError for anything else."""
     try:
         found = list(ax)
     except TypeError:
@@ -130,18 +130,18 @@ def list_of_axes(ax: Any) -> list[Any]:
 
 
 def figure(size: tuple[float, float], panels: int) -> Any:
-    """The Axes of a new figure, one above the other over the same x."""
+    """Return the Axes of a new figure, one above the other over the same x."""
     return pyplot().subplots(panels, 1, figsize=size, sharex=True, squeeze=False,
                              layout="constrained")[1][:, 0]
 
 
 def pair(size: tuple[float, float]) -> Any:
-    """Two Axes of a new figure, side by side."""
+    """Return two Axes of a new figure, side by side."""
     return pyplot().subplots(1, 2, figsize=size, layout="constrained")[1]
 
 
 def ink(ax: Any) -> Any:
-    """The colour of text, which is dark on light pictures and light on dark ones."""
+    """Return the text colour of the Axes: dark on light backgrounds, light on dark ones."""
     return ax.xaxis.label.get_color()
 
 
@@ -152,19 +152,19 @@ def is_dark(ax: Any) -> bool:
 
 
 def blue(ax: Any) -> str:
-    """The first colour of lines and bars: blue, and on a dark background the palette's lighter sky blue."""
+    """Return the first colour of lines and bars: blue, or on a dark background the palette's sky blue."""
     return SKY if is_dark(ax) else BLUE
 
 
 def integer_ticks(axis: Any) -> None:
-    """No ticks between whole numbers, on an axis of counts, exponents or indices."""
+    """Put no ticks between whole numbers, on an axis of counts, exponents or indices."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def binade_ticks(axis: Any, low: float, high: float) -> None:
-    """Ticks at powers of two, whose exponents are multiples of 1, 2, 4, 8, … for at most nine of them."""
+    """Put ticks at powers of two whose exponents are multiples of 1, 2, 4, 8, …, at most nine of them."""
     from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullLocator
 
     span, step = math.log2(high / low), 1

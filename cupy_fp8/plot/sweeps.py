@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["curves", "reports"]
 
-# Lines differ in colour, dashes and marker at once, so that no reader depends on colour.
+# lines differ in colour, dashes and marker at once, so that no reader depends on colour
 _LOOKS: tuple[tuple[str, str, str], ...] = (
     (BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"), (ORANGE, ":", "D"), (GREY, "-", "v"),
     (PURPLE, "--", "P"), ("#882255", "-.", "X"))
-_MARKED = 40                                    # A line of more points has no markers.
+_MARKED = 40                                    # lines of more points have no markers
 AxisScale: TypeAlias = Literal["linear", "log2", "log10"]
 _SCALES: tuple[AxisScale, ...] = get_args(AxisScale)
 _SHARES = ("saturated", "underflowed", "nan", "nonfinite")
@@ -143,7 +143,7 @@ def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
 
 def stacked(x: Any, lines: Mapping[str, Mapping[str, Any]], *, xlabel: str = "", title: str = "",
             xscale: AxisScale = "linear", ax: Sequence[Axes] | None = None) -> list[Axes]:
-    """`curves` in panels one above the other, by the label of their y axis. Returns the Axes."""
+    """Draw `curves` in panels one above the other, by the label of their y axis. Returns the Axes."""
     size = 7.5, 1.2 + 1.5 * len(lines)
     panels = list(figure(size, len(lines))) if ax is None else list_of_axes(ax)
     if len(panels) != len(lines):

@@ -54,8 +54,8 @@ class NotebookTable:
 
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> NotebookTable:
-    """A table that notebooks show as such, and that prints as aligned text. The first cell of a row names it.
-    Needs no matplotlib. Raises ValueError for a row that has not as many cells as the head.
+    """Return a table that notebooks show as such, and that prints as aligned text. The first cell of a row
+    names it. Needs no matplotlib. Raises ValueError for a row that has not as many cells as the head.
 
     >>> table(["recipe", "SQNR (dB)"], [["E4M3", 31.5], ["E5M2", 25.6]])
     recipe  SQNR (dB)

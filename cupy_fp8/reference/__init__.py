@@ -1,6 +1,6 @@
 """The definition of every op in NumPy, under the op's own name, written to read like docs/numerics.md.
 
-Each takes the op's arguments that bear on the result, returns fresh arrays and validates nothing.
+Each takes those arguments of the op that affect the result, returns fresh arrays and validates nothing.
 """
 
 from .convert.astype import astype, transpose

@@ -1,7 +1,7 @@
-"""Ground rules (docs/numerics.md, section 0): every rounding that any op performs, as named NumPy operations.
+"""Ground rules (docs/numerics.md, section 0): every rounding of every op, as named NumPy operations.
 
-f32 arithmetic in NumPy is correctly rounded and keeps subnormals; what is added here is saturation, one NaN
-pattern per format, and E8M0.
+f32 arithmetic in NumPy is correctly rounded and keeps subnormals; added here are saturation, one NaN pattern
+per format, and E8M0.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ F32_MAX = np.finfo(np.float32).max
 
 
 def widen(a: np.ndarray) -> np.ndarray:
-    """The elements as f32, exactly (rules 3 and 5)."""
+    """Return the elements as f32, exactly (rules 3 and 5)."""
     if a.dtype == float8_e8m0fnu:
         e = a.view(np.uint8).astype(np.uint32)
         return np.where(e == 0, np.uint32(0x00400000), np.where(e == 255, F32_NAN, e << 23)).view(np.float32)
-    if a.dtype in FP8_DTYPES:           # a sixth of the time that ml_dtypes takes
+    if a.dtype in FP8_DTYPES:           # six times as fast as ml_dtypes
         return np.asarray(np.take(_fp8_values(a.dtype), a.view(np.uint8)))
     return a.astype(np.float32)
 
 
 @functools.cache
 def _fp8_values(dtype: np.dtype[Any]) -> np.ndarray:
-    """The value of each code."""
+    """Return the value of each code."""
     return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
 def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.ndarray:
-    """f32 values rounded to `dtype`, to nearest even with subnormals. FP8 saturates unless `saturate` is
-    False. NaN has one pattern."""
+    """Round f32 values to `dtype`, to nearest even with subnormals. FP8 saturates unless `saturate` is False.
+    NaN has one pattern."""
     if dtype == float8_e8m0fnu:
         return round_up_e8m0(v)
     f = FORMATS[dtype]
@@ -47,7 +47,7 @@ def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.nda
     if dtype in FP8_DTYPES and saturate:
         v = np.clip(v, np.float32(-f.max), np.float32(f.max))
     elif f.inf is None:
-        # Beyond the last tie to 448 there is NaN, since E4M3 has no Inf.
+        # NaN beyond the last tie to 448, since E4M3 has no Inf
         nan |= np.abs(v) > 464
     with np.errstate(over="ignore", invalid="ignore"):
         out = np.asarray(v).astype(dtype)
@@ -56,9 +56,9 @@ def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.nda
 
 
 def narrow_f64(v: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """f64 values rounded once to float32, float16 or bfloat16. The step through f32 rounds to odd: what it
-    drops stays in the last bit, and f32 has enough bits more than the other two that the second step rounds
-    as the exact value would."""
+    """Round f64 values once to float32, float16 or bfloat16. The step through f32 rounds to odd: dropped bits
+    stay visible in the last bit, and f32 has enough bits more than the other two that the second step rounds
+    like the exact value."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         single = np.asarray(v).astype(np.float32)
     if dtype != float32:
@@ -80,7 +80,7 @@ def round_up_e8m0(v: np.ndarray) -> np.ndarray:
 
 
 def one_nan(v: np.ndarray) -> np.ndarray:
-    """f32 values with every NaN replaced by 0x7FC00000 (rule 4)."""
+    """Replace every NaN of f32 values by 0x7FC00000 (rule 4)."""
     return narrow(v, float32)
 
 
@@ -100,9 +100,9 @@ def sub(a: Any, b: Any) -> np.ndarray:
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
-    """fl(a * b + c), rounded once. The product is exact in f64. The sum, rounded to f64, rounds to f32 as the
-    exact sum does, unless it lies exactly between two f32 values, all of which end in 28 zeros: there it
-    moves back towards the exact sum."""
+    """fl(a * b + c), rounded once. The product is exact in f64. The f64 sum rounds to f32 like the exact sum,
+    unless it is halfway between two f32 values (then it ends in 28 zeros): there it is moved back towards the
+    exact sum."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         product = np.multiply(a, b, dtype=np.float64)
         total = np.asarray(product + c)
@@ -110,7 +110,7 @@ def fma(a: Any, b: Any, c: Any) -> np.ndarray:
         if tie.any():
             x, y, s = (np.broadcast_to(v, total.shape)[tie].astype(np.float64) for v in (product, c, total))
             part = s - x
-            # This is the exact error of s, or NaN where s is not finite.
+            # the exact error of s; NaN where s is not finite
             error = (x - (s - part)) + (y - part)
             total[tie] = np.where(error == 0, s,
                                   np.nextafter(s,
@@ -118,8 +118,8 @@ def fma(a: Any, b: Any, c: Any) -> np.ndarray:
         return total.astype(np.float32)
 
 
-#: exp needs log2 e, ln 2 in two parts, the polynomial's coefficients (that of r^5 first), and 1.5 * 2^23,
-#: which rounds to an integer what is added to it.
+#: Constants of exp: log2 e, ln 2 in two parts, the polynomial's coefficients (that of r^5 first), and 1.5 *
+#: 2^23, whose addition rounds to an integer.
 _LOG2_E, _LN2, _LN2_REST = np.array([0x3FB8AA3B, 0x3F317218, 0xB102E308], np.uint32).view(np.float32)
 _EXP_COEFFICIENTS = np.array(
     [0x3C076C36, 0x3D2BA173, 0x3E2AAE85, 0x3EFFFED3, 0x3F7FFFF7, 0x3F800000], np.uint32).view(np.float32)
@@ -128,7 +128,7 @@ _TO_INTEGER = np.float32(12582912)
 
 def exp(x: np.ndarray) -> np.ndarray:
     """e^x within two ulps, by a fixed sequence of operations (section 9)."""
-    # Beyond these bounds the result is 0 or Inf. NaN stays.
+    # beyond these bounds the result is 0 or Inf; NaN stays
     x = np.where(x < -104, np.float32(-104), np.where(x > 89, np.float32(89), x))
     n = sub(fma(x, _LOG2_E, _TO_INTEGER), _TO_INTEGER)
     r = fma(n, -_LN2_REST, fma(n, -_LN2, x))
@@ -137,7 +137,7 @@ def exp(x: np.ndarray) -> np.ndarray:
         p = fma(p, r, coefficient)
     whole = np.where(np.isnan(x), 0, n).astype(np.int32)
     half = whole >> 1
-    # The power is applied as two factors, so that a subnormal result is rounded once.
+    # the power as two factors, so that a subnormal result is rounded once
     return mul(mul(p, np.ldexp(F32_ONE, half)), np.ldexp(F32_ONE, whole - half))
 
 
@@ -147,15 +147,15 @@ def sigmoid(a: np.ndarray) -> np.ndarray:
 
 
 def polynomial(coefficients: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Horner's form, by fma; the coefficient of the largest power first."""
+    """Evaluate by Horner's rule with fma; the coefficient of the largest power first."""
     p = coefficients[0]
     for coefficient in coefficients[1:]:
         p = fma(p, t, coefficient)
     return np.asarray(p)
 
 
-#: Tails of the normal distribution need where they end, e (the coefficient of t^7 first), p of 2^f, and 1.5 *
-#: 2^23 - 1, which rounds to an integer what is added to it, less 1; erf needs sqrt 2 and R.
+#: Constants of the normal tail: its end, e (the coefficient of t^7 first), p of 2^f, and 1.5 * 2^23 - 1,
+#: whose addition rounds to an integer, less 1; of erf: sqrt 2 and R.
 _TAIL_END, _SQRT2 = np.array([0x413038AA, 0x3FB504F3], np.uint32).view(np.float32)
 _TAIL_COEFFICIENTS = np.array([0xB598770D, 0x379BB6D0, 0xB8B3A842, 0xB9C83EA7, 0x3BF1F2B7, 0xBD57EBE1,
                                0xBEEB1436, 0xBF9357A8], np.uint32).view(np.float32)
@@ -169,13 +169,13 @@ _TANH_FROM = np.float32(0.55)
 
 
 def tail_argument(a: np.ndarray) -> np.ndarray:
-    """|a|, at most where the tail ends. NaN stays."""
+    """Return |a|, clamped to the end of the tail. NaN stays."""
     return np.minimum(np.abs(a), _TAIL_END)
 
 
 def normal_tail(t: np.ndarray) -> np.ndarray:
-    """Phi(-t), the normal distribution, of 0 <= t <= 11.0138 by a fixed sequence of operations (section 13).
-    """
+    """Phi(-t) of the normal distribution for 0 <= t <= 11.0138, by a fixed sequence of operations (section
+    13)."""
     e = polynomial(_TAIL_COEFFICIENTS, t)
     shifted = fma(e, t, _TAIL_TO_INTEGER)
     p = polynomial(_POWER_COEFFICIENTS, fma(e, t, sub(_TAIL_TO_INTEGER, shifted)))
@@ -198,7 +198,8 @@ def tanh(u: np.ndarray) -> np.ndarray:
     return np.copysign(np.where(np.abs(u) >= _TANH_FROM, tail, near_zero), u)       # -0 stays -0
 
 
-#: log needs the bits of √½, ln 2, and the coefficients of q (that of t^7 first); log1p the bound √2 - 1.
+#: Constants of log: the bits of √½, ln 2, and the coefficients of q (that of t^7 first); of log1p: the bound
+#: √2 - 1.
 _SQRT_HALF_BITS = 0x3F3504F3
 _LOG_COEFFICIENTS = np.array([0x3DB2E9EC, 0xBE1286FD, 0x3E18C38F, 0xBE29AE10, 0x3E4C693E, 0xBE80024F,
                               0x3EAAAB7A, 0xBEFFFFFD], np.uint32).view(np.float32)
@@ -206,7 +207,7 @@ _SQRT2_LESS_ONE = np.uint32(0x3ED413CD).view(np.float32)
 
 
 def log(x: np.ndarray) -> np.ndarray:
-    """ln x of normal numbers from 1 on, by a fixed sequence of operations (section 14)."""
+    """ln x for normal numbers from 1 on, by a fixed sequence of operations (section 14)."""
     exponent = (x.view(np.int32) - np.int32(_SQRT_HALF_BITS)) >> 23
     reduced = (x.view(np.int32) - (exponent << 23)).view(np.float32)
     return fma(exponent.astype(np.float32), _LN2, _log_near_one(sub(reduced, F32_ONE)))
@@ -232,8 +233,8 @@ def sqrt(a: np.ndarray) -> np.ndarray:
 
 
 def tree_sum(terms: np.ndarray, axis: int) -> np.ndarray:
-    """The sum along an axis by the fixed tree (rule 11), which adds adjacent pairs, level by level. An
-    unpaired last term passes unchanged."""
+    """Sum along an axis by the fixed tree (rule 11), which adds adjacent pairs, level by level. An unpaired
+    last term passes unchanged."""
     terms = np.moveaxis(terms, axis, 0)
     if not len(terms):
         return np.zeros(terms.shape[1:], np.float32)
@@ -255,14 +256,14 @@ def amax(x: np.ndarray, nan: str = "ignore") -> np.ndarray:
         is_nan = np.isnan(x)
     if nan == "propagate" and is_nan.any():
         return np.array([F32_NAN]).view(np.float32)
-    # Magnitudes order like their bits, in every float format.
+    # magnitudes order like their bits, in every float format
     magnitude = bits(np.asarray(np.abs(x)))
     top = np.max(magnitude, initial=magnitude.dtype.type(0), where=~is_nan)
     return widen(np.asarray(top).reshape(1).view(x.dtype))
 
 
 def raise_amax(buffer: np.ndarray, value: np.ndarray) -> None:
-    """buffer = max(buffer, value) as signed integers, which is what the kernels' atomic maximum does."""
+    """buffer = max(buffer, value) as signed integers, like the kernels' atomic maximum."""
     words = buffer.view(np.int32)
     np.maximum(words, value.view(np.int32).reshape(words.shape), out=words)
 
@@ -275,9 +276,9 @@ def times_power_of_two(value: float, exponent: int) -> np.float32:
 
 
 def floor_to_power_of_two(v: np.ndarray) -> np.ndarray:
-    """The largest power of two not above a finite v >= 0. Only a subnormal keeps a mantissa bit, its leading
-    one. 0 stays 0."""
-    # frexp gives v = fraction * 2^exponent with 0.5 <= fraction < 1.
+    """Return the largest power of two not above a finite v >= 0. Only a subnormal keeps a mantissa bit, its
+    leading one. 0 stays 0."""
+    # v = fraction * 2^exponent with 0.5 <= fraction < 1
     fraction, exponent = np.frexp(v)
     return np.where(fraction == 0, v, np.ldexp(F32_ONE, exponent - 1)).astype(np.float32)
 
@@ -295,8 +296,8 @@ def scale_from_amax(amax: np.ndarray, target: np.float32, eps: np.float32, large
 
 
 def in_blocks(a: Any, block: Block) -> Any:
-    """A NumPy or CuPy array […, M, K] as […, rows of blocks, rows, columns of blocks, columns], with zeros in
-    the parts of blocks that do not exist."""
+    """Reshape a NumPy or CuPy array […, M, K] to […, rows of blocks, rows, columns of blocks, columns];
+    partial blocks are padded with zeros."""
     *batch, rows, columns = a.shape
     height, width = (min(extent or whole, whole)
                      for extent, whole in zip(block, (max(rows, 1), max(columns, 1)), strict=True))

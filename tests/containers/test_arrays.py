@@ -1,5 +1,5 @@
-"""Typed arrays of both kinds: making, moving, joining and comparing them, for every dtype, with no conversion
-nobody asked for."""
+"""Typed arrays of both kinds: making, moving, joining and comparing them, for every dtype, without
+unrequested conversions."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ few = settings(max_examples=60, deadline=None)
 
 
 def of_kind(kind: str, a: np.ndarray) -> fp8.arrays.Array:
-    """The array moved to a kind by CuPy's own means."""
+    """Return the array moved to a kind by CuPy's own means."""
     return a if kind == "numpy" else backend.cupy().asarray(bits(a)).view(a.dtype)
 
 
 def raw(a: fp8.arrays.Array) -> bytes:
-    """The bytes in C order, by NumPy's and CuPy's own means."""
+    """Return the bytes in C order, by NumPy's and CuPy's own means."""
     a = bits(a)
     return bytes((a if isinstance(a, np.ndarray) else a.get()).tobytes())
 
 
 def random(dtype: np.dtype, shape: tuple[int, ...] = (3, 5)) -> np.ndarray:
-    """Any bit patterns."""
+    """Return arbitrary bit patterns."""
     storage = FORMATS[dtype].storage
     return np.random.default_rng(7).integers(0, np.iinfo(storage).max, shape, storage,
                                              endpoint=True).view(dtype)
 
 
 def assert_fresh(a: fp8.arrays.Array, kind: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """A whole, typed, C-contiguous, writable array of its kind."""
+    """Check that an array has this kind, shape and dtype, is C-contiguous and writable."""
     assert backend.kind_of(a) == kind
     assert (a.shape, a.dtype) == (shape, dtype)
     assert type(a.dtype) is type(dtype)
@@ -130,7 +130,7 @@ def test_zeros(dtype, shape, kind):
 @kind_parameter
 @dtype_parameter
 def test_full(dtype, kind):
-    """Rounded and saturated as astype does it."""
+    """Rounded and saturated like astype."""
     for value in (0.0, -0.0, 1.0, -1.1, 0.3, 448.0, 464.5, 1e6, -1e6, 2.0**-140, 1e300, -1e300, float("inf"),
                   float("-inf"), float("nan")):
         a = fp8.full((2, 3), value, dtype, like=kind)
@@ -156,7 +156,7 @@ def test_other_dtypes_are_made_too(dtype, kind):
 def test_empty_like(dtype, kind):
     a = of_kind(kind, random(dtype))
     assert_fresh(fp8.empty_like(a), kind, (3, 5), dtype)
-    # empty_like makes C-contiguous arrays, whatever they are like.
+    # empty_like makes C-contiguous arrays, whatever they are like
     assert_fresh(fp8.empty_like(a.T), kind, (5, 3), dtype)
     assert_fresh(fp8.empty_like(a, shape=7), kind, (7,), dtype)
     assert_fresh(fp8.empty_like(a, shape=()), kind, (), dtype)
@@ -357,7 +357,7 @@ def test_large_numpy_arrays_warn_once_and_name_the_users_line(monkeypatch):
     monkeypatch.setattr(backend, "NUMPY_WARNING_BYTES", 8)
     backend._warn_once.cache_clear()
 
-    with testing.executor("reference"):             # Somebody chose the CPU.
+    with testing.executor("reference"):             # the CPU was chosen
         fp8.compute_amax(np.ones(4, np.float32))
 
     def twice():

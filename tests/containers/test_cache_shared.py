@@ -1,4 +1,4 @@
-"""A WeightCache that several threads and copies use."""
+"""A WeightCache used by several threads and copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_fp8.calls.call import run as run_op
 
 
 def test_forgotten_while_quantised(run, monkeypatch):
-    """clear() in another thread at the worst moment: the call returns its results, and nothing of it is
+    """clear() in another thread at the worst moment: the call returns its results, and none of them is
     remembered."""
     cache, weights = WeightCache(CurrentScaling()), weights_of(run)
     cache.quantize(weights[:2])
@@ -31,16 +31,16 @@ def test_forgotten_while_quantised(run, monkeypatch):
         assert len(cache) == 0
     monkeypatch.undo()
     change(weights)
-    for w, q in zip(weights, cache.quantize(weights, update=False), strict=True):  # It is not the old one.
+    for w, q in zip(weights, cache.quantize(weights, update=False), strict=True):  # not the old one
         assert_same(q, CurrentScaling().quantize(w))
 
 
 def test_forgotten_while_a_known_list_is_looked_up(run):
-    """clear() in another thread between a look-up and the note of it: what was cleared is not found again."""
+    """clear() in another thread between a look-up and its note: what was cleared is not found again."""
     cache, weights, others = WeightCache(CurrentScaling()), weights_of(run), weights_of(run, 7)
     for _ in range(2):
         first = cache.quantize(weights)
-        cache.quantize(others)                              # The other list is then not the last one.
+        cache.quantize(others)                              # the other list is then not the last one
 
     class Cleared(dict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:

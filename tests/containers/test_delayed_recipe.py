@@ -1,4 +1,4 @@
-"""DelayedScaling as a recipe: it is a value, allocates results without a launch, and takes one launch per
+"""DelayedScaling as a recipe: a value that allocates results without a launch, and takes one launch per
 call."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_empty_of_an_integer_shape():
 
 @direction_parameter
 def test_empty_initialises_nothing(directions, monkeypatch):
-    """NumPy's own empty arrays, with the bytes that they came with."""
+    """NumPy's own empty arrays, with whatever bytes they had."""
     made: list[np.ndarray] = []
     real = np.empty
 
@@ -154,10 +154,10 @@ def test_one_launch_per_call(shape, run, launched):
         assert launched == entries
 
 
-# ---- CUDA graphs know everything that a call puts on its stream ----
+# ---- a CUDA graph contains everything that a call puts on its stream ----
 def nodes_of(call: Callable[[], Any]) -> int:
-    """How many nodes a call has when it is captured. Once before, it compiles, and fills the stream's memory
-    pool."""
+    """Return the number of nodes of a captured call. It runs once before, to compile, and to fill the
+    stream's memory pool."""
     cp = backend.cupy()
     cp.cuda.get_current_stream().synchronize()
     stream = cp.cuda.Stream(non_blocking=True)
@@ -166,7 +166,7 @@ def nodes_of(call: Callable[[], Any]) -> int:
         stream.synchronize()
         stream.begin_capture()
         try:
-            # Memory must not go back to the pool before the capture ends.
+            # memory must not return to the pool before the capture ends
             kept = call()
         finally:
             graph = stream.end_capture()
@@ -184,7 +184,7 @@ def test_empty_puts_nothing_on_the_stream(directions):
     assert nodes_of(lambda: DelayedScaling().empty((300, 500), like="cupy", **directions)) == 0
     x = cp.zeros((300, 500), cp.float32)
     out = fp8.quantize_tensor(x, 2.0, **directions)
-    # The same count sees a kernel.
+    # the same count sees a kernel
     assert nodes_of(lambda: fp8.quantize_tensor(x, 2.0, out=out, **directions)) == 1
 
 

@@ -16,14 +16,14 @@ from cupy_fp8 import dlpack
 CODES = {fp8.float8_e4m3fn: (10, 8), fp8.float8_e5m2: (12, 8), fp8.float8_e8m0fnu: (14, 8),
          fp8.bfloat16: (4, 16)}
 TYPED = list(CODES)
-# dlpack.h puts DLDataType here on a 64-bit machine: data 8, device 8, ndim 4 bytes before it, and in the
-# versioned struct version 8, manager_ctx 8, deleter 8, flags 8 before the tensor. The numbers are not taken
-# from the module's own ctypes structures, which could be wrong.
+# Offset of DLDataType on a 64-bit machine by dlpack.h: data 8, device 8, ndim 4 bytes before it, and in the
+# versioned struct version 8, manager_ctx 8, deleter 8, flags 8 before the tensor. Not taken from the module's
+# own ctypes structures, which could be wrong.
 TYPE_OFFSET = {b"dltensor": 20, b"dltensor_versioned": 52}
 
 
 def type_bytes(capsule):
-    """(memory of the 4-byte DLDataType, capsule name, address of the managed tensor)."""
+    """Return (memory of the 4-byte DLDataType, capsule name, address of the managed tensor)."""
     get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
     get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object,
                             ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
@@ -81,7 +81,7 @@ def test_exported_type(dtype, max_version):
     assert name == (b"dltensor" if max_version is None else b"dltensor_versioned")
     assert tuple(carried) == (*CODES[dtype], 1, 0)
     if max_version and dtype.itemsize == 1:
-        # This version has the FP8 codes.
+        # this version has the FP8 codes
         assert tuple((ctypes.c_uint32 * 2).from_address(address)) == (1, 1)
     assert exporter.__dlpack_device__() == (1, 0)
 
@@ -90,7 +90,7 @@ def test_options_reach_numpy():
     a = codes_array(fp8.float8_e4m3fn)
     copied = np.from_dlpack(Reinterpreted(dlpack.to_dlpack(a), copy=True))
     assert not np.shares_memory(copied, a.view(np.uint8))
-    with pytest.raises((RuntimeError, ValueError), match="stream"):  # The error depends on NumPy's version.
+    with pytest.raises((RuntimeError, ValueError), match="stream"):  # the error depends on NumPy's version
         dlpack.to_dlpack(a).__dlpack__(stream=1)
 
 
@@ -132,7 +132,7 @@ def test_memory_is_shared():
 
 
 class Base(np.ndarray):
-    """An array whose death can be watched."""
+    """An array whose deletion can be observed."""
 
 
 def test_lifetime():
@@ -178,7 +178,7 @@ def test_import_from_another_library(dtype, versioned):
 @pytest.mark.parametrize("dtype", TYPED, ids=str)
 def test_dtype_names_bare_bytes(dtype, code):
     if (code, dtype) == (2, fp8.bfloat16):
-        return      # A 16-bit float has a name: float16.
+        return      # a 16-bit float has a name: float16
     a = codes_array(dtype)
     assert fp8.bytes_equal(dlpack.from_dlpack(Producer(a.view(f"u{dtype.itemsize}"), code), dtype=dtype), a)
 
@@ -221,7 +221,7 @@ def test_export_errors():
     a.flags.writeable = False
     with pytest.raises(BufferError):
         dlpack.to_dlpack(a).__dlpack__()
-    # A versioned capsule can say that it is read-only.
+    # a versioned capsule can state that it is read-only
     assert fp8.bytes_equal(dlpack.from_dlpack(dlpack.to_dlpack(a)), a)
 
 
@@ -234,7 +234,7 @@ def test_used_capsule():
         with pytest.raises(TypeError, match="unused capsule"):
             dlpack._managed(capsule)
     finally:
-        rename(capsule, b"dltensor")     # Its destructor then frees it.
+        rename(capsule, b"dltensor")     # its destructor then frees it
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What there is to know about a format."""
+"""The facts about each format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gate: what it holds and shows, copies of it. (contract/test_messages_of_gates.py has its messages.)"""
+"""Gate: its contents, repr and copies. (contract/test_messages_of_gates.py has its messages.)"""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_array_that_is_not_aligned():
 
 
 def test_arrays_of_two_places(device):
-    """All arrays of a gate lie where its indices do."""
+    """All arrays of a gate must be where its indices are."""
     gate = fp8.topk_gate(normal((12, 16)), 2, return_scores=True, sequences=2)
     there = device.run.array(gate)
     for name in ("weights", "counts", "scores", "score_sums"):

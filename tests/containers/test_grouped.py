@@ -201,7 +201,7 @@ def test_wrapped_sizes_and_offsets_may_change(run):
 
 @pytest.mark.parametrize("change", ["splits", "offsets"])
 def test_members_of_other_sizes_are_refused(change, run):
-    """Whether a field was exchanged or changed in place, and wherever it is."""
+    """Whether a field was exchanged or changed in place, on host or device."""
     g = fp8.group_quantize(run.array(matrix(9, 4)), run.array(np.array([4, 5])), BlockScaling())
     getattr(g, change)[1] = 3
     for use in (lambda: g[0], lambda: list(g), g.dequantize):
@@ -246,7 +246,7 @@ def test_saved_and_loaded(recipe, tmp_path):
       for block in (ROWS, COLUMNS)),
 ], ids=str)  # fmt: skip
 def test_damaged_files_are_refused(recipe, field, message, tmp_path, monkeypatch):
-    """And no such file is written, but by hand."""
+    """Such files are not written either, except by hand."""
     g = fp8.group_quantize(matrix(90, 72), np.array([40, 0, 33]), recipe, columnwise=True)
     damaged = Grouped._of_fields(**{**g.__getstate__(), **field})
     with pytest.raises((TypeError, ValueError), match=message):

@@ -1,5 +1,4 @@
-"""Results and recipes: frozen, honest about what they hold, and cheap: one launch per call, none for
-`.empty`."""
+"""Results and recipes: frozen, with correct metadata, and cheap: one launch per call, none for `.empty`."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def test_transposed_view(kind, shape):
         assert t.transposed is not s.transposed
         assert (t.T.shape, t.T.transposed) == (s.shape, s.transposed)
         testing.assert_bytes_equal(t.dequantize(), np.swapaxes(fp8.asnumpy(s.dequantize()), -1, -2).copy())
-        assert s.shape == shape                             # The one asked stays as it was.
+        assert s.shape == shape                             # the original is unchanged
 
 
 @pytest.mark.parametrize("shape", [(), (7,)])
@@ -136,7 +135,7 @@ def test_nbytes_counts_what_is_shared_once(kind):
     assert fp8.quantize_tensor(x, 2.0).nbytes == 15 + 4
     assert fp8.quantize_tensor(x, 2.0, rowwise=False, columnwise=True).nbytes == 15 + 4
     both = fp8.cast_transpose(x, 2.0)
-    assert both.nbytes == 15 + 15 + 4                       # There is one scale_inv.
+    assert both.nbytes == 15 + 15 + 4                       # one scale_inv only
     assert sum(part.nbytes for part in parts(both)) == 2 * (15 + 4)
     assert fp8.quantize_tensor(x, 2.0, columnwise=True, transposed=False).nbytes == 15 + 4
     apart = Quantized(both.rowwise, Scaled(parts(both)[1].data, both.scale_inv.copy(), SHAPE, True))

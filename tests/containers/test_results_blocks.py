@@ -1,4 +1,4 @@
-"""Results with a scale per block: .T, .to_layout, copies and texts keep data and scales together."""
+"""Results with a scale per block: .T, .to_layout, copies and repr keep data and scales together."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_transposed_view_of_square_blocks(transposed):
 @kinds
 @pytest.mark.parametrize("shape", [(40, 96), (130, 36), (36, 130), (2, 64, 40), (0, 40), (3, 0, 40)], ids=str)
 def test_to_layout(shape, block, transposed, run):
-    """What its scales are is checked in tests/ops/scales/test_convert_scales_calls.py."""
+    """The contents of its scales are checked in tests/ops/scales/test_convert_scales_calls.py."""
     compact = run.array(result(shape, block, "compact", transposed))
     swizzled = compact.to_layout("swizzled")
     for s in (swizzled, swizzled.to_layout("compact")):
@@ -247,7 +247,7 @@ def test_to_layout_of_one_scale():
     lambda x: fp8.quantize_mx(x, rowwise=False, columnwise=True),
 ])  # fmt: skip
 def test_the_transposed_tensor(make, run):
-    """The rows of .T are the columns: its row-wise part is what was the column-wise one, byte for byte."""
+    """The rows of .T are the columns: its row-wise part equals the former column-wise one, byte for byte."""
     q = make(run.array(np.arange(40 * 256, dtype=np.float32).reshape(40, 256)))
     t = q.T
     assert t.shape == (256, 40)

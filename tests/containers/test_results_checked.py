@@ -1,5 +1,5 @@
-"""A Scaled made by hand is checked where it is made, and one made otherwise by the calls that take it: every
-part that does not fit the others is refused, by name."""
+"""A Scaled made by hand is checked by its constructor, and one made otherwise by the calls that take it:
+every inconsistent part is refused by name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TENSOR: dict[str, Any] = {"block": None, "scale_layout": None, "scale_inv": np.o
 LAYOUT_NAMES = tuple(SCALE_DTYPES)
 
 
-#: Parts differ from those that fit in one way each, which raises this error with this start of its message.
+#: one wrong part each, the error, and the start of its message
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    # The layout of the scales is forgotten, wrong, or given for a single scale.
+    # the layout of the scales is forgotten, wrong, or given for a single scale
     ({"scale_layout": None}, ValueError,
      f"scale_layout: expected one of {LAYOUT_NAMES} for blocks (1, 128), got None; these scales fit "),
     ({"scale_layout": None, "scale_inv": np.ones((3, 20), float32)}, ValueError,
@@ -40,7 +40,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
      f"scale_layout: expected one of {LAYOUT_NAMES}, got ['compact']"),
     ({**TENSOR, "scale_layout": "compact"}, ValueError,
      "scale_layout: expected None for one scale, got 'compact'; scales of blocks"),
-    # The scales are not those of the blocks.
+    # scales of other blocks
     ({"scale_inv": np.ones((20, 4), float32)}, ValueError,
      "scale_inv: expected shape (20, 3), compact scales of blocks (1, 128) of shape"),
     ({"scale_inv": np.ones((3, 20), float32)}, ValueError,
@@ -53,14 +53,14 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
      "scale_inv: expected one scale for the tensor, got shape (20, 3)"),
     ({**TENSOR, "scale_inv": np.ones(1, float8_e8m0fnu)}, TypeError,
      "scale_inv: expected dtype float32 of one scale, got float8_e8m0fnu"),
-    # No block is like these.
+    # no such blocks
     ({"block": (1, 100)}, ValueError,
      "block: expected (1, B), (B, 1) or (B, B'), a power of two of 32 or more each, or None"),
     *(({"block": block}, ValueError, "block: expected (1, B), (B, 1) or (B, B')")
       for block in (128, (1, 16), (1, 1), (None, None), (None, 32), (1, -32), (1, 32.0), (1, 32, 1))),
     ({"block": (128, 128), "scale_layout": "swizzled"}, ValueError,
      "scale_layout: 'swizzled' belongs to blocks along one line, got block"),
-    # The data are not of the shape.
+    # data of another shape
     ({"shape": (300, 20)}, ValueError,
      "data: expected shape (300, 20) for the logical shape (300, 20), got (20, 300)"),
     ({"transposed": True}, ValueError,
@@ -71,7 +71,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
      "transposed: needs two or more"),
     ({"data": np.zeros(300, float8_e4m3fn), "shape": (300,)}, ValueError,
      "block: (1, 128) needs two or more dimensions, got shape (300,)"),
-    # These are no arrays.
+    # not arrays
     ({"data": [[0.0]]}, TypeError,
      "data: expected a numpy.ndarray or cupy.ndarray, got list; cupy_fp8.asarray(data"),
     ({"scale_inv": 1.0}, TypeError, "scale_inv: expected a numpy.ndarray or cupy.ndarray, got float"),
@@ -89,7 +89,7 @@ def test_parts_that_do_not_fit(change, error, message):
 @pytest.mark.parametrize(("change", "error", "message"), [
     row for row in MISTAKES if not row[2].startswith(("transposed", "scale_layout: expected None"))])
 def test_a_call_refuses_them_too(change, error, message):
-    """A call refuses them in a result that no constructor has checked."""
+    """In a result that no constructor has checked."""
     s, out = Scaled._of(**{**GOOD, **change}), poisoned(np.empty(SHAPE, float32))
     for q in (s, Quantized(None, s)):
         check(error, f"q.{message.partition(' ')[0]} ", fp8.dequantize, (q,), {"out": out})
@@ -143,7 +143,7 @@ def test_what_the_library_makes_is_not_checked(monkeypatch):
 @pytest.mark.parametrize(("name", "given", "others"), [("scale_inv", "cupy", "numpy"),
                                                        ("data", "numpy", "cupy")])
 def test_kinds_are_not_mixed(device, name, given, others):
-    """`name` is moved, and scale_inv is then of another kind than the data."""
+    """`name` is moved, so that scale_inv is of another kind than the data."""
     there = device.array(GOOD[name])
     message = re.escape(f'scale_inv: a {given} array among {others} arrays; cupy_fp8.asarray(scale_inv, '
                         f'like="{others}") moves it')

@@ -1,5 +1,5 @@
-"""Two results are compared by bytes and metadata: `==`, bytes_equal and assert_bytes_equal, which names the
-field that differs."""
+"""Comparison of two results by bytes and metadata: `==`, bytes_equal and assert_bytes_equal, which names the
+differing field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gated(**options: Any) -> Gate:
 
 
 def edited(q: Any, path: str) -> Any:
-    """A copy in which one bit of one array is another."""
+    """Return a copy with one changed bit in one array."""
     again = copy.deepcopy(q)
     a = again
     for name in path.split("."):
@@ -45,7 +45,7 @@ def edited(q: Any, path: str) -> Any:
     return again
 
 
-#: Each result has a function that makes it, and the names of its arrays.
+#: for each result a function that makes it, and the names of its arrays
 RESULTS: dict[str, tuple[Any, list[str]]] = {
     "Scaled": (lambda: fp8.quantize_mx(X).rowwise, ["data", "scale_inv"]),
     "Quantized": (lambda: fp8.cast_transpose(X, 2.0, dbias=True),
@@ -155,7 +155,7 @@ def test_what_cannot_be_compared(wrong):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_are_no_keys(name):
-    """Ops write to them, which changes what they equal. Weak references know them."""
+    """Ops write to them, which changes what they equal. Weak references to them work."""
     a = RESULTS[name][0]()
     assert not isinstance(a, Hashable)
     with pytest.raises(TypeError, match=f"unhashable type: '{type(a).__name__}'"):
@@ -163,7 +163,7 @@ def test_results_are_no_keys(name):
     assert weakref.ref(a)() is a
 
 
-#: Equal values of options.
+#: equal values of options
 ALIKE: dict[str, list[Any]] = {
     "dtype": ["e5m2", "float8_e5m2", float8_e5m2, float8_e5m2.type], "margin": [1, np.int8(1), np.uint64(1)],
     "history_len": [16, np.int32(16)], "algo": ["max", np.str_("max")],
@@ -193,7 +193,7 @@ def package_classes() -> list[type]:
 
 
 def test_every_class_with_its_own_equality_has_its_own_hash_or_none():
-    """Of frozen dataclasses Python makes both of the same fields."""
+    """For frozen dataclasses Python makes both from the same fields."""
     kinds = [kind for kind in package_classes() if "__eq__" in vars(kind)]
     assert {kind.__name__ for kind in kinds} > {"Result", "HashedTuple", "MXScaling", "ErrorReport"}
     assert [kind for kind in kinds if "__hash__" not in vars(kind)] == []
@@ -208,8 +208,8 @@ def test_on_the_gpu():
         a, b = run.array(Q), run.array(Q)
         assert a == b
         assert fp8.bytes_equal(a, b)
-        testing.assert_bytes_equal(a, Q)                    # This holds for either kind.
-        assert a != Q                                       # Results of two kinds are never equal.
+        testing.assert_bytes_equal(a, Q)                    # for either kind
+        assert a != Q                                       # results of two kinds are never equal
         with pytest.raises(TypeError, match=r"^b\.rowwise\.data: a numpy array among cupy arrays"):
             fp8.bytes_equal(a, Q)
         bits(b.data)[0, 0] ^= 1

@@ -1,4 +1,4 @@
-"""Routing: what its constructor refuses, what it shows, copies of it."""
+"""Routing: errors of its constructor, repr and copies."""
 
 from __future__ import annotations
 

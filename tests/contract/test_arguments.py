@@ -1,5 +1,5 @@
-"""Every argument of every op, wrong in every way: refused by its name before anything is written, or taken
-for what it is."""
+"""Every argument of every op, wrong in every way: refused by name before anything is written, or accepted and
+computed correctly."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def never_launched() -> Iterator[None]:
 
 
 def is_optional(example: Example, a: Any) -> bool:
-    """Whether an array is an argument of its own, which may be left out or be given as a number."""
+    """Whether an array is a separate argument that may be left out or given as a number."""
     return any(a is value for value in (*example.args[1:], *example.kwargs.values()))
 
 
@@ -57,8 +57,7 @@ def test_not_an_array(example, place, never_launched):
 
 @every_example
 def test_wrong_dtype(example, place, never_launched):
-    """Refused by name; but for dtypes that cases have, and those of which an op moves the bytes into such a
-    result."""
+    """Refused by name, except dtypes that cases have, and results whose bytes an op only moves."""
     example = example.on(place.run)
     for name, a in given(example).items():
         of_cases = DTYPES_OF_CASES.get((example.op.name, name.partition("[")[0]), {a.dtype})
@@ -83,7 +82,7 @@ def test_another_dtype_in_a_list(example, place):
 
 @every_example
 def test_wrong_shape(example, place):
-    """Refused by the name of an argument or of the result, or a call that is as right as the first one."""
+    """Refused by the name of an argument or of the result, or a call as valid as the first one."""
     example = example.on(place.run)
     for a in given(example).values():
         for shape in shapes(a.shape):
@@ -93,8 +92,7 @@ def test_wrong_shape(example, place):
 
 @every_example
 def test_other_layouts(example, place):
-    """Arrays that lie another way are copied, read as they lie, or refused by name; those that are written
-    are refused."""
+    """Input arrays with other strides are copied, read in place, or refused by name; outputs are refused."""
     original = example
     for name, a in given(example).items():
         for how, changed in layouts(a):
@@ -112,7 +110,7 @@ def test_other_layouts(example, place):
 
 def other_arguments(example: Example, others: Callable[[Any], Iterable[tuple[str, Any]]],
                     place: Place) -> Iterator[tuple[str, Example]]:
-    """The call with others in the place of each of its results, a copy of everything for each."""
+    """Yield the call with others in place of each of its results, with a copy of everything for each."""
     for i, a in enumerate(example.args):
         if isinstance(a, (Scaled, Quantized)):
             for how, other in others(a):
@@ -127,14 +125,14 @@ def has_results(example: Example) -> bool:
 
 @every_example_that(has_results)
 def test_other_results(example, place):
-    """Data that are quantised in another way are taken for what they are, or refused."""
+    """Data quantised in another way are read as what they are, or refused."""
     for how, other in other_arguments(example, lambda a: results_of(a.shape), place):
         right_or_refused(other, named(*parameters(example)), how)
 
 
 def wrong_parts(a: Scaled | Quantized) -> Iterator[tuple[str, Any]]:
-    """Data whose parts do not fit. Those of a square matrix fit, however they are said to be stored; columns
-    of groups are an operand without rows."""
+    """Yield data with inconsistent parts. Those of a square matrix are consistent however they are stored;
+    columns of groups are an operand without rows."""
     fits = [".transposed="] if a.shape[-2:-1] == a.shape[-1:] else []
     if isinstance(a, Quantized) and a._column is not None and a._column.splits is not None:
         fits.append(".rowwise")
@@ -143,6 +141,6 @@ def wrong_parts(a: Scaled | Quantized) -> Iterator[tuple[str, Any]]:
 
 @every_example_that(has_results)
 def test_parts_that_do_not_fit(example, place):
-    """As no constructor of a result makes them, but a copy of one that was changed by hand may have them."""
+    """Impossible with the constructors of results, but a copy of a result changed by hand may have them."""
     for how, wrong in other_arguments(example, wrong_parts, place):
         refused(wrong, named(*parameters(example)), how)

@@ -1,6 +1,5 @@
-"""Facts that only the device knows and that are wrong, sizes of groups above all: calls write what the
-reference makes of them, and nothing else; the device's word says what was found, and `check=True` refuses the
-same."""
+"""Wrong facts that only the device knows, sizes of groups above all: calls write what the reference makes of
+them, and nothing else; the device's error word says what was found, and `check=True` refuses the same."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ NEGATIVE = MESSAGES[Fact.SPLIT_NEGATIVE]
 
 
 def changed(place: int, value: float) -> Callable[[np.ndarray], None]:
-    """One element is another, counted through all of them."""
+    """Return a function that sets one element, counted modulo the size."""
     def change(a: np.ndarray) -> None:
         a.reshape(-1)[place] = value
 
@@ -33,7 +32,7 @@ def changed(place: int, value: float) -> Callable[[np.ndarray], None]:
 
 
 def added(more: int) -> Callable[[np.ndarray], None]:
-    """The last of the largest groups has so many more rows."""
+    """Return a function that adds this many rows to the last of the largest groups."""
     def change(sizes: np.ndarray) -> None:
         sizes[len(sizes) - 1 - np.argmax(sizes[::-1])] += more
 
@@ -44,7 +43,7 @@ def by_turns(sizes: np.ndarray) -> None:
     sizes[::2], sizes[1::2] = np.iinfo(sizes.dtype).max, np.iinfo(sizes.dtype).min
 
 
-#: What becomes of the sizes. No call has so many rows.
+#: Changes of sizes. No call has so many rows.
 WRONG: dict[str, Callable[[np.ndarray], None]] = {
     "negative first": changed(0, -1), "negative last": changed(-1, -5), "long first": changed(0, 1 << 20),
     "long last": changed(-1, 1 << 20), "smallest": changed(0, -(2**31)),
@@ -54,12 +53,12 @@ WRONG: dict[str, Callable[[np.ndarray], None]] = {
 
 
 def has_sizes(example: Example) -> bool:
-    """Given offsets belong to sizes that are right."""
+    """Whether a call has sizes; given offsets must match the original ones."""
     return "splits" in given(example) and "offsets" not in given(example)
 
 
 def with_most_groups(name: str) -> Example:
-    """A call of an op, with so many groups that kernels look at their sizes in several rounds."""
+    """Return a call of an op with so many groups that kernels read their sizes in several rounds."""
     op = in_contract(OPS[name])
 
     def number(case: Case) -> int:
@@ -71,7 +70,7 @@ def with_most_groups(name: str) -> Example:
 
 def called(example: Example, device: Place, name: str,
            change: Callable[[np.ndarray], None]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(an argument with a change, what the device's word says after the call with it)."""
+    """Return (an argument with a change, the device's errors after the call with it)."""
     example = example.on(device.run)
     argument = given(example)[name]
     wrong = fp8.asnumpy(argument).copy()
@@ -100,7 +99,7 @@ def check_sizes(example: Example, device: Place, how: str) -> None:
 
 
 WITH_SIZES = [example for example in (*EXAMPLES, *ALIGNED) if has_sizes(example)]
-#: A product of groups of columns, which the quick tier has besides its usual calls.
+#: a product of groups of columns, in the quick tier in addition to its usual calls
 OF_COLUMNS = next(example for example in WITH_SIZES if example.kwargs.get("group") == "k")
 
 
@@ -120,7 +119,7 @@ def twice(order: np.ndarray) -> None:
     order[0] = order[-1]
 
 
-#: Other facts, by the names of arguments.
+#: other facts, by the names of arguments
 OTHERS: dict[str, dict[str, Callable[[np.ndarray], None]]] = {
     "order": {"twice": twice, "negative": changed(0, -1), "of no group": changed(-1, 1 << 20)},
     "assignment": {"of no expert": changed(0, 1 << 20), "negative": changed(-1, -2),

@@ -1,5 +1,5 @@
-"""Whatever is given for an option, it is refused by name or listed here as valid: every public function with
-every kind of nonsense for every parameter."""
+"""Any value of an option is refused by name, or is listed here as valid: every public function with every
+kind of nonsense for every parameter."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ assert ROW is not None
 
 INDICES, WORDS = np.array([1, 0]), np.array(["one", "two"])
 MATRIX, ZERO_D, NESTED = np.array([[1, 48]]), np.array(1.5, np.float32), [INDICES]
-HUGE, VAST = 10**400, -10**5000             # Python refuses to print the second one.
+HUGE, VAST = 10**400, -10**5000             # Python refuses to print the second one
 NAN, F32 = float("nan"), np.float32(2)
-F16_INF, F16_LARGE = np.float16(np.inf), np.float16(65504)     # NumPy compares in float16 what these meet.
-MEMORY = memoryview(bytearray(b"x"))        # It cannot be hashed, which Python says by a ValueError.
+F16_INF, F16_LARGE = np.float16(np.inf), np.float16(65504)     # compared with in float16 by NumPy
+MEMORY = memoryview(bytearray(b"x"))        # unhashable, for which Python raises ValueError
 NONSENSE: list[Any] = [
     INDICES, WORDS, MATRIX, ZERO_D, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
     [VAST], ["compact"], ("one", "two"), (None,), {"one": 1}, set(), object(), "x", b"x", MEMORY, None,
@@ -47,8 +47,8 @@ NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32, F16_INF, F16_LARGE]
 
 FINITE = [*SIZES, -1, 2**63, 1.5, F32, F16_LARGE]
 
-#: What is valid all the same, by the parameter, or by the call and the parameter. None is valid where it is
-#: the default, and 0 for a flag.
+#: Nonsense that is valid, by the parameter, or by the call and the parameter. None is valid where it is the
+#: default, and 0 for a flag.
 VALID: dict[str, list[Any]] = {
     "asarray.a": [*ARRAYS, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
                   ["compact"], ("one", "two"), "x", b"x", MEMORY, *NUMBERS, True, [True], (True, 128)],
@@ -78,7 +78,7 @@ def quantize_new_weights(*args: Any, **options: Any) -> Any:
     return WeightCache(CurrentScaling()).quantize(*args, **options)
 
 
-#: A call of each that is right.
+#: a valid call of each
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "asnumpy": (fp8.asnumpy, (X,), {}), "to_dlpack": (fp8.to_dlpack, (X,), {}),
     "asarray": (fp8.asarray, (X,), {}), "concatenate": (fp8.concatenate, ([X, X],), {}),
@@ -151,10 +151,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "scale_span": (fp8.diagnostics.scale_span, (Q,), {}),
 }  # fmt: skip
 _CALLED = {function.__name__ for function, _, _ in CALLS.values()}
-# An op that nobody chose a call for here is called with its first case that has elements.
+# ops without a call here are called with their first non-empty case
 CALLS |= {op.name: (op.function, *op.inputs(next(case for case in op.cases() if prod(case.shape))))
           for op in OPS.values() if op.name not in _CALLED}
-#: Public functions without such a call, and where else they get nonsense.
+#: public functions without such a call, and where else they get nonsense
 ELSEWHERE = {"load": "test_errors_of_tools", "save": "test_errors_of_tools",
              "from_dlpack": "containers/test_dlpack", "bytes_equal": "containers/test_results_equal"}
 
@@ -168,7 +168,7 @@ def test_every_function_is_called():
 
 @pytest.fixture(params=["reference", "host"])
 def nothing_launched(request):
-    """What is accepted is computed by the reference, or prepares launches, none of which happens."""
+    """Accepted nonsense is computed by the reference, or prepares launches, none of which happens."""
     if problem := testing.executor_problem(request.param):
         pytest.skip(problem)
     with mock.patch.object(Launch, "start"), testing.executor(request.param):
@@ -179,14 +179,14 @@ def nothing_launched(request):
 @pytest.mark.filterwarnings("ignore::cupy_fp8.diagnostics.scale_report.ScaleWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_nonsense_is_refused_by_name(name):
-    """Whether there is a result to write into or not; and nothing is written."""
+    """With and without a result to write into; nothing is written."""
     function, args, options = CALLS[name]
     parameters = inspect.signature(function).parameters
     out = {"out": function(*args, **options)} if "out" in parameters else {}
     assert refusal(function, *args, **options, **out) is None
     arguments = {id(a) for a in leaves((args, options))}
     for a in leaves(out):
-        if id(a) not in arguments:                          # A Grouped holds the sizes that it was made of.
+        if id(a) not in arguments:                          # a Grouped holds the sizes from which it was made
             cases.poison(a)
     named_in_messages = [*parameters, "columnwise"]         # cast_transpose is quantize_tensor, columnwise
     starts = re.compile(rf"({'|'.join(named_in_messages)})(\.\w+|\[.+?\])*(, \w+)*: ")
@@ -206,7 +206,7 @@ def test_nonsense_is_refused_by_name(name):
 
 
 def valid(name: str, parameter: inspect.Parameter) -> list[Any]:
-    """What a parameter may be of the nonsense."""
+    """Return the nonsense that is valid for a parameter."""
     found = VALID.get(f"{name}.{parameter.name}", VALID.get(parameter.name, []))
     of_flags = [0, True] if isinstance(parameter.default, bool) else []
     return [*found, *of_flags, *([None] if parameter.default is None else [])]
@@ -217,7 +217,7 @@ def is_one_of(value: Any, values: list[Any]) -> bool:
 
 
 def refusal(function: Callable[..., Any], *args: Any, **options: Any) -> str | None:
-    """The message of the error that a call raises, which has to leave all memory as it was."""
+    """Return the message of the error that a call raises, which must leave all memory unchanged."""
     before = snapshot(args, options)
     try:
         function(*args, **options)

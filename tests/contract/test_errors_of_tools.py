@@ -1,4 +1,4 @@
-"""Whatever functions for files, pictures and tests are given, an error names the parameter that is wrong."""
+"""Functions for files, plots and tests name the wrong parameter in errors, whatever they are given."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import cupy_fp8 as fp8
 X = np.ones((64, 128), np.float32)
 Q = fp8.quantize_mx(X)
 ROUTING = fp8.route(np.zeros((64, 2), np.int64) + np.arange(2), num_experts=4)
-#: No parameter of WRONG takes any of these.
+#: valid for no parameter of WRONG
 NONSENSE = [5, 1.5, 10**400, b"x", np.array(1.0), np.ones((2, 2), np.complex64), np.array([None]),
             np.zeros(2, [("a", "f4")]), object(), int, len, {1, 2}, [None], [[1, 2], [3]], ...]
-#: A call that is right, by the parameter that is given nonsense instead.
+#: a valid call, by the parameter that is given nonsense instead
 WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "path of load": (fp8.load, {}), "path of save": (fp8.save, {"x": X}),
     "path of load_safetensors": (fp8.io.load_safetensors, {}),

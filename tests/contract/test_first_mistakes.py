@@ -28,7 +28,7 @@ MASKED = np.ma.masked_greater(X, 1)
 
 
 class Tensor:
-    """What a torch tensor or a JAX array looks like from here."""
+    """Looks like a torch tensor or a JAX array."""
 
     def __init__(self, a: np.ndarray) -> None:
         self._a = a
@@ -41,14 +41,14 @@ class Tensor:
 
 
 class Frame:
-    """What a pandas or polars frame looks like from here."""
+    """Looks like a pandas or polars frame."""
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return X
 
 
 def wrong_arrays(a: np.ndarray) -> dict[str, tuple[Any, str]]:
-    """What may be given for an array by mistake, and what the message says to write."""
+    """Return what may be given for an array by mistake, and what the message says to write."""
     return {"list": (a.tolist(), "asarray("), "tensor": (Tensor(a), "cupy_fp8.from_dlpack("),
             "result": (TENSOR, ".dequantize()"), "frame": (Frame(), "numpy.asarray("),
             "masked": (np.ma.masked_array(a, np.zeros(a.shape, bool)), ".filled(0)"),
@@ -57,12 +57,12 @@ def wrong_arrays(a: np.ndarray) -> dict[str, tuple[Any, str]]:
             "E4M3FNUZ": (np.ones(a.shape).astype(ml_dtypes.float8_e4m3fnuz), ".astype(")}
 
 
-#: One call of each op whose first argument is an array.
+#: one call of each op whose first argument is an array
 FIRST_ARRAYS = {example.op.name: example for example in reversed(EXAMPLES)
                 if example.args and isinstance(example.args[0], np.ndarray)}
 
 
-#: Ops that move results too, and those that take arrays of any dtype or say themselves which.
+#: ops that also move results, and those that take arrays of any dtype or check it themselves
 TAKEN = {("splits_to_offsets", "list"),
          *((name, "result") for name in ("permute", "pad_groups", "unpad_groups", "sort_chunks",
                                            "group_sums"))}
@@ -89,8 +89,8 @@ def test_something_else_as_the_first_array(name, place):
 
 @every_example
 def test_a_number_for_an_array(example, place):
-    """Where the message says how to make an array of it, that array has the dtype and the dimensions that are
-    wanted."""
+    """If the message says how to make an array of it, that array has the required dtype and number of
+    dimensions."""
     for name in given(example.on(place.run)):
         call = example.on(place.run)
         message = outcome(with_array(call, given(call)[name], 3))
@@ -292,7 +292,7 @@ def test_names_of_other_dtypes():
 
 
 def test_a_name_and_its_dtype_are_remembered_apart(place: Place):
-    """Calls that are launched again give what each was asked for."""
+    """Calls launched again return what each was asked for."""
     x = place.array(X)
     for _ in range(3):
         name: Any
@@ -359,7 +359,7 @@ def test_directions_by_name():
 
 @pytest.mark.full
 def test_torch_tensors():
-    """The message's line works with the real library."""
+    """The line in the message works with the real library."""
     torch = pytest.importorskip("torch")
     tensor = torch.linspace(-3, 3, 64 * 256).reshape(64, 256)
     for x in (tensor, tensor.bfloat16()):

@@ -1,5 +1,5 @@
-"""The first mistakes with norms, activations, gates, experts, ranks and checkpoints, and spellings of before
-0.1.0, as test_first_mistakes.py has those of casts and products: the message says what to write."""
+"""First mistakes with norms, activations, gates, experts, ranks and checkpoints, and spellings from before
+0.1.0 (test_first_mistakes.py has those with casts and products): the message says what to write."""
 
 from __future__ import annotations
 

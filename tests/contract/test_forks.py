@@ -26,7 +26,7 @@ X = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
 
 @contextmanager
 def busy(work: Callable[[], Any]) -> Iterator[None]:
-    """A thread does this work over and over."""
+    """Run this work in a thread, over and over."""
     stop, started = threading.Event(), threading.Event()
 
     def loop() -> None:
@@ -45,7 +45,7 @@ def busy(work: Callable[[], Any]) -> Iterator[None]:
 
 
 def child_does(work: Callable[[], bool], seconds: float = 30, meanwhile: Callable[[], Any] = int) -> bool:
-    """Whether a forked process does this and finds it right, in time. meanwhile: what this process does."""
+    """Whether a forked process does this correctly in time. meanwhile: what this process does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)         # of forks beside threads
         child = os.fork()
@@ -69,7 +69,7 @@ def child_does(work: Callable[[], bool], seconds: float = 30, meanwhile: Callabl
 
 @needs_host
 def test_a_child_runs_kernels_while_a_thread_of_its_parent_does():
-    """Whatever launch the fork meets."""
+    """At whichever point of a launch the fork happens."""
     def quantize() -> Any:
         with testing.executor("host"):
             return fp8.quantize_tensor(X, columnwise=True)
@@ -108,7 +108,7 @@ def test_a_child_compiles_while_a_thread_of_its_parent_does(tmp_path):
 
 @pytest.mark.parametrize("lock", [cache._LOCK, errors._lock], ids=["cache", "errors"])
 def test_a_lock_is_free_in_a_child(lock):
-    """Other threads hold it while they are at it."""
+    """Even while other threads hold it."""
     def hold() -> None:
         with lock:
             time.sleep(0.002)

@@ -31,7 +31,7 @@ from cupy_fp8.kernels import errors
 
 
 def attempted(device: Place, example: Example) -> tuple[Any, str | None]:
-    """The graph of a call, and the message of its error, after which memory is as it was."""
+    """Return the graph of a call, and the message of its error; restores memory."""
     before = snapshot(example.tree)
     graph, message = captured(device, lambda: error_of(example))
     assert message is None or snapshot(example.tree) == before, "memory was written before the error"
@@ -39,7 +39,7 @@ def attempted(device: Place, example: Example) -> tuple[Any, str | None]:
 
 
 def captured(device: Place, call: Callable[[], Any]) -> Any:
-    """The graph of a call, on the current stream; and what the call returned."""
+    """Return the graph of a call on the current stream, and the result of the call."""
     stream = device.cupy.cuda.get_current_stream()
     stream.begin_capture()
     try:
@@ -91,14 +91,14 @@ def test_replay_looks_at_noop(example, device, stream):
 
 
 def written(example: Example) -> list[Any]:
-    """The bytes that the call writes."""
+    """Return the bytes that the call writes."""
     return [a.view(np.uint8) if a.ndim else a.reshape(1).view(np.uint8)
             for name, a in example.named().items() if name in example.written]
 
 
 @every_result
 def test_without_out(example, device, stream):
-    """Nothing may be allocated during a capture; afterwards the call is as right as ever."""
+    """Nothing may be allocated during a capture; afterwards the call still works."""
     example = example.on(device.run)
     for _ in range(2):                                  # the second time the call is known
         with pytest.raises(ValueError, match=r"^out: needed while a CUDA graph is captured, since"):
@@ -109,7 +109,7 @@ def test_without_out(example, device, stream):
 
 @every_example
 def test_the_first_call(example, device, stream, monkeypatch):
-    """Captured as it is, or refused because memory would have to be made that lives as long as the result."""
+    """Captured, or refused because memory that must outlive the call would have to be allocated."""
     monkeypatch.setattr(errors, "_words", {})
     example = example.on(device.run)
     graph, message = attempted(device, example)
@@ -129,8 +129,8 @@ def test_the_first_call(example, device, stream, monkeypatch):
 
 @every_example_that(lambda example: "check" in parameters(example))
 def test_check_waits_for_the_device(example, device, stream):
-    """Which cannot be done in a capture; before and afterwards the call is right. Options without anything to
-    examine wait for nothing."""
+    """Waiting is impossible during a capture; before and afterwards the call is right. Options without
+    anything to check do not wait."""
     example = example.on(device.run)
     example = example.with_tree((example.args, {**example.kwargs, "check": True}, example.out))
     for _ in range(2):
@@ -144,8 +144,8 @@ def test_check_waits_for_the_device(example, device, stream):
 
 @every_example_that(lambda example: "splits" in given(example))
 def test_sizes_in_a_list(example, device, stream):
-    """They are copied to the device, which cannot be done in a capture. A result that holds the sizes belongs
-    to an array."""
+    """They are copied to the device, which is impossible during a capture. A result that holds the sizes
+    belongs to an array."""
     example = example.on(device.run)
     example.call()
     sizes = example.named()["splits"]
@@ -158,7 +158,7 @@ def test_sizes_in_a_list(example, device, stream):
         return
     assert message.startswith("ValueError: splits: a list would have to be copied"), message
     if sizes.dtype != np.int64 and any(name.endswith(".splits") for name in example.written):
-        refused(listed, named("out"))                       # The result's copy is not of a list's dtype.
+        refused(listed, named("out"))  # the result's copy has another dtype than a list's
         return
     example.poison()
     listed.call()
@@ -167,7 +167,7 @@ def test_sizes_in_a_list(example, device, stream):
 
 @every_example
 def test_arrays_that_would_be_copied(example, device, stream):
-    """Refused by name, or read where they are."""
+    """Refused by name, or read in place."""
     example = example.on(device.run)
     example.call()
     for name, a in given(example).items():

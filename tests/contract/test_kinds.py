@@ -1,5 +1,5 @@
-"""NumPy beside CuPy arrays, arrays of another device, and devices that are not current: whichever argument it
-is."""
+"""NumPy mixed with CuPy arrays, arrays of another device, and devices that are not current, for each
+argument."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cupy_fp8.routing import Routing
 
 
 def moved_one_by_one(example: Example, move: Callable[[Any], Any]) -> Iterator[tuple[str, Example]]:
-    """The call with one array elsewhere, named as in messages. All arrays of a Routing or a Gate go
+    """Yield the call with one array elsewhere, named as in messages. All arrays of a Routing or a Gate move
     together."""
     together = {id(a): part for part in (*example.args, *example.kwargs.values())
                 if isinstance(part, (Routing, Gate)) for a in leaves(part)}
@@ -36,7 +36,7 @@ def moved_one_by_one(example: Example, move: Callable[[Any], Any]) -> Iterator[t
 
 
 def refused_one_by_one(example: Example, move: Callable[[Any], Any], message: str, reverse: str) -> None:
-    """The first array says where the others have to be: where it is gone alone, the next one is in the wrong
+    """The first array determines where the others must be: if only it is moved, the next one is in the wrong
     place."""
     for i, (name, wrong) in enumerate(moved_one_by_one(example, move)):
         which, wanted = (rf"{re.escape(name)}(\.\w+)?", message) if i else (r"[\w.\[\]]+", reverse)
@@ -69,7 +69,7 @@ def test_other_device(example, device):
 
 @every_example
 def test_a_device_that_is_not_current(example, device):
-    """A call runs where its arrays are, whatever device is current; what it allocates is there too."""
+    """A call runs where its arrays are, whatever device is current, and allocates there too."""
     second = on_second(device)
     example = example.with_tree(map_arrays(example.fresh().tree, lambda a: device.array(a, second)))
     options = {name: value for name, value in example.kwargs.items() if name != "noop"}

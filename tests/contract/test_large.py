@@ -1,5 +1,5 @@
-"""More than 2**32 elements: both ends of huge arrays and what is around element 2**31, on the CPU without the
-memory, and on a GPU."""
+"""More than 2**32 elements: both ends of huge arrays and the surroundings of element 2**31, on the CPU
+without the memory, and on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every_call = pytest.mark.parametrize("far", CALLS.values(), ids=CALLS)
 _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as much again
 
 
-#: Ops without a far call, and why.
+#: ops without a far call, and why
 _OTHERS = {
     "cast_transpose": "is quantize_tensor", "multi_cast_transpose": "has the kernels of multi_quantize",
     "norm_quantize": "a GPU alone runs enough of its blocks",
@@ -51,7 +51,7 @@ def test_every_op_has_a_far_call():
 
 @pytest.fixture(autouse=True)
 def no_advice(monkeypatch):
-    """Large NumPy arrays are meant here, where a GPU would do too."""
+    """Large NumPy arrays are intended here, where the advice is to use a GPU."""
     monkeypatch.setattr(backend, "note_large_numpy", lambda x: None)
 
 
@@ -75,14 +75,14 @@ def test_on_a_gpu(far):
 
 
 def short(far: Far) -> Far:
-    """Arrays with little between their ends."""
+    """Return arrays with little between their ends."""
     return replace(far, shape=(*far.shape[:far.axis], 2 * far.end + 256, *far.shape[far.axis + 1:]))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("far", ON_DEVICE.values(), ids=ON_DEVICE)
 def test_short_arrays_on_a_device(far, device):
-    """The same comparison of arrays that a stand-in can have."""
+    """The same comparison, with arrays that fit a stand-in."""
     if short(far).nbytes > 1 << 22:
         pytest.skip("rows are long")
     check_on_device(short(far))
@@ -119,7 +119,7 @@ def test_amax_wherever_the_largest_is():
 @needs_host
 @pytest.mark.full
 def test_offsets_of_many_groups():
-    """The launches alone: the op looks at every size of a NumPy array. Most sizes are 0."""
+    """Only the launches, since the op checks every size of a NumPy array. Most sizes are 0."""
     n, middle = (1 << 32) + END, 1 << 31
     tiles = cdiv(n, offsets._TILE)
     sizes, totals, found = mapped(n, np.int32), mapped(tiles, np.uint64), mapped(n + 1, np.int64)
@@ -159,7 +159,7 @@ def test_the_windows_have_what_32_bits_cannot_count():
     ({"first": 3, "last": 0, "around": [Fraction(0), Fraction(1, 4)], "each": 4}, "####......"),
     ({"first": 0, "last": 0}, "..........")], ids=str)
 def test_chosen_blocks_of_a_grid_run(chosen, wanted):
-    """Blocks of 2048 elements: elsewhere the result keeps what it had."""
+    """Blocks of 2048 elements: elsewhere the result is unchanged."""
     x, out = np.arange(10 * 2048, dtype=np.float16), np.zeros(10 * 2048, np.uint8).view(float8_e4m3fn)
     with testing.executor("host"), hostexec.blocks_of_grid(**chosen):
         fp8.astype(x, float8_e4m3fn, out=out)
@@ -202,7 +202,7 @@ def test_the_largest_grid_that_there_is():
 @pytest.mark.full
 @pytest.mark.parametrize("path", ["wide", "any"])
 def test_biases_of_many_experts(path):
-    """Of the last expert, with more than 2**32 elements before them."""
+    """Biases of the last expert, with more than 2**32 elements before them."""
     half = (1 << 16) + (0 if path == "wide" else 3)
     experts, rows = (1 << 32) // (2 * half) + 2, 2
     bias: Any = mapped((experts, 2 * half), bfloat16)
@@ -219,7 +219,7 @@ def test_biases_of_many_experts(path):
 @needs_host
 @pytest.mark.parametrize("kernel", product_kernels.KERNELS)
 def test_a_group_far_from_the_first(kernel, monkeypatch):
-    """D of the second group lies more than 2**32 elements behind that of the first. (Groups of so large a D
+    """D of the second group is more than 2**32 elements behind that of the first. (Groups with so large a D
     have too many tiles for the CPU.)"""
     m, n, far = 16, 9, (1 << 32) + 16
     splits = np.array([16, 32])

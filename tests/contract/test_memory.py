@@ -1,5 +1,5 @@
-"""Memory of a call: what it writes overlaps nothing, nothing beside it is written, what touches does not
-overlap, and arrays may begin anywhere."""
+"""Memory of a call: outputs overlap nothing, nothing beside them is written, adjacent arrays do not count as
+overlapping, and arrays may begin anywhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OVERLAPS = r"^ValueError: [\w.\[\]]+: overlaps [\w.\[\]]+ in memory; results nee
 
 
 def pairs(example: Example) -> Iterator[tuple[str, str]]:
-    """The names of every two arrays of which one is written."""
+    """Yield the names of every two arrays of which one is written."""
     arrays = {name: a for name, a in example.named().items() if a.nbytes}
     for name, other in product(arrays, arrays):
         if name in example.written and name != other and (other not in example.written or name < other):
@@ -32,7 +32,7 @@ def pairs(example: Example) -> Iterator[tuple[str, str]]:
 
 
 def starts(a: Any, other_start: int, other_end: int) -> set[int]:
-    """Where `a` shares the first byte of another array, its last one, and one in between."""
+    """Return starts at which `a` shares the first byte of another array, its last one, or one in between."""
     size = a.itemsize
     first = other_start // size * size + size - a.nbytes
     return {first, (other_end - 1) // size * size, (first + other_end) // 2 // size * size}
@@ -55,7 +55,7 @@ def test_what_is_written_overlaps_nothing(example, place):
 
 @pytest.mark.parametrize("turned", [lambda a: a[:, ::2], lambda a: a[::-1, ::-2]])
 def test_an_input_that_is_copied_keeps_its_memory(turned):
-    """A result in it would destroy what the caller has there."""
+    """A result in it would destroy the caller's data."""
     memory = np.arange(4096, dtype=np.float32).reshape(64, 64)
     x, inside = turned(memory), memory.reshape(-1)[1024:3072].reshape(64, 32)
     with pytest.raises(ValueError, match=r"^out: overlaps a in memory"):
@@ -76,7 +76,8 @@ def test_the_first_argument_that_overlaps_is_named_wherever_it_lies(scales_first
 @every_example
 def test_arrays_that_touch(example, place):
     """All arrays of a call, one after the other without a gap: accepted, and nothing beside the result is
-    written. By the powers of two that divide their bytes, since some have to begin at a multiple of 16."""
+    written. Sorted by the powers of two that divide their bytes, since some must begin at a multiple of
+    16."""
     example = example.on(place.run)
     arena = Arena(place, sum(a.nbytes + a.itemsize for a in leaves(example.tree)))
     arena.end = ROOM
@@ -97,15 +98,15 @@ def test_arrays_that_touch(example, place):
 @every_example
 @pytest.mark.parametrize("lead", [1, 2, 4, 8])
 def test_any_address(example, lead, place):
-    """Arrays that begin so many bytes past a multiple of 32, with guards around them: the reference's bytes,
-    or a message that says which multiple is needed."""
+    """Arrays that begin this many bytes past a multiple of 32, with guards around them: the reference's
+    bytes, or a message that names the required multiple."""
     check_addresses(*apart(example.on(place.run), place, lead))
 
 
 @every_example
 @pytest.mark.parametrize("leads", [(4, 0), (0, 4)], ids=["arguments", "result"])
 def test_any_address_beside_others(example, leads, device):
-    """An address that allows wide accesses beside one that does not: which of them kernels look at."""
+    """An aligned address for wide accesses beside an unaligned one: which of them kernels check."""
     check_addresses(*apart(example.on(device.run), device, *leads))
 
 
@@ -135,10 +136,10 @@ def test_arrays_that_are_read_may_be_the_same(example, place):
 
 @every_example
 def test_what_is_not_declared_is_not_looked_at(example):
-    """Since nobody looks at its memory. Every array that is written is declared as such."""
+    """Undeclared memory is not checked, so every written array must be declared."""
     args_and_kwargs, original = on_host(example), example
     for i, _ in enumerate(leaves((example.args, example.kwargs))):
-        example = original.fresh()                      # The call may update some of its arrays.
+        example = original.fresh()                      # the call may update some of its arrays
         a = list(leaves((example.args, example.kwargs)))[i]
         in_results = {id(a) for part in (*example.args, *example.kwargs.values()) if isinstance(part, Result)
                       for a in leaves(part)}

@@ -1,4 +1,4 @@
-"""The wording of errors that no declaration generates: one line for each."""
+"""The wording of errors that no declaration generates, one line for each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NO_RULES: tuple[Any, ...] = ("raise", "IGNORE", None, True)
 NO_RESULTS: tuple[Any, ...] = ([1], 1.0, "out", BYTES, row(), (BYTES, one()), {})
 SHARED = Scaled._of(poisoned(SQUARE), one(), SQUARE)
 
-#: The error, the start of its message, and the call.
+#: the error, the start of its message, and the call
 LINES: list[Line] = [
     # ---- arrays ----
     *[line(TypeError, f"x: {ARRAY}{type(x).__name__}", Q, x, 2.0) for x in NO_ARRAYS],

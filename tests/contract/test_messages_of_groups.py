@@ -203,7 +203,7 @@ def made(recipe: Any, **options: Any) -> Grouped:
 
 
 def poisoned_groups(g: Grouped) -> Grouped:
-    """With the sizes that it was made of."""
+    """Return it with poison, and the sizes from which it was made."""
     poisoned([a for a in (g.rowwise, g.columnwise, g.scale_inv, g.columnwise_scale_inv) if a is not None])
     return g
 

@@ -1,5 +1,5 @@
-"""The flag on the device that keeps a call from writing: 1 writes nothing at all, whatever else writes as
-without a flag."""
+"""The device flag that keeps a call from writing: 1 writes nothing at all, any other value writes as without
+a flag."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
 def check(example: Example, value: float) -> None:
-    """One call with this flag."""
+    """Check one call with this flag."""
     example.kwargs["noop"].fill(value)
     example.poison()
     before, (args, kwargs) = snapshot(example.tree), on_host(example)
@@ -26,8 +26,8 @@ def check(example: Example, value: float) -> None:
 
 @every_noop
 def test_only_a_flag_of_one_writes_nothing(example, place):
-    """In calls that are known, too: the flag is looked at every time. The contents change between two calls,
-    so that what a call without effect leaves in a workspace would show in the next one."""
+    """Also in remembered calls: the flag is read every time. The contents change between two calls, so that
+    anything left in a workspace by a call without effect would show in the next one."""
     example = example.on(place.run)
     for value in (1.0, 0.0, 1.0, 2.0, -1.0, np.nan, np.inf, _BELOW_ONE, 2.0**-149, 1.0):
         check(example, value)

@@ -1,4 +1,4 @@
-"""Results that have one direction: every call that reads a result says itself which direction it lacks."""
+"""Results with one direction: every call that reads a result names the direction that is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_fp8 import testing
 
 X = np.linspace(-3, 3, 64 * 256, dtype=np.float32).reshape(64, 256)
 
-#: Calls that read one direction of a result, each with the result.
+#: calls that read one direction of a result
 READERS: dict[str, Callable[[Any], Any]] = {
     "dequantize": fp8.dequantize, "T": lambda q: q.T, "repr": repr,
     "error": partial(fp8.diagnostics.error, X),
@@ -40,12 +40,12 @@ def test_results_with_one_direction(name, make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for rowwise in (True, False):
         q = make(X, rowwise=rowwise, columnwise=not rowwise)
-        with suppress(ValueError, ImportError):         # AttributeError would be of the library's own code
+        with suppress(ValueError, ImportError):  # AttributeError would come from the library's own code
             READERS[name](q)
 
 
 def test_a_product_of_row_wise_results_by_columns():
-    """Also where only the row-wise direction is there."""
+    """Also if only the row-wise direction exists."""
     both = fp8.quantize_tensor(X, columnwise=True)
     got, want = (fp8.grouped_matmul_nt(q, q, [100, 156], group="k") for q in (fp8.quantize_tensor(X), both))
     testing.assert_bytes_equal(got, want)

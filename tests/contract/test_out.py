@@ -30,7 +30,7 @@ from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.cases import DIRECTIONS
 from cupy_fp8.formats import float8_e5m2, float32
 
-#: A result of each type that ops return.
+#: a result of each type that ops return
 RESULTS = {type(example.out): example for example in EXAMPLES if example.out is not None}
 OUT = named("out")
 
@@ -49,8 +49,8 @@ def test_another_kind_of_result(example, place):
 
 
 def make_again(made: Any, in_groups: bool) -> None:
-    """By the public constructors, which check what calls leave unchecked. in_groups: the scales of a Scaled
-    are those of groups, which no constructor takes."""
+    """Use the public constructors, which check what calls leave unchecked. in_groups: the scales of a Scaled
+    are those of groups, which constructors do not accept."""
     if isinstance(made, (list, tuple)):
         for part in made:
             make_again(part, in_groups)
@@ -64,7 +64,7 @@ def make_again(made: Any, in_groups: bool) -> None:
 
 @every_result
 def test_new_results_are_valid(example, place):
-    """Of a first call, and of one that is remembered."""
+    """Of a first call, and of a remembered one."""
     example = example.on(place.run)
     options = {name: value for name, value in example.kwargs.items() if name != "noop"}
     for _ in range(2):
@@ -140,8 +140,7 @@ def test_other_layouts(example, how, place):
 
 @every_result
 def test_a_result_is_written_in_place(example, place):
-    """Twice: fresh, and as a call that is known. Nothing in it is another object or lies elsewhere
-    afterwards."""
+    """Twice: in a first call, and in a remembered one. No object or address in the result changes."""
     example = example.on(place.run)
     before = [(id(a), address(a)) for a in results(example).values()]
     for _ in range(2):
@@ -155,13 +154,13 @@ def test_a_result_is_written_in_place(example, place):
 
 @every_example
 def test_an_array_that_two_parts_share(example, place):
-    """Given as two arrays both are written, or the result is refused."""
+    """If given as two arrays, both are written, or the result is refused."""
     example = example.on(place.run)
     right_or_refused(with_out(example, unshared(example.out)), OUT)
 
 
 def unshared(out: Any) -> Any:
-    """The same result, whose parts share no array."""
+    """Return the same result with separate arrays in its parts."""
     if isinstance(out, tuple):
         return tuple(map(unshared, out))
     if isinstance(out, Result):

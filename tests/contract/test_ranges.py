@@ -1,5 +1,5 @@
-"""Where arrays lie in memory: the ranges that overlap, the bytes of any view, the strides of its matrices,
-and the places of several arrays in one allocation."""
+"""Places of arrays in memory: overlapping ranges, the bytes of any view, the strides of its matrices, and
+several arrays in one allocation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_fp8.calls.validate import byte_range, matrix_strides
 
 
 def share_a_byte(ranges: tuple[Range, ...]) -> bool:
-    """Whether any two do, of which one is written."""
+    """Whether any two overlap, of which one is written."""
     return any(
         (a.written or b.written) and set(range(a.start, a.end)) & set(range(b.start, b.end))
         for a, b in permutations(ranges, 2)
@@ -23,7 +23,8 @@ def share_a_byte(ranges: tuple[Range, ...]) -> bool:
 
 
 def test_three_ranges():
-    """All of three ranges of up to three bytes: one inside another, behind it, the same, empty."""
+    """Every arrangement of three ranges of up to three bytes: one inside another, behind it, the same,
+    empty."""
     spans = [(start, end) for start, end in combinations_with_replacement(range(4), 2)]
     for chosen in product(spans, repeat=3):
         for written in product((False, True), repeat=3):
@@ -57,7 +58,7 @@ def test_the_bytes_of_a_view(view):
 
 @pytest.mark.parametrize("view", [view for view in VIEWS.values() if view.size])
 def test_three_strides_lead_to_every_element(view):
-    """None where there are no such three, or one is negative."""
+    """None if there are no such three, or one is negative."""
     place = view.reshape(-1, *view.shape[-2:]).astype(np.int64) - int(view.min())
     steps = set(np.diff(place[:, 0, 0]))
     found = matrix_strides(view)
@@ -69,8 +70,8 @@ def test_three_strides_lead_to_every_element(view):
 
 # ---- allocations ----
 def test_arrays_of_one_allocation():
-    """Each begins at a multiple of what allocations begin at, and none overlaps another. After a large one a
-    new allocation begins."""
+    """Each begins at a multiple of the alignment of allocations, and none overlaps another. A large one is
+    followed by a new allocation."""
     sizes = [1, 255, 256, 257, 0, 9 << 20, 3, 5]
     places, allocations = divide([Written("out", (size,), np.dtype(np.uint8)) for size in sizes])
     for which in range(len(allocations)):

@@ -1,4 +1,4 @@
-"""Calls that come again: what has changed since is noticed, and nothing is kept that the caller owns."""
+"""Repeated calls: changes since the last call are noticed, and nothing that the caller owns is kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package
 
 
 def noticed(known: Example, changed: Example, options_are_equal: bool = False) -> None:
-    """After a call, a changed one is what it is without the first."""
+    """Check that after a call a changed one gives the same as without the first."""
     known.call()
     args, kwargs = on_host(known if options_are_equal else changed)
     changed.poison()
@@ -55,7 +55,7 @@ def noticed(known: Example, changed: Example, options_are_equal: bool = False) -
 
 @pytest.fixture
 def validate(monkeypatch):
-    """Counts the calls that are validated, rather than remembered."""
+    """Count the calls that are validated, rather than remembered."""
     counted = mock.Mock(side_effect=call.validate_call)
     monkeypatch.setattr(call, "validate_call", counted)
     return counted
@@ -63,8 +63,8 @@ def validate(monkeypatch):
 
 @every_example
 def test_other_contents(example, device, validate):
-    """In the same memory; with a result to write into, and in calls that allocate theirs. Of each form the
-    first call alone is validated."""
+    """In the same memory; with a result to write into, and in calls that allocate theirs. Only the first call
+    of each form is validated."""
     example = example.on(device.run)
     validate.reset_mock()                                  # `on` has validated a call
     for _ in range(3):
@@ -85,14 +85,14 @@ def test_other_contents(example, device, validate):
 
 @every_example
 def test_other_contents_of_arrays_that_are_copied(example, device):
-    """Such as do not lie as kernels read them: a call with them is made anew."""
+    """Arrays in a layout that kernels cannot read are copied, so their calls are not remembered."""
     original = example
     for name in given(original):
         for change in (strided, turned):
             example = original.on(device.run)
             a = given(example)[name]
             other = device.array(change(fp8.asnumpy(a)))
-            held = any(a is b for b in leaves(example.out))     # by the result: only that very array is taken
+            held = any(a is b for b in leaves(example.out))  # by the result: only that very array is accepted
             if name in example.written or held or is_contiguous(other):
                 continue
             example = with_array(example, a, other)
@@ -116,7 +116,7 @@ def test_another_dtype_or_shape_of_the_same_memory(example, device):
 
 @needs_host
 def test_another_dtype_of_the_same_numpy_memory(validate):
-    """Only the dtype tells float16 from bfloat16."""
+    """Only the dtype distinguishes float16 from bfloat16."""
     x = np.arange(4096, dtype=np.float16).reshape(32, 128)
     with testing.executor("host"):
         out = fp8.quantize_mx(x)
@@ -127,7 +127,7 @@ def test_another_dtype_of_the_same_numpy_memory(validate):
 
 
 def other_values(value: Any) -> Iterator[Any]:
-    """Options that equal a given one, but are not it."""
+    """Yield options that equal a given one but are not identical."""
     if isinstance(value, tuple) and value and all(isinstance(n, int) for n in value):
         yield from (tuple(map(float, value)), tuple(n if n != 1 else True for n in value), list(value))
     elif isinstance(value, (bool, int, float)):
@@ -141,12 +141,12 @@ def other_values(value: Any) -> Iterator[Any]:
 
 @every_result
 def test_two_arrays_that_were_one(example, device):
-    """In a call before, which allocates as this one does."""
+    """In an earlier call, which allocates like this one."""
     example = example.on(device.run)
     for one, other in combinations(given(example).values(), 2):
         if (one.shape, one.dtype) == (other.shape, other.dtype):
             remembered.forget()
-            with suppress(TypeError, ValueError):               # Not every op takes one array for both.
+            with suppress(TypeError, ValueError):               # not every op takes one array for both
                 anew(with_array(example, other, one))
             args, kwargs = on_host(example)
             compare(example.with_tree((example.args, example.kwargs, anew(example))), args, kwargs)
@@ -154,7 +154,8 @@ def test_two_arrays_that_were_one(example, device):
 
 @every_example
 def test_options_that_are_equal(example, device):
-    """True, 1 and 1.0 are equal and hash alike; so are 0.0 and -0.0. Not every op takes each of them."""
+    """True, 1 and 1.0 are equal and have the same hash; so are 0.0 and -0.0. Not every op takes each of
+    them."""
     example = example.on(device.run)
     public = inspect.signature(getattr(fp8, example.op.name, example.op.function)).parameters
     options = {name: p.default for name, p in public.items() if p.default is not p.empty
@@ -179,7 +180,7 @@ def test_numbers_in_the_place_of_arrays(example, device):
 @every_example
 @where_kernels_run
 def test_no_array_is_kept_alive(example, run):
-    gc.freeze()             # Otherwise the collection looks through all that earlier tests have left.
+    gc.freeze()             # otherwise the collection traverses everything left by earlier tests
     example = example.on(run)
     for _ in range(2):
         example.call()
@@ -193,7 +194,7 @@ def test_no_array_is_kept_alive(example, run):
 
 @every_example
 def test_an_array_in_the_place_of_one_that_is_gone(example, device):
-    """Arrays come and go at the same addresses, as a pool gives them."""
+    """Arrays come and go at the same addresses, as in a pool."""
     cp, example = device.cupy, example.on(device.run)
     workspaces: list[int] = []
     for _ in range(3):
@@ -211,7 +212,7 @@ def test_an_array_in_the_place_of_one_that_is_gone(example, device):
 
 @every_example
 def test_memory_by_turns(example, device):
-    """Each array is now in one place, now in another, and nothing but poison is where it is not."""
+    """Each array is in one of two places in turn, and the other place holds only poison."""
     copies = [list(leaves(example.on(device.run).tree)) for _ in range(3)]
     example = example.on(device.run)
     places = {id(a): (a, *others) for a, *others in zip(leaves(example.tree), *copies, strict=True)}
@@ -265,7 +266,7 @@ def test_results_of_two_calls_share_no_memory(example, device):
 
 @needs_host
 def test_new_memory_of_another_alignment(monkeypatch, validate):
-    """Launches may rely on the alignment of what they write, so a call is then made as if it were new."""
+    """Launches may rely on the alignment of their outputs, so such a call is prepared like a new one."""
     alignments: list[int] = []
     make = descriptions.Allocation.make
 
@@ -288,8 +289,8 @@ def test_new_memory_of_another_alignment(monkeypatch, validate):
 
 @pytest.mark.parametrize("align", [1, 16])
 def test_a_list_of_sizes_is_copied_for_every_call(align, device, validate):
-    """A call with one is remembered as a call with an array is, whatever the sizes, and the array is the
-    result's own."""
+    """A call with a list is remembered like one with an array, whatever the sizes, and the array belongs to
+    the result."""
     values = np.arange(300 * 16, dtype=np.float32).reshape(300, 16)
     x, sizes = device.array(values), [100, 0, 150]
     for given_sizes in (sizes, sizes, [1, 2, 297], sizes):
@@ -304,7 +305,7 @@ def test_a_list_of_sizes_is_copied_for_every_call(align, device, validate):
 
 
 class _Changing:
-    """A number of somebody's own class, which may change."""
+    """A number of a user's class, which may change."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -319,8 +320,7 @@ class _Float(float):
 
 @needs_host
 def test_options_that_equal_others_or_have_changed():
-    """A remembered call knows -0.0 from 0.0 wherever it stands. An option that can change is looked at in
-    every call."""
+    """A remembered call distinguishes -0.0 from 0.0 everywhere. A mutable option is read in every call."""
     x, amax = np.ones((2, 256), np.float32), np.full(1, 3.5, np.float32)
     scales = fp8.swizzle_scales(reference.quantize_mx(x).scale_inv)
     margin, rows, shape, block = np.array(0), _Changing(2), np.array([2, 8]), np.array([1, 128])

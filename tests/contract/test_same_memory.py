@@ -1,4 +1,4 @@
-"""Calls that come again with the same memory: what else a key must tell apart, and what is looked at anew."""
+"""Repeated calls with the same memory: what else their keys must distinguish, and what is checked again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_argument_that_is_copied_is_copied_in_every_call():
 
 
 def test_a_result_inside_an_argument_that_others_lie_in():
-    """A read range within another does not hide the rest of that one."""
+    """A read range within another does not hide the rest of the outer one."""
     memory = np.ones(4096, np.float32)
     x, scale, out = memory[:2048].reshape(16, 128), memory[4:5], memory[1024:1536]
     result = fp8.Quantized(fp8.Scaled(out.view(fp8.float8_e4m3fn).reshape(16, 128), np.ones(1, np.float32),
@@ -87,7 +87,7 @@ def test_a_square_and_its_transpose(recipe, device):
 
 
 def test_an_argument_that_is_updated_and_now_overlaps_another(device):
-    """Calls that allocate look at new addresses too, where something else than the result is written."""
+    """Calls that allocate check new addresses too, if something else than the result is written."""
     x, amax = device.array(np.ones((16, 32), np.float32)), device.array(np.zeros(1, np.float32))
     for _ in range(2):
         fp8.cast_transpose(x, 1.0, amax=amax)

@@ -1,4 +1,4 @@
-"""Calls of several threads at once, each with a stream of its own."""
+"""Simultaneous calls of several threads, each with its own stream."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from places import Place
 
 
 def work(example: Example, device: Place, calls: int) -> None:
-    """Calls with arrays of this thread's own, on a stream of its own. One call where a second one would write
-    something else: of an op that updates arguments, and where values that changed are counted."""
+    """Make calls with arrays and a stream of this thread's own. Only one call if a second one would write
+    something else: for ops that update arguments, and where changed values are counted."""
     with device.cupy.cuda.Stream(non_blocking=True) as stream:
         args, kwargs = on_host(example)
         for _ in range(1 if example.updates or "changed" in kwargs else calls):
@@ -24,7 +24,7 @@ def work(example: Example, device: Place, calls: int) -> None:
 @pytest.mark.full
 @every_example
 def test_threads_with_streams_of_their_own(example, device):
-    """Many calls, so that threads meet. A stand-in has one thread at a time, where calls beyond a few
+    """Many calls, so that threads overlap. A stand-in runs one thread at a time, so more than a few calls
     would be repetitions."""
     examples = [example.on(device.run) for _ in range(4)]
     for seed, own in enumerate(examples):

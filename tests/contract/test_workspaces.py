@@ -1,4 +1,4 @@
-"""The workspaces that keep launches apart: those of threads, of sizes and of results."""
+"""Workspaces that separate launches: by thread, size and result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package
 
 
 def test_a_thread_has_a_context_before_it_launches(device, monkeypatch):
-    """Also a thread whose first call is repeated with parameters that another thread has packed."""
+    """Also a thread whose first call is repeated with parameters packed by another thread."""
     x, out = (device.cupy.zeros(40, np.float32) for _ in range(2))
     for _ in range(2):
         fp8.astype(x, np.float32, out=out)
@@ -42,8 +42,8 @@ def test_a_thread_has_a_context_before_it_launches(device, monkeypatch):
 
 
 def test_threads_that_share_a_stream_do_not_share_a_workspace(monkeypatch):
-    """Their launches mix: what one call's first launch leaves for its second is not to be found by
-    another's."""
+    """Their launches interleave: what one call's first launch leaves for its second must not be found by
+    another call's."""
     monkeypatch.setattr(workspace, "current_stream", lambda device: 0)
     monkeypatch.setattr(workspace, "_zeros", lambda device, words: np.zeros(words, np.uint32))
     x: Any = SimpleNamespace(data=SimpleNamespace(device_id=0))
@@ -77,8 +77,8 @@ def test_calls_of_many_sizes_share_few_workspaces(device, monkeypatch):
 
 
 def test_a_workspace_lives_with_the_memory_it_serves(device):
-    """Views come and go between calls, and between capture and replay; the array that owns the memory is what
-    counts."""
+    """Views come and go between calls, and between capture and replay; the array that owns the memory
+    matters."""
     cp = device.cupy
     x, results = device.array(np.arange(1000, dtype=np.float32)), cp.zeros(4, np.float32)
     with cp.cuda.Stream(non_blocking=True) as stream:
@@ -100,7 +100,7 @@ def test_a_workspace_lives_with_the_memory_it_serves(device):
 
 
 def test_workspaces_are_not_inherited_with_an_address(device):
-    """An array at the address of one that is gone gets workspaces that live as long as itself, not remembered
+    """An array at the address of a deleted one gets new workspaces with its own lifetime, not remembered
     ones."""
     cp, x = device.cupy, device.array(np.arange(1000, dtype=np.float32))
     memory = cp.cuda.alloc(4)

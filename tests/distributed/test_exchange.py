@@ -1,4 +1,4 @@
-"""Single exchanges on the CPU executor: who waits for whom, and what happens if somebody does not come."""
+"""Single exchanges on the CPU executor: which ranks wait for which, and what happens if one does not come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupy_fp8.distributed.layout import Direction
 pytestmark = needs_host
 
 RANKS, TOKENS, HIDDEN = 3, 4, 64
-#: Polls of a flag stand for nanoseconds on the CPU: so many if somebody does not come, and if all do.
+#: polls of a flag, which stand for nanoseconds on the CPU: if a rank does not come, and if all do
 FEW, MANY = 400, 1 << 40
 LATE = ("distributed: a rank that did not come in time; nothing of that exchange is to be used, and later "
         "ones send nothing",)
@@ -51,7 +51,7 @@ class Exchanges:
                                     transport.parts_of_tokens(Part.rows(self.x[rank]), None, None))
 
     def run(self, direction: Direction, *ranks: int) -> None:
-        """The kernels of these ranks, at the same time."""
+        """Run the kernels of these ranks, at the same time."""
         launches = [self.launch(rank, direction, FEW if ranks else MANY) for rank in ranks or range(RANKS)]
         launches[0].variant.run_ranks_on_cpu(launches[0].grid, [each.values for each in launches])
 
@@ -121,7 +121,7 @@ def test_ranks_that_begin_together_may_repeat_a_direction():
 
 
 def test_an_exchange_between_frees_a_window():
-    """So nobody waits for the others to begin."""
+    """So no rank waits for the others to begin."""
     with exchanges() as e:
         e.run(Direction.DISPATCH)
         e.run(Direction.RETURN)

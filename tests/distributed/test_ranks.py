@@ -24,7 +24,7 @@ from cupy_fp8.distributed import ExpertParallel
 
 QUICK = "blocks, exact", "fewer tokens each time", "blocks, odd width"
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-#: Cases under a sanitizer. ThreadSanitizer has threads for the exchanges alone.
+#: cases under a sanitizer; ThreadSanitizer has enough threads only for the exchanges
 SANITIZED = {"asan": ("blocks", "float32, exact", "float16, odd width", "blocks, odd width, exact", "MX",
                       "fewer tokens each time", "fewer tokens each time, exact", "many slots"),
              "tsan": ("blocks", "float32, exact", "blocks, odd width", "fewer tokens each time")}
@@ -36,7 +36,7 @@ SANITIZED = {"asan": ("blocks", "float32, exact", "float16, odd width", "blocks,
 def test_a_layer_over_ranks_is_one_rank(ranks, reduce):
     whole = expert_layers.layer(tokens=50, topk=3, experts=8, hidden=128, inner=128)
     cuts = np.linspace(0, 50, ranks + 1).astype(int)
-    cuts[1:2] = 0                                   # The first rank has no tokens.
+    cuts[1:2] = 0                                   # the first rank has no tokens
     cuts[-1] = 50
     routing = whole.routing()
     one = fp8.moe.Experts(whole.up, whole.down)
@@ -121,7 +121,7 @@ def test_a_hundred_reuses():
 
 
 def main(mode: str) -> None:
-    """The child under a sanitizer."""
+    """Run the child under a sanitizer."""
     others: testing.ExecutorName | None = "reference" if mode == "tsan" else None
     for order, seed in (("random", 0), ("desc", 0)):
         os.environ |= {"CUPY_FP8_HOST_ORDER": order, "CUPY_FP8_HOST_SEED": str(seed)}

@@ -1,4 +1,4 @@
-"""Exchanges on GPUs, by as many processes as there are ranks; they share a GPU where there are too few."""
+"""Exchanges on GPUs, with one process per rank; ranks share a GPU if there are too few."""
 
 from __future__ import annotations
 

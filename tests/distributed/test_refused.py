@@ -1,4 +1,4 @@
-"""What ExpertParallel refuses, before anything is sent, and how it ends."""
+"""What ExpertParallel refuses before anything is sent, and how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that find each other, exchange a few bytes, fail and are told so."""
+"""Ranks that find each other, exchange a few bytes, and fail with messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def port() -> int:
 def ranks(port: int, size: int, function: Callable[[Rendezvous], Any], *, timeout: float = 5,
           tokens: dict[int, bytes] | None = None, sizes: dict[int, int] | None = None,
           left_out: tuple[int, ...] = ()) -> list[Any]:
-    """What function gives, or raises, in a thread for each rank."""
+    """Return what function returns, or raises, in a thread for each rank."""
     results: list[Any] = [None] * size
 
     def one(rank: int) -> None:

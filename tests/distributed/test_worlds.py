@@ -1,4 +1,4 @@
-"""Worlds that a program already has, by stand-ins of mpi4py."""
+"""Worlds made from a program's communicator, with stand-ins for mpi4py."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_results_with_metadata(path):
     io.save(path, **saved)
     loaded = io.load(path)
     testing.assert_bytes_equal(list(loaded.values()), list(saved.values()))
-    # Scales that are shared when saved are shared when loaded.
+    # scales shared when saved are shared when loaded
     assert loaded["q"].rowwise.scale_inv is loaded["q"].columnwise.scale_inv
     assert loaded["q"].nbytes == q.nbytes
     np.testing.assert_array_equal(loaded["turned"].dequantize(), q.dequantize().T)

@@ -1,4 +1,4 @@
-"""save and load keep results with a scale per block whole."""
+"""save and load preserve results with a scale per block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupy_fp8.formats import float32
 def test_every_layout(tmp_path, block, layout, transposed):
     saved = {f"d{len(shape)}_{i}": result(shape, block, layout, transposed)
              for i, shape in enumerate([(64, 96), (33, 70), (2, 40, 96), (0, 64), (3, 0, 40)])}
-    saved |= {f"{name}_t": s.T for name, s in saved.items()}                # These scales are not contiguous.
+    saved |= {f"{name}_t": s.T for name, s in saved.items()}                # these scales are not contiguous
     io.save(tmp_path / "a.npz", **saved)
     loaded = io.load(tmp_path / "a.npz")
     assert list(loaded) == list(saved)
@@ -33,7 +33,7 @@ def test_both_directions_and_f32_scales(tmp_path):
     io.save(tmp_path / "a.npz", **saved)
     loaded = io.load(tmp_path / "a.npz")
     testing.assert_bytes_equal(list(loaded.values()), list(saved.values()))
-    assert loaded["one"].data is loaded["q"].rowwise.data                   # The array is stored once.
+    assert loaded["one"].data is loaded["q"].rowwise.data                   # stored once
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,5 +1,5 @@
-"""Damaged and hostile archives: one ValueError that names the file, whatever is wrong, and never a result
-that kernels would trust and should not."""
+"""Damaged and hostile archives: a ValueError that names the file, whatever is wrong, and never an invalid
+result that kernels would trust."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def archive(tmp_path_factory):
 
 
 def outcome(path, data):
-    """What load makes of bytes: what it returned, or None after an error that names the file."""
+    """Return what load returned for these bytes, or None after an error that names the file."""
     path.write_bytes(data)
     try:
         return io.load(path)
@@ -57,7 +57,7 @@ def damaged(archive, seed):
     data = bytearray(archive)
     if rng.random() < 0.25:
         return bytes(data[:rng.randrange(len(data))])
-    ends = len(data) - 3000 if rng.random() < 0.5 else 0        # The directory or the manifest is there.
+    ends = len(data) - 3000 if rng.random() < 0.5 else 0        # the directory or the manifest is present
     for _ in range(rng.choice((1, 1, 3, 20))):
         place = rng.randrange(max(ends, 0), len(data)) if ends else rng.randrange(min(4000, len(data)))
         data[place] ^= 1 << rng.randrange(8)
@@ -71,7 +71,7 @@ def test_flips_and_truncations(archive, tmp_path, seeds):
 
 
 def load_changed(archive, path, change):
-    """Loads the archive with its manifest changed by change(dict)."""
+    """Load the archive with its manifest changed by change(dict)."""
     path.write_bytes(archive)
     with np.load(path) as members:
         entries = {name: members[name] for name in members.files}
@@ -142,7 +142,7 @@ def test_results_are_checked(archive, tmp_path, field, value, message):
 
 
 def test_a_member_that_claims_more_bytes_than_it_can_hold(tmp_path):
-    """Its bytes are never allocated."""
+    """Those bytes are never allocated."""
     path = tmp_path / "a.npz"
     np.savez_compressed(path, a=np.zeros(10, np.float32))
     claimed = [mock.Mock(file_size=1 << 60, compress_type=zipfile.ZIP_DEFLATED, filename="a.npy")]
@@ -205,7 +205,7 @@ def test_state_and_containers(tmp_path):
     assert again.recipe == state.recipe
     assert again.scale.tolist() == state.scale.tolist()
     assert again.amax_history.tolist() == state.amax_history.tolist()
-    again.update()                                              # The run goes on.
+    again.update()                                              # the run goes on
 
 
 def test_a_safetensors_file_names_its_reader(tmp_path):

@@ -26,7 +26,7 @@ EVERY = [example for example in (*EXAMPLES, *ALIGNED) if not example.updates]
 
 
 def results_in(made: Any) -> Iterator[Any]:
-    """A result, its parts and what its methods make of it, where they do."""
+    """Yield a result, its parts and what its methods make of it, if they do not raise."""
     yield made
     if isinstance(made, (tuple, list)):
         for one in made:
@@ -85,7 +85,7 @@ def test_sizes_are_kept(layout, tmp_path, run):
     fp8.grouped_matmul_nt(loaded["q"], q, group="k", check=True)
     with pytest.raises(ValueError, match=r"^splits: expected the sizes that a is laid out by"):
         fp8.grouped_matmul_nt(loaded["q"], q, run.array(np.array([60, 0, 70])), group="k", check=True)
-    # As a result of its own memory it is one that can be written to again.
+    # with memory of its own, so it can be written again
     row = loaded["q"].rowwise
     rows = fp8.quantize_block(np.ones((150, 140), float32), scale_layout="compact").rowwise
     given = Scaled(row.data, run.array(rows.scale_inv), row.shape, False, (1, 128), "compact")
@@ -94,7 +94,7 @@ def test_sizes_are_kept(layout, tmp_path, run):
 
 
 def test_absent_fields_are_left_out(tmp_path):
-    """A version that knows no sizes reads all other results."""
+    """A version without sizes of groups can read all other results."""
     q = fp8.quantize_block(np.ones((4, 140), float32))
     fp8.save(tmp_path / "q.npz", q=q, laid_out=laid_out())
     with np.load(tmp_path / "q.npz") as file:
@@ -136,7 +136,7 @@ RECIPES: dict[type, dict[str, list[Any]]] = {
 @pytest.mark.parametrize(("kind", "field"), [(kind, field.name) for kind in RECIPES
                                              for field in dataclasses.fields(kind)])
 def test_recipes_of_numpys_scalars(kind, field, tmp_path):
-    """They hold Python's own numbers and names, which JSON keeps."""
+    """They hold Python's own numbers and names, which JSON preserves."""
     for value in RECIPES[kind].get(field, []):
         recipe = kind(**{field: value})
         held = getattr(recipe, field)
@@ -146,7 +146,7 @@ def test_recipes_of_numpys_scalars(kind, field, tmp_path):
 
 
 def in_numpys(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a result, with its numbers and names as NumPy's."""
+    """Return the fields of a result, with its numbers and names as NumPy's."""
     kinds: dict[type, Any] = {bool: np.bool_, int: np.int64, str: np.str_}
     return {name: tuple(np.int64(n) for n in a) if name == "shape" else kinds.get(type(a), lambda a: a)(a)
             for name, a in fields.items()}

@@ -1,4 +1,4 @@
-"""Faults that somebody found who tried to break conversions: each with what is right."""
+"""Faults found while trying to break conversions, each with the right outcome."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ def said(folder) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e4m3fn])
 def test_one_scale_of_a_tensor_of_several_chunks(tmp_path, dtype, monkeypatch):
-    """From another FP8 type to one scale, which all chunks share."""
+    """From another FP8 type to one scale, shared by all chunks."""
     monkeypatch.setattr(weights, "_CHUNK", 1 << 12)
     w = np.ones((600, 64), np.float32)
     w[:300] = 200
@@ -117,7 +117,7 @@ def test_save_refuses_a_description_in_any_part_of_a_config(tmp_path):
 @pytest.mark.parametrize("recipe", ["row", "mxfp8", "block128"])
 @pytest.mark.parametrize("kind", ["odd", "codes", "torchao", "swizzled", "a name of the user's", "shared"])
 def test_fp8_that_stays_is_told(tmp_path, kind, recipe):
-    """As not of the main form, and never as a module that is a tensor of scales."""
+    """Described as not of the main form, and never as a module that is a tensor of scales."""
     more: list[str] = []
     if kind == "odd":
         kept: dict[str, Any] = {"a.weight": codes(1696, 256), "a.weight_scale_inv": factors(16, 2)}
@@ -171,7 +171,7 @@ def test_a_block_of_the_users_is_told_of_what_stays(tmp_path, config, single, re
 
 
 def test_a_description_elsewhere_stays_there(tmp_path):
-    """config.json gets no part of ModelOpt's file, which goes on describing what stays."""
+    """config.json gets nothing from ModelOpt's file, which still describes what stays."""
     write(
         tmp_path / "model.safetensors",
         {f"{m}.weight{end}": a for m in "qk" for end, a in (("", codes(64, 64)), ("_scale", factors(1)))},
@@ -186,7 +186,7 @@ def test_a_description_elsewhere_stays_there(tmp_path):
 
 
 def test_quantization_in_config_json(tmp_path):
-    """TensorRT-LLM's key is read and goes; MLX's packed weights keep theirs."""
+    """TensorRT-LLM's key is read and dropped; MLX's packed weights keep theirs."""
     write(
         tmp_path / "rank0.safetensors",
         {"q.weight": codes(64, 64), "q.weights_scaling_factor": factors(1), "a.k.weight": normal(64, 64)},
@@ -208,7 +208,7 @@ def test_quantization_in_config_json(tmp_path):
 
 # ---- advice ----
 def test_advice_on_blocks_is_for_one_tensor(tmp_path):
-    """Each tensor has its own, which works beside tensors of other forms."""
+    """Each tensor has its own advice, which works beside tensors of other forms."""
     a, b = factors(3, 4), factors(6, 8)
     path = write(
         tmp_path / "a.safetensors",
@@ -261,7 +261,7 @@ def test_the_other_scales_go(tmp_path, recipe):
 
 
 def test_zero_points_beside_scales(tmp_path):
-    """Refused, and read when the caller says that they change nothing."""
+    """Refused, and read if the caller says that they change nothing."""
     path = write(
         tmp_path / "a.safetensors", {"w": codes(4, 8), "w_scale": factors(1), "w_zero_point": codes(1)}
     )

@@ -1,5 +1,5 @@
-"""Two conversions into one place: with the same settings they share the work; with others one is refused,
-whenever it started."""
+"""Two conversions into one place: with equal settings they share the work; otherwise one is refused, whenever
+it started."""
 
 import os
 import re
@@ -84,7 +84,7 @@ def test_a_file_is_claimed_by_its_name(tmp_path):
 
 
 def test_many_claims_at_once(tmp_path):
-    """Threads with two fingerprints try at the same time, again and again: never both at work."""
+    """Threads with two fingerprints try at the same time, repeatedly: both are never at work together."""
     at_work: dict[str, int] = {"one": 0, "two": 0}
     wrong: list[dict[str, int]] = []
     done: list[str] = []
@@ -139,7 +139,7 @@ def test_other_settings_are_refused_while_one_is_at_work(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("first", ["mxfp8", "row"])
 def test_two_processes_with_other_settings(tmp_path, first):
-    """Started together: one ends with 0 and leaves its own result whole, the other is refused."""
+    """Started together: one ends with 0 and leaves its own complete result, the other is refused."""
     source(tmp_path / "in", 5)
     second = {"mxfp8": "row", "row": "mxfp8"}[first]
     children = {
@@ -218,8 +218,8 @@ def test_a_shard_of_another_part_and_other_settings(tmp_path, capsys):
 
 
 def test_a_shard_that_was_exchanged_meanwhile(tmp_path):
-    """By one of the same conversion with other settings, after this one began: nothing is finished, and a
-    folder of two recipes gets no index."""
+    """By the same conversion with other settings, after this one began: nothing is finished, and a folder of
+    two recipes gets no index."""
     source(tmp_path / "in")
     assert convert(tmp_path / "in", tmp_path / "other", "--recipe", "mxfp8") == 0
     settings = module.Settings("row")
@@ -263,7 +263,7 @@ def test_every_setting_counts(tmp_path, options, capsys):
 
 
 def test_a_claim_that_is_taken_away(tmp_path):
-    """Somebody deleted the file, and another conversion made it anew."""
+    """The file was deleted, and another conversion created it again."""
     with claimed(tmp_path, "one") as check:
         (tmp_path / ".convert.partial").unlink()
         with claimed(tmp_path, "two") as other:

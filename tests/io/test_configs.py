@@ -1,5 +1,5 @@
-"""What is written says what each tensor is: layer by layer where forms are mixed, with exclusions, key-value
-scales and packed layers kept."""
+"""Written configurations describe each tensor: layer by layer for mixed forms, keeping exclusions, key-value
+scales and packed layers."""
 
 import json
 from typing import Any
@@ -53,7 +53,7 @@ def test_excluded_fp8_travels_with_its_scales(tmp_path, recipe):
         io.load_safetensors(tmp_path / "out")["mtp.up_proj.weight"].dequantize(), values(w, s, 128, 128)
     )
     config = said(tmp_path / "out")
-    if recipe in ("block128", "bf16"):  # the one form that there is, or the source's own description
+    if recipe in ("block128", "bf16"):  # the only form, or the source's own description
         assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
         assert ("mtp.up_proj" in config["modules_to_not_convert"]) is False
         assert (UP in config["modules_to_not_convert"]) == (recipe == "bf16")
@@ -64,7 +64,7 @@ def test_excluded_fp8_travels_with_its_scales(tmp_path, recipe):
 
 
 def test_blocks_that_only_a_mixed_config_tells(tmp_path):
-    """What `quantized_layers` says is read again."""
+    """`quantized_layers` is read back."""
     w, s = codes(192, 192), factors(3, 3)
     write(
         tmp_path / "model.safetensors",
@@ -142,7 +142,7 @@ def test_what_the_source_excludes_stays(tmp_path, where, recipe):
 
 
 def test_exclusions_of_hf_quant_config_and_of_modules_elsewhere(tmp_path):
-    """ModelOpt's file counts without config.json's word; a name that no tensor here has is kept."""
+    """ModelOpt's file is used if config.json has no description; a name that no tensor here has is kept."""
     write(
         tmp_path / "model.safetensors",
         {"a.weight": normal(128, 128), "b.weight": normal(128, 128)},
@@ -212,7 +212,7 @@ def test_hostile_lists(tmp_path, config, message):
     ids=str,
 )
 def test_configurations_of_other_types(tmp_path, config):
-    """What is not understood says nothing, and conversions go on."""
+    """An unknown description is ignored, and conversions go on."""
     w, s = codes(64, 64), factors(1)
     write(tmp_path / "model.safetensors", {"w": w, "w_scale": s}, config=config)
     np.testing.assert_array_equal(io.load_safetensors(tmp_path)["w"].dequantize(), w.astype(np.float32) * s)

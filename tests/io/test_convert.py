@@ -1,5 +1,4 @@
-"""Conversions of checkpoints: what is written is what the ops make of the source, whatever happens on the
-way."""
+"""Conversions of checkpoints: results equal what the ops make of the source, whatever happens in between."""
 
 import errno
 import json
@@ -31,7 +30,7 @@ LINEAR = "model.layers.0.mlp.up_proj.weight"
 
 
 def model(dtype=fp8.bfloat16, layers=2, width=200, rows=300):
-    """A transformer's tensors, by their names."""
+    """Return a transformer's tensors, by name."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -53,7 +52,7 @@ def model(dtype=fp8.bfloat16, layers=2, width=200, rows=300):
 
 
 def write(folder, tensors, number=3):
-    """The tensors in shards, with an index and a config."""
+    """Write the tensors in shards, with an index and a config."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(tensors)
     weight_map: dict[str, str] = {}
@@ -117,8 +116,8 @@ FORMATS = {"block128": [], "block128 e8m0": ["--scale-format", "e8m0"], "mxfp8":
 @pytest.mark.parametrize("before", ["mxfp8", *(pytest.param(name, marks=pytest.mark.full) for name in FORMATS
                                                  if name not in ("mxfp8", "bf16"))])
 def test_between_formats(tmp_path, source, before, after):
-    """Powers of two to powers of two: values change only where the new scale has no room for them. The same
-    blocks: nothing changes. Everything else is what the op makes of the float32 values."""
+    """From powers of two to powers of two, values change only if the new scale cannot represent them. With
+    the same blocks nothing changes. Everything else is what the op makes of the float32 values."""
     first, second = tmp_path / "first", tmp_path / "second"
     run(source, first, "--recipe", before.split()[0], *FORMATS[before])
     run(first, second, "--recipe", after.split()[0], *FORMATS[after], "--verify", "--report",
@@ -167,7 +166,7 @@ def test_extreme_blocks_are_rebased_exactly(tmp_path):
 
 
 def test_e5m2_is_quantised_from_its_values():
-    """Re-basing keeps a dtype, so data of another one take the way over float32."""
+    """Re-basing keeps a dtype, so data of another one are converted through float32."""
     q = fp8.quantize_mx(np.random.default_rng(0).standard_normal((256, 512), np.float32),
                         dtype=fp8.float8_e5m2).rowwise
     assert q is not None
@@ -277,7 +276,7 @@ def test_verify_sees_a_wrong_byte(tmp_path, source, capsys):
 
 
 def test_report_of_shards_that_are_there(tmp_path, source, capsys):
-    """It says what it says of a whole conversion. A place where it cannot be is found before the work."""
+    """The same as of a whole conversion. A place where it cannot be written is found before the work."""
     first, again = tmp_path / "first.json", tmp_path / "again.json"
     run(source, tmp_path / "out", "--recipe", "block128", "--report", first)
     run(source, tmp_path / "out", "--recipe", "block128", "--report", again)
@@ -289,7 +288,7 @@ def test_report_of_shards_that_are_there(tmp_path, source, capsys):
 
 
 def killed(source, out, seconds):
-    """A conversion that is killed after so many seconds: whether it was, before it ended."""
+    """Kill a conversion after this many seconds; whether it had not ended before."""
     child = subprocess.Popen(
         [sys.executable, "-m", "cupy_fp8", "convert", source, out, "--recipe", "block128"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=CHILD)
@@ -304,12 +303,12 @@ def killed(source, out, seconds):
 
 @pytest.mark.parametrize("kills", [pytest.param(1), pytest.param(6, marks=pytest.mark.full)])
 def test_kills(tmp_path, kills):
-    """A conversion may be killed at any moment: a shard is whole or not there, and the same command goes on
+    """A conversion may be killed at any moment: a shard is complete or absent, and the same command continues
     to the same bytes."""
     source = write(tmp_path / "in", model(layers=4, width=640, rows=2560), number=5)
     start = time.perf_counter()
     run(source, tmp_path / "whole", "--recipe", "block128")
-    length = time.perf_counter() - start + 1                # A child has to import the package first.
+    length = time.perf_counter() - start + 1                # a child has to import the package first
     rng, wanted = np.random.default_rng(0), contents(tmp_path / "whole")
     for i in range(kills):
         out = tmp_path / f"out{i}"
@@ -332,7 +331,7 @@ def test_killed_at_a_file_that_goes_with_the_shards(tmp_path, source, name):
 
 @pytest.mark.full
 def test_memory_is_bounded(tmp_path):
-    """The largest tensor is never in memory as a whole: a few chunks are."""
+    """The largest tensor is never in memory as a whole, only a few chunks."""
     rows = 24 * 1024
     io.save_safetensors(tmp_path / "a.safetensors", {"w": np.ones((rows, 4096), fp8.bfloat16)})
     code = ("import resource, sys; from cupy_fp8.__main__ import main\n"

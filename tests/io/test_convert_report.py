@@ -43,7 +43,7 @@ def test_progress_ends_at_the_total(tmp_path, source, recipe, monkeypatch):
             conversion.convert(shard, counts.append)
             assert sum(counts) == conversion.nbytes(shard)
             totals.append(sum(counts))
-    assert sum(totals) == sum(a.nbytes for a in read(source).values()) - 4      # but for c.input_scale
+    assert sum(totals) == sum(a.nbytes for a in read(source).values()) - 4      # except c.input_scale
     assert read(tmp_path / "out")["norm.weight"].tobytes() == read(source)["norm.weight"].tobytes()
 
 

@@ -1,5 +1,5 @@
-"""What shares a scale: told by shapes, by the checkpoint's configuration, or by the caller; every form is
-read as its values and converted as these."""
+"""What shares a scale, by shapes, by the checkpoint's configuration, or as given by the caller; every form is
+read as its values and converted from them."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ def powers(*shape: int) -> np.ndarray:
 
 
 def check(path, w, wanted, recipes=("bf16",), **options):
-    """The tensor "w" has these values when it is loaded, and bfloat16 of them when it is converted."""
+    """Check that tensor "w" has these values when loaded, and their bfloat16 values when converted."""
     found = io.load_safetensors(path, **options)["w"]
     np.testing.assert_array_equal(found.dequantize() if isinstance(found, fp8.Scaled) else found, wanted)
     if isinstance(found, fp8.Scaled):
@@ -88,8 +88,8 @@ def test_by_shape(tmp_path, form, dtype):
 @pytest.mark.parametrize("name", ["F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"])
 @pytest.mark.parametrize("form", ["[1]", "rows", "blocks", "experts [E, 1, 1]", "experts' columns"])
 def test_other_types(tmp_path, name, form):
-    """FNUZ data come as their values, since no scale puts them into E4M3 (a code of FNUZ is half of E4M3's,
-    and 0x80 is NaN); they convert to every recipe."""
+    """FNUZ data are read as float32 values, since no scale puts them into E4M3 (a code of FNUZ is half of
+    E4M3's, and 0x80 is NaN); they convert to every recipe."""
     shape, scale_shape, share = FORMS[form]
     w = codes(
         *shape,
@@ -130,8 +130,8 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("shape", [(300, 200), (2, 300, 200)], ids=str)
 def test_any_block(tmp_path, shape, block):
-    """By the caller's word, with tails; where no Scaled has such blocks, scales repeat in finer ones, or
-    values come instead."""
+    """As given by the caller, with tails; if no Scaled has such blocks, scales repeat in finer ones, or
+    values are returned instead."""
     w = codes(*shape)
     grid = [-(-n // (b or n)) for n, b in zip(shape[-2:], block, strict=True)]
     scale = factors(*shape[:-2], *grid)
@@ -160,7 +160,7 @@ EXTENTS = (1, 2, 3, 4, 31, 32, 33, 64, 127, 128, 129, 256, 300)
 
 @pytest.mark.parametrize("dimensions", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_shapes_that_fit_several_readings_mean_the_same(dimensions):
-    """Then one is that of blocks that reach past the tensor's ends."""
+    """Then one is that of blocks that extend past the tensor."""
     for shape in itertools.product(EXTENTS, repeat=dimensions):
         meanings: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
         for share in scale_forms._usual(shape):
@@ -226,7 +226,7 @@ def test_by_the_configuration(tmp_path, said):
 
 
 def test_groups_along_rows_by_the_configuration(tmp_path):
-    """compressed-tensors' `group`: blocks of 1×48 here, which shapes alone do not tell."""
+    """compressed-tensors' `group`: blocks of 1×48 here, which shapes alone do not determine."""
     w, scale = codes(32, 96), factors(32, 2)
     config = {
         "quantization_config": {"config_groups": {"g": {"weights": {"strategy": "group", "group_size": 48}}}}
@@ -236,7 +236,7 @@ def test_groups_along_rows_by_the_configuration(tmp_path):
 
 
 def test_unknown_blocks_are_refused_with_advice_that_works(tmp_path):
-    """The message names blocks that would fit, for both ways of reading."""
+    """The message names blocks that would fit, for both kinds of readings."""
     w, scale = codes(192, 256), factors(3, 4)
     path = write(tmp_path / "a.safetensors", {"w": w, "w_scale_inv": scale})
     with pytest.raises(ValueError, match="these scales fit no block that is known") as caught:
@@ -279,7 +279,7 @@ def test_blocks_on_the_command_line_that_are_none(tmp_path, given, capsys):
 
 # ---- swizzled scales ----
 def swizzled(scale: np.ndarray) -> np.ndarray:
-    """Tiles of 128×4: what docs/layouts.md calls swizzled, by its formula."""
+    """Store tiles of 128×4 (swizzled in docs/layouts.md), by the formula."""
     rows, columns = scale.shape
     padded = np.zeros((-(-rows // 128) * 128, -(-columns // 4) * 4), np.uint8)
     padded[:rows, :columns] = scale
@@ -313,7 +313,7 @@ MARKED: dict[str, Any] = {
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128), (160, 96)], ids=str)
 @pytest.mark.parametrize("flat", [False, True])
 def test_swizzled_scales(tmp_path, marked, shape, flat):
-    """Their shape may be that of compact ones: then only a marker tells."""
+    """Their shape may equal that of compact ones: then only a marker distinguishes them."""
     more, metadata, name, scale_name = MARKED[marked]
     w, scale = codes(*shape), powers(shape[0], shape[1] // 32)
     stored = swizzled(scale).reshape(-1) if flat else swizzled(scale)
@@ -327,7 +327,7 @@ def test_swizzled_scales(tmp_path, marked, shape, flat):
 
 
 def test_swizzled_scales_by_their_padding(tmp_path):
-    """Without a marker, a shape that only swizzled scales have."""
+    """Without a marker, by a shape that only swizzled scales have."""
     w, scale = codes(160, 96), powers(160, 3)
     path = write(tmp_path / "a.safetensors", {"w": w, "w_scale": swizzled(scale)})
     np.testing.assert_array_equal(
@@ -336,7 +336,7 @@ def test_swizzled_scales_by_their_padding(tmp_path):
 
 
 def test_a_marker_that_is_none(tmp_path):
-    """Markers are somebody else's bytes: what is no JSON says nothing."""
+    """Markers may be anything: what is not JSON is ignored."""
     for i, text in enumerate((b"\xff", b"[1]", b'{"format": 3}', b"[" * 100_000)):
         marker = np.frombuffer(text, np.uint8)
         path = write(
@@ -350,7 +350,7 @@ def test_a_marker_that_is_none(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_on_the_gpu(tmp_path, form):
-    """Every form loads onto the GPU with its values, and kernels make the bytes of the references of it."""
+    """Every form loads onto the GPU with its values, and kernels compute the references' bytes from it."""
     shape, scale_shape, share = FORMS[form]
     w, scale = codes(*shape), factors(*scale_shape)
     path = write(tmp_path / "a.safetensors", {"w": w, "w_scale": scale})

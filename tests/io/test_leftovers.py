@@ -1,4 +1,4 @@
-"""What a conversion leaves of the old form: nothing that no longer holds, and what goes is named."""
+"""A conversion keeps nothing of the old form that no longer holds, and names what it drops."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("end", ACTIVATIONS)
 @pytest.mark.parametrize("recipe", ["bf16", "row"])
 def test_scales_of_activations_go_with_their_weights(tmp_path, end, recipe, capsys):
-    """Those of a weight that keeps its form stay, and so does a parameter of that name beside no weight."""
+    """Those of a weight that keeps its form stay, and so does a parameter of that name without a weight."""
     write(
         tmp_path / "a.safetensors",
         {
@@ -102,7 +102,7 @@ def test_scales_of_quanto_go(tmp_path):
 
 
 def test_markers_and_headers(tmp_path):
-    """ComfyUI's tensors and header, and torchao's header, tell only of weights that keep their form."""
+    """ComfyUI's tensors and header, and torchao's header, describe only weights that keep their form."""
     marker = np.frombuffer(b'{"format": "float8_e4m3fn"}', np.uint8)
     tensors = {
         f"{m}.{end}": a
@@ -169,7 +169,7 @@ def test_files_that_describe_the_old_form_go(tmp_path, name, recipe, capsys):
 
 
 def test_files_that_still_describe_what_stays_are_rewritten(tmp_path):
-    """ModelOpt's file of a mixed checkpoint tells of FP4 layers: it goes on doing so."""
+    """ModelOpt's file of a mixed checkpoint describes FP4 layers: it still does so."""
     up = "model.layers.0.mlp.up_proj"
     quantization = {
         "quant_algo": "MIXED_PRECISION",

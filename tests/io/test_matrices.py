@@ -15,7 +15,7 @@ SAFETENSORS_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bflo
 
 
 def write_safetensors(path, tensors, padding=0):
-    """The format by hand, so that it does not depend on what the package can write."""
+    """Write the format by hand, independently of what the package can write."""
     header: dict[str, Any] = {"__metadata__": {"dtype": "F32", "shape": "22"}}
     data = b""
     for name, a in tensors.items():
@@ -78,7 +78,7 @@ def test_npz_and_npy(tmp_path):
 
 
 def test_own_archive(tmp_path):
-    """Quantised tensors are their values, in containers too."""
+    """Quantised tensors are read as their values, in containers too."""
     x = np.random.default_rng(1).standard_normal((40, 64), np.float32)
     column = fp8.Quantized(None, fp8.quantize_mx(x, columnwise=True).columnwise)
     block, one = fp8.quantize_block(x), fp8.quantize_tensor(x)
@@ -98,7 +98,7 @@ def test_groups_are_matrices(tmp_path):
 
 
 def test_scales_belong_to_their_data(tmp_path):
-    """FP8 data of a checkpoint come with their scales, which are no tensors of their own."""
+    """FP8 data of a checkpoint are read with their scales, which are not tensors of their own."""
     path = tmp_path / "model.safetensors"
     x = np.random.default_rng(3).standard_normal((2, 256, 128), np.float32)
     experts, rows = fp8.quantize_block(x, block=(128, 128)), fp8.quantize_block(x[0], block=(1, None))

@@ -1,4 +1,4 @@
-"""An FP8 tensor has the scales that belong to it, whatever they are called, or is refused by name."""
+"""An FP8 tensor is read with the scales that belong to it, whatever their name, or is refused by name."""
 
 import json
 
@@ -11,7 +11,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import io
 
 ONE = np.float32(0.00195)
-#: How projects call data and scales, and what a conversion to bfloat16 calls the data.
+#: names of data and scales by project, and the data's name after a conversion to bfloat16
 NAMES = {
     "DeepSeek-V3": ("m.q.weight", "m.q.weight_scale_inv", "m.q.weight"),
     "compressed-tensors, ModelOpt": ("m.q.weight", "m.q.weight_scale", "m.q.weight"),
@@ -49,7 +49,7 @@ def test_known_names(tmp_path, who, scale):
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ"])
 @pytest.mark.parametrize("shape", [(64, 96), (96,), (2, 32, 64)], ids=str)
 def test_codes_without_scales_are_refused(tmp_path, dtype, shape, capsys):
-    """Also where scales lie under a name that nobody knows; both ways out of the message work."""
+    """Also if scales are stored under an unknown name; both ways out given in the message work."""
     kind = {"F8_E4M3": E4M3, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz}[
         dtype
     ]
@@ -70,7 +70,7 @@ def test_codes_without_scales_are_refused(tmp_path, dtype, shape, capsys):
         in capsys.readouterr().err
     )
     assert not (tmp_path / "b.safetensors").exists()
-    # what the message says, as it says it
+    # exactly what the message says
     named = io.load_safetensors(path, scales={"m.weight": "m.my_factor"})["m.weight"]
     wanted = w.astype(np.float32) * ONE
     np.testing.assert_array_equal(named.dequantize() if isinstance(named, fp8.Scaled) else named, wanted)
@@ -84,7 +84,7 @@ def test_codes_without_scales_are_refused(tmp_path, dtype, shape, capsys):
 
 
 def test_patterns_of_names(tmp_path):
-    """Each * is the same text; what a pattern does not find keeps its known scales; None: no scales."""
+    """Each * is the same text; data without a match keep their known scales; None: no scales."""
     w, s = codes(4, 8), factors(4)
     path = write(
         tmp_path / "a.safetensors",
@@ -154,7 +154,7 @@ def test_scales_that_tensors_share(tmp_path):
 
 
 def test_two_tensors_of_scales(tmp_path):
-    """The one that fits counts; if both do, the message asks, and its advice works."""
+    """The one that fits is used; if both do, the message asks, and its advice works."""
     w = codes(64, 96)
     path = write(
         tmp_path / "a.safetensors", {"m.weight": w, "m.weight_scale": factors(64, 1), "m.scale": factors(96)}
@@ -170,7 +170,7 @@ def test_two_tensors_of_scales(tmp_path):
 
 
 def test_an_index_or_a_name_that_leaves_scales_out(tmp_path):
-    """Scales that are in another file of the folder are named, not passed over."""
+    """Scales in another file of the folder are named, not ignored."""
     write(tmp_path / "model-1.safetensors", {"m.weight": codes(4, 8)})
     write(tmp_path / "model-2.safetensors", {"m.weight_scale": factors(4, 1)})
     where = r"m\.weight_scale is in model-2\.safetensors, which the path or the index leaves out: read both"
@@ -186,7 +186,8 @@ def test_an_index_or_a_name_that_leaves_scales_out(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["block128", "mxfp8", "row", "tensor"])
 def test_codes_that_are_values_become_weights(tmp_path, recipe):
-    """Plain FP8 files: weights get scales; what stays is held by 16 bits, so that no codes are left bare."""
+    """Plain FP8 files: weights get scales; what stays is stored in 16 bits, so that no codes are left
+    bare."""
     w = codes(128, 128)
     path = write(tmp_path / "a.safetensors", {"m.weight": w, "m.bias": codes(128), "norm.weight": codes(128)})
     assert convert(path, tmp_path / "b.safetensors", "--recipe", recipe, "--scales", "none", "--verify") == 0

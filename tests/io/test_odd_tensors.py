@@ -53,7 +53,7 @@ def test_those_asked_for_are_refused(tmp_path, names):
 
 
 def test_what_the_message_advises_works(tmp_path, capsys):
-    """names=, raw=True and --exclude, as it says."""
+    """names=, raw=True and --exclude, exactly as it says."""
     path = checkpoint(tmp_path)
     assert convert(tmp_path, tmp_path / "out", "--recipe", "bf16") == 1
     assert "--exclude" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""Packed layers (FP4, INT4, INT8) are not read: they pass byte for byte, together with what describes them,
-or a recipe is refused by name. FNUZ data are dequantised."""
+"""Packed layers (FP4, INT4, INT8) are not read: they are copied byte for byte, together with their
+description, or a recipe is refused by name. FNUZ data are dequantised."""
 
 import re
 from typing import Any
@@ -157,8 +157,8 @@ PACKED: dict[str, Any] = {
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("recipe", ["bf16", "row", "tensor", "block128", "mxfp8"])
 def test_packed_layers_pass_with_what_describes_them(tmp_path, kind, recipe, capsys):
-    """Byte for byte, together with a configuration that tells of them, or the recipe is refused by name and
-    what the message advises works."""
+    """Byte for byte, together with a configuration that describes them, or the recipe is refused by name and
+    the advice of the message works."""
     packed, config, possible = PACKED[kind]
     w, s = codes(128, 128), factors(1)
     write(
@@ -222,7 +222,7 @@ def test_packed_layers_are_loaded_as_they_are_stored(tmp_path, kind):
 
 
 def test_packed_layers_of_a_file_that_says_nothing(tmp_path):
-    """Then they are of no form that the new configuration tells of."""
+    """Then the new configuration describes them only as excluded."""
     write(
         tmp_path / "model.safetensors",
         {**nvfp4(UP), f"{Q}.weight": codes(32, 32), f"{Q}.weight_scale": factors(1)},
@@ -244,7 +244,7 @@ def test_fnuz_never_is_a_scaled(tmp_path):
 
 
 def test_packed_layers_are_not_drawn(tmp_path):
-    """They, and their scales, are no matrices, and have a reason."""
+    """They and their scales are not matrices, and the reason is given."""
     path = write(tmp_path / "model.safetensors", {**nvfp4(UP), "w": codes(4, 8), "w_scale": factors(1)})
     assert [name for name, _ in io.read_matrices(path)] == ["w"]
     found = {one.name: one.what for one in tensors(path) if one.values is None}

@@ -1,5 +1,5 @@
-"""Files are replaced as a whole: by one of several processes, never through a link, and not at all on an
-error."""
+"""Atomic replacement of files: by one of several processes, never through a planted link, and not at all on
+an error."""
 
 import multiprocessing
 import os
@@ -50,7 +50,7 @@ def test_an_error_leaves_the_old_file(tmp_path, error):
 
 
 def test_links(tmp_path):
-    """A link at the path is followed, and stays; what used to be a fixed temporary name is not looked at."""
+    """A link at the path is followed, and stays; the former fixed temporary name is ignored."""
     target, link, victim = tmp_path / "target", tmp_path / "link", tmp_path / "victim"
     for path in (target, victim):
         path.write_bytes(b"old")
@@ -89,7 +89,7 @@ def test_abandoned_files_are_removed_and_living_ones_are_not(tmp_path):
 
 
 def test_a_new_file_that_is_taken_for_an_abandoned_one_is_made_again(tmp_path, monkeypatch):
-    """Another process may look between the making of a file and its lock."""
+    """Another process may look between the creation of a file and its lock."""
     taken: list[Any] = []
 
     def late(file):

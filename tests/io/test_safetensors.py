@@ -1,5 +1,5 @@
-"""Checkpoints of .safetensors files: every dtype, scales found by facts, and files that are damaged or
-hostile."""
+"""Checkpoints of .safetensors files: every dtype, scales found from names, dtypes and shapes, and damaged or
+hostile files."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_tensors_are_mapped(tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files as Linux shows them")
 def test_tensors_share_a_mapping(tmp_path):
-    """A mapping holds a file open, and checkpoints have more tensors than processes may have files."""
+    """A mapping holds a file open, and checkpoints have more tensors than a process may have open files."""
     many = {f"{i}": np.full(2, i, np.float32) for i in range(100)}
     before = len(os.listdir("/proc/self/fd"))
     found = io.load_safetensors(write(tmp_path / "a.safetensors", many))
@@ -133,7 +133,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
 
 
 def refused_by_name(path):
-    """Whether a file is refused, by an error that names it; else all its tensors can be read."""
+    """Whether a file is refused by an error that names it; otherwise all its tensors must be readable."""
     try:
         found = io.load_safetensors(path, raw=True)
     except ValueError as error:
@@ -143,7 +143,7 @@ def refused_by_name(path):
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1500), marks=pytest.mark.full)], ids=str)
 def test_flips_and_truncations(tmp_path, seeds):
-    """One ValueError that names the file, or tensors that lie within it."""
+    """A ValueError that names the file, or tensors that lie within it."""
     path = write(tmp_path / "a.safetensors",
                  {"w": CODES, "w_scale_inv": np.ones((2, 3), np.float32), "b": np.ones(3)})
     good, refused = path.read_bytes(), 0

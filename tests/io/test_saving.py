@@ -1,4 +1,4 @@
-"""`save_safetensors` writes files and folders that are read back as they were, here and by others."""
+"""`save_safetensors` writes files and folders that are read back unchanged, here and by other libraries."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def row_wise(value: Any) -> fp8.Scaled:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("folder", [False, True])
 def test_there_and_back(tmp_path, form, folder):
-    """Nothing is saved that is not read again, whatever its blocks are."""
+    """Everything that is saved can be read again, whatever its blocks."""
     path = tmp_path / ("model" if folder else "a.safetensors")
     io.save_safetensors(path, {"m.weight": FORMS[form], **OTHERS})
     for found in (io.load_safetensors(path), io.load_safetensors(path, names="*.weight")):
@@ -186,7 +186,7 @@ SAVED = (["128×128"], ["64×64"], ["mx"], ["rows"], ["tensor"], ["rows", "128×
 
 
 def written_configs(folder):
-    """What `save_safetensors` and `convert` write, by what was written."""
+    """Yield what `save_safetensors` and `convert` write, by what was written."""
     for i, forms in enumerate(SAVED):
         weights = {f"{j}.weight": FORMS[form] for j, form in enumerate(forms)}
         io.save_safetensors(folder / f"s{i}", {**weights, **OTHERS})

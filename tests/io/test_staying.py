@@ -1,4 +1,5 @@
-"""What is no weight of a matrix product, or what FP8 releases leave in 16 bits, is not converted."""
+"""Tensors that are not weights of a matrix product, or that FP8 releases leave in 16 bits, are not
+converted."""
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_include_converts_them_all_the_same(tmp_path):
 
 
 def test_what_the_source_quantised_is_converted_whatever_its_name(tmp_path):
-    """A head in FP8 is one by the source's own choice."""
+    """A head in FP8 was quantised by the source's own choice."""
     write(
         tmp_path / "a.safetensors",
         {"lm_head.weight": codes(128, 128), "lm_head.weight_scale": factors(128, 1)},

@@ -1,4 +1,4 @@
-"""Experts: values, against float64 and against the same calls by hand, and what is rounded how often."""
+"""Experts: values, against float64 and against the same calls by hand, and the number of roundings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ RECIPES: dict[str, Any] = {
     "blocks": fp8.BlockScaling(), "compact": fp8.BlockScaling(scale_layout="compact"),
     "f32 blocks": fp8.BlockScaling(pow2_scale=False), "current": fp8.CurrentScaling(),
     "delayed": fp8.DelayedScaling(history_len=4)}
-#: Values of three bits of mantissa, rounded once, and once more with keep="fp8".
+#: values of three bits of mantissa, rounded once, and once more with keep="fp8"
 WITHIN = {"bf16": 0.09, "input": 0.09, "fp8": 0.11}
 
 
 def made(given: Any, recipe: Any = None, **options: Any) -> moe.Experts:
-    """Delayed scaling gets the scales that a step before finds."""
+    """Make the layer. Delayed scaling gets the scales found by a previous step."""
     experts = moe.Experts(given.up, given.down, recipe, **options)
     if experts.state is not None:
         for _ in range(2):
@@ -39,7 +39,7 @@ def made(given: Any, recipe: Any = None, **options: Any) -> moe.Experts:
     return experts
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", quick_if(lambda keep: keep != "fp8", KEEPS))
 @pytest.mark.parametrize("recipe", quick_if(lambda name: name in ("blocks", "current"), RECIPES))
 @pytest.mark.parametrize("dataflow", FLOWS)
 def test_values(dataflow, recipe, keep, run):
@@ -59,7 +59,7 @@ def test_values(dataflow, recipe, keep, run):
 def test_activations(options, run):
     given = layer()
     found = step(made(given.moved(run), **options), given.moved(run))
-    # Of values near the clamp the derivative may be that of its other side.
+    # near the clamp the derivative may be that of the other side
     assert max(errors(found, in_float64(given, **options))) < (0.16 if "clamp" in options else WITHIN["bf16"])
 
 
@@ -122,7 +122,7 @@ def test_the_same_calls_by_hand(align, run):
 
 
 @pytest.mark.parametrize("dataflow", FLOWS)
-@pytest.mark.parametrize("recipe", ["blocks", "current"])
+@pytest.mark.parametrize("recipe", quick_if(lambda name: name == "blocks", ["blocks", "current"]))
 def test_inputs_alone_give_the_same_bytes(dataflow, recipe, run):
     given = layer().moved(run)
     experts = made(given, RECIPES[recipe], dataflow=dataflow)
@@ -131,7 +131,7 @@ def test_inputs_alone_give_the_same_bytes(dataflow, recipe, run):
 
 
 def test_what_is_kept_in_fp8_is_what_forward_read(run):
-    """The activation is that of h as it is kept."""
+    """The activation is computed from h as it is kept."""
     given = layer().moved(run)
     experts = made(given)
     _, saved = experts.forward(given.x, given.routing(), given.probs, keep="fp8")
@@ -195,10 +195,10 @@ def test_weight_gradients_are_added(run):
     assert max(errors(found, want)) < WITHIN["bf16"]
 
 
-@pytest.mark.parametrize(("recipe", "keep", "biased"), [
-    ("blocks", "bf16", False), ("blocks", "input", True), ("current", "input", True)])
+@pytest.mark.parametrize(("recipe", "keep", "biased"), quick_if(lambda how: how[0] == "current", [
+    ("blocks", "bf16", False), ("blocks", "input", True), ("current", "input", True)]))
 def test_any_grid_gives_the_same_bytes(recipe, keep, biased, run, monkeypatch):
-    """The number of multiprocessors changes who computes a tile, and nothing else."""
+    """The number of multiprocessors changes only who computes a tile."""
     host = layer(tokens=150, hidden=272, inner=208)
     given, bias = host.moved(run), [run.array(b) for b in biases(host)] if biased else None
     experts, want = made(given, RECIPES[recipe], bias=bias), None
@@ -214,7 +214,7 @@ def test_any_grid_gives_the_same_bytes(recipe, keep, biased, run, monkeypatch):
 # ---- roundings ----
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often values are rounded to FP8, and widened."""
+    """Count how often values are rounded to FP8, and widened."""
     found: Counter[str] = Counter()
     for module in (moe.dataflow, layers, moe.biases, moe.weights):
         for name in ("quantize", "multi_quantize", "quantize_permute", "swiglu_quantize",
@@ -237,7 +237,7 @@ def counting(found: Counter[str], name: str, function: Any) -> Any:
     ("casting_free", "bf16", 4, 0), ("casting_free", "input", 5, 0), ("casting_free", "fp8", 6, 2),
     ("both_directions", "bf16", 4, 0), ("requantize", "bf16", 7, 3)])
 def test_values_are_rounded_as_often_as_said(dataflow, keep, roundings, widened, biased, counted):
-    """Two casts and two fused ones, in one direction or in both. What is kept less of is computed again, to
+    """Two casts and two fused ones, in one direction or in both. With less kept, values are recomputed, with
     the same bytes. Weights and the two terms of a bias are rounded when they are taken and updated."""
     given = layer()
     bias = biases(given) if biased else None

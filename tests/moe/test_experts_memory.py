@@ -1,4 +1,4 @@
-"""Experts: a call that is refused has written nothing, whatever memory it was given."""
+"""Experts: a refused call has written nothing, whatever memory it was given."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
 from cupy_fp8.moe import experts as layers
 from cupy_fp8.moe.step import arrays_of
 
-#: Weights are smaller than the arrays of a step, of which some parts may stand for gradients of weights.
+#: Weights are smaller than the arrays of a step, parts of which may serve as gradients of weights.
 GIVEN = layer(hidden=8, inner=8)
 TOKENS, TOPK = GIVEN.chosen.shape
 ROUTING = GIVEN.routing()
@@ -50,7 +50,7 @@ def refused(call: Callable[[], Any], error: type[Exception], message: str, *unch
 
 
 def part_of(a: Any, shape: tuple[int, ...]) -> Any:
-    """A float32 array in the memory of another."""
+    """Return a float32 array in the memory of another."""
     return a.reshape(-1).view(np.uint8)[:4 * int(np.prod(shape))].view(float32).reshape(shape)
 
 
@@ -79,7 +79,7 @@ SPLITS: dict[str, Any] = {
 @pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("dataflow", FLOWS)
 def test_wrong_sizes(dataflow, name):
-    """What the forward pass before has saved is still right."""
+    """What the previous forward pass saved is still valid."""
     given, error, message = SPLITS[name]
     experts = made(dataflow)
     buffers = experts.empty(TOKENS, TOPK)
@@ -93,7 +93,7 @@ def test_wrong_sizes(dataflow, name):
 
 
 def test_sizes_on_a_device(device):
-    """Shape, dtype, kind and GPU are looked at, values are not; a list goes there."""
+    """Shape, dtype, kind and GPU are checked, values are not; a list is copied there."""
     run = device.run
     given = GIVEN.moved(run)
     experts = moe.Experts(given.up, given.down)
@@ -114,7 +114,7 @@ def test_sizes_on_a_device(device):
 
 
 def test_sizes_that_are_no_multiples_are_noted(device):
-    """The weight gradients of such experts are 0, and those of others what they are."""
+    """The weight gradients of such experts are 0, and those of others unaffected."""
     run = device.run
     given = GIVEN.moved(run)
     experts = moe.Experts(given.up, given.down)

@@ -151,7 +151,7 @@ WRONG: dict[str, Any] = {
 }
 
 
-#: A step into the buffers comes before what is refused.
+#: a step into the buffers comes before what is refused
 STEPS_BEFORE = {"buffers written again", "sums for buffers without"}
 
 
@@ -188,7 +188,7 @@ def test_other_scales_where_the_activation_is_kept():
 
 
 def test_sizes_that_do_not_begin_at_blocks():
-    """What a host knows is refused; a device notes it (test_grouped_matmul_nt)."""
+    """Refused if known on the host; a device notes it (test_grouped_matmul_nt)."""
     rows = fp8.quantize_block(GIVEN.x)
     with pytest.raises(ValueError, match=r"^splits: expected multiples of align=128, got 20; align=1"):
         EXPERTS.forward_rows(rows, np.array([20, 20, 8, 0]))

@@ -43,7 +43,7 @@ def test_buffers(dataflow, recipe, keep, run, monkeypatch):
     wanted = [step(experts, given, each, keep=keep) for each in (routing, other, routing)]
     for made in buffers._made.values():
         for a in arrays_of(made):
-            if a.dtype != np.int32:                         # sizes are looked at where they are on the host
+            if a.dtype != np.int32:                         # sizes are checked if they are on the host
                 cases.poison(a)
     held = buffers.nbytes
     if run.name != "reference":                             # which computes into new memory
@@ -57,8 +57,8 @@ def test_buffers(dataflow, recipe, keep, run, monkeypatch):
 @pytest.mark.parametrize("dataflow", moe.dataflow.DATAFLOWS)
 @pytest.mark.parametrize("recipe", [fp8.BlockScaling(), fp8.CurrentScaling()], ids=["blocks", "current"])
 def test_buffers_for_inference(recipe, dataflow, run):
-    """Groups of what is kept for gradients begin at multiples of 128, others at multiples of 16, unless
-    columns are quantised across groups. y is the same."""
+    """Groups kept for gradients begin at multiples of 128, others at multiples of 16, unless columns are
+    quantised across groups. y is the same."""
     given = GIVEN.moved(run)
     experts = moe.Experts(given.up, given.down, recipe, dataflow=dataflow)
     buffers = experts.empty(TOKENS, TOPK, keep=None)
@@ -137,7 +137,7 @@ def test_one_launch_updates_blocks(run, launched):
 
 @pytest.mark.parametrize("layout", ["compact", "gemm_ready"])
 def test_weights_of_a_checkpoint_are_not_quantised_again(layout, run):
-    """Codes that no quantiser would give, and scales that are no powers of two."""
+    """Codes that no quantiser would give, and scales that are not powers of two."""
     rng = np.random.default_rng(0)
     squares = fp8.BlockScaling((128, 128), pow2_scale=False, scale_layout=layout)
     up, down = (squares.quantize(w).rowwise for w in GIVEN[:2])
@@ -150,7 +150,7 @@ def test_weights_of_a_checkpoint_are_not_quantised_again(layout, run):
     testing.assert_bytes_equal(experts.up.columnwise.dequantize(), up.dequantize())
     values = GIVEN._replace(up=up.dequantize(), down=down.dequantize())
     assert max(errors(step(experts, given), in_float64(values))) < 0.09
-    experts.update(given.up, given.down)                    # The checkpoint's own arrays stay.
+    experts.update(given.up, given.down)                    # the checkpoint's own arrays are unchanged
     assert_same(step(experts, given), step(moe.Experts(given.up, given.down), given))
     assert up.data.tobytes() == before
 

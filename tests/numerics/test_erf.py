@@ -1,5 +1,5 @@
-"""erf, tanh and the activations made of their tails: how exact they are, and that kernels and reference
-compute the same bits."""
+"""erf, tanh and the activations based on normal tails: accuracy, and equal bits from kernels and
+reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONE_BITS, INF_BITS = 0x3F800000, 0x7F800000
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request):
-    """(name of a function, values) -> what the kernel's function makes of them."""
+    """Return (name of a function, values) -> the results of the kernel's function."""
     def on_host(name: str, a: np.ndarray) -> np.ndarray:
         out = np.empty_like(a)
         kernel = hostexec.compile_kernel(SOURCE, "erf_of_all", include_dirs=[sources.root() / "include"],
@@ -56,7 +56,7 @@ def run(request):
 
 
 def floats(first: int, last: int, step: int = 1) -> np.ndarray:
-    """Every step-th float from one bit pattern to another, a multiple of eight of them."""
+    """Return every step-th float from one bit pattern to another; their number is a multiple of eight."""
     found = np.arange(first, last, step, dtype=np.uint32).view(F32)
     return found[: found.size // 8 * 8].copy()
 
@@ -67,7 +67,8 @@ def sweep(first: int, last: int, step: int, at_once: int = 1 << 20) -> Iterator[
 
 
 def exact_erf(x: np.ndarray) -> np.ndarray:
-    """erf of x >= 0 in float64, within 1e-14 of it: the series, or Lentz's continued fraction of erfc."""
+    """Return erf of x >= 0 in float64, with an error of at most 1e-14: the series, or Lentz's continued
+    fraction of erfc."""
     x = x.astype(np.float64)
     small, large = np.minimum(x, 2.5), np.clip(x, 2.5, 27)
     term = total = 2 / math.sqrt(math.pi) * small
@@ -86,7 +87,7 @@ def exact_tail(t: np.ndarray) -> np.ndarray:
 
 
 def ulps(got: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """Errors in ulps of the exact results."""
+    """Return errors in ulps of the exact results."""
     return np.abs(got - exact) / np.ldexp(1.0, np.maximum(np.frexp(exact)[1] - 24, -149))
 
 
@@ -99,8 +100,8 @@ def test_the_truth_is_true():
 @pytest.mark.parametrize(("name", "exact", "bound"),
                          [("erf", exact_erf, 1.6032), ("tanh", np.tanh, 1.9012)])
 def test_within_two_ulps(run, name, exact, bound):
-    """Every 16th float from 2^-12 to 16, and some everywhere. Both are odd. (All 2^32: 1.6031 and 1.9011,
-    docs/numerics.md.)"""
+    """Every 16th float from 2^-12 to 16, and some everywhere. Both functions are odd. (All 2^32: 1.6031 and
+    1.9011, docs/numerics.md.)"""
     worst = 0.0
     for first, last, step in ((0x39800000, 0x41800000, 16), (0, 0x39800000, 4001),
                               (0x41800000, INF_BITS, 4001)):
@@ -119,7 +120,7 @@ def test_kernel_and_reference_agree(run, name):
                         -87], F32)
     x = np.concatenate([special, rng.integers(0, 1 << 32, 1 << 18, np.uint64).astype(np.uint32).view(F32),
                         rng.normal(0, 3, 1 << 18).astype(F32), np.linspace(-12, 12, 1 << 18, dtype=F32)])
-    if name == "tail":                                              # That of NaN is any number.
+    if name == "tail":                                              # for NaN any number
         x = np.nan_to_num(x, posinf=np.inf, neginf=-np.inf)
     assert_bytes_equal(numerics.one_nan(run(name, x)), numerics.one_nan(FUNCTIONS[name](x)))
 
@@ -135,7 +136,7 @@ def test_odd_and_exact_at_the_ends(name):
 
 
 def test_what_activations_are_at_the_ends():
-    """No finite number makes a NaN, and GELU has its limits."""
+    """No finite number gives NaN, and GELU has its limits."""
     x = np.concatenate([floats(0, INF_BITS, 999_983), np.array([3.4e38, 1.9e19, 11.013834], F32)])
     for name in ("gelu", "gelu_tanh"):
         for sign in (1, -1):
@@ -152,7 +153,7 @@ def test_what_activations_are_at_the_ends():
 
 
 def test_the_tail_ends_at_exactly_0():
-    """Above 0 before it, or exponents would wrap."""
+    """Above 0 before it, since exponents would wrap otherwise."""
     end = int(numerics._TAIL_END.view(np.uint32))
     t = np.arange(end - (1 << 20), end + 1, dtype=np.uint32).view(F32)
     q = numerics.normal_tail(t)
@@ -162,7 +163,7 @@ def test_the_tail_ends_at_exactly_0():
 
 
 def test_tails_are_accurate():
-    """Relative errors of Phi(-t): a few ulps where GELU's values are large, less exact far below."""
+    """Relative errors of Phi(-t): a few ulps where GELU's values are large, larger far below."""
     for first, last, bound in ((0.0, 1.5, 7e-7), (1.5, 3, 1e-5), (3, 5, 1e-4)):
         t = np.linspace(first, last, 20_001, dtype=F32)
         exact = exact_tail(t)

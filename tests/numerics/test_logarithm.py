@@ -1,4 +1,4 @@
-"""log and log1p of the gate: how exact they are, and that kernels and reference compute the same bits."""
+"""log and log1p of the gate: accuracy, and equal bits from kernels and reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Function = Callable[[np.ndarray], np.ndarray]
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request):
-    """(function, values) -> what the kernel's function makes of them."""
+    """Return (function, values) -> the results of the kernel's function."""
     def on_host(function: int, a: np.ndarray) -> np.ndarray:
         out = np.empty_like(a)
         kernel = hostexec.compile_kernel(SOURCE, "logarithm_of", include_dirs=[sources.root() / "include"],
@@ -57,14 +57,14 @@ def floats(bits: np.ndarray) -> np.ndarray:
 
 
 def sweep(first: int, last: int, step: int, at_once: int = 1 << 20) -> Iterator[np.ndarray]:
-    """Floats of every step-th bit pattern, and the last one."""
+    """Yield floats of every step-th bit pattern, and the last one."""
     for start in range(first, last, step * at_once):
         yield floats(np.arange(start, min(last, start + step * at_once), step, dtype=np.uint64))
     yield floats(np.array([last]))
 
 
 def worst(function: Function, exact: Function, first: int, last: int, step: int) -> float:
-    """The largest error in ulps of the exact result."""
+    """Return the largest error in ulps of the exact result."""
     found = 0.0
     for x in sweep(first, last, step):
         want = exact(x.astype(np.float64))
@@ -87,8 +87,8 @@ def test_log_up_to_1024_and_beyond():
 
 @pytest.mark.parametrize("step", quick_if(lambda step: step > 1, [1, 61]))
 def test_log1p(step):
-    """All floats of [2^-12, 1]: 1.7775, just above the bound where ln 2 is added. Below, y is the result but
-    for rounding."""
+    """All floats of [2^-12, 1]: 1.7775, just above the bound where ln 2 is added. Below, y is the result up
+    to rounding."""
     assert 1.7 < worst(numerics.log1p, np.log1p, SQRT_TWO_LESS_ONE - (1 << 16), 0x3F000000, 1) < 1.7775
     assert worst(numerics.log1p, np.log1p, SMALL, ONE, step) < 1.7775
     assert worst(numerics.log1p, np.log1p, SMALL, SQRT_TWO_LESS_ONE - 1, step) < 1.2
@@ -114,7 +114,7 @@ def test_ends():
 
 
 def test_log_never_falls():
-    """Also from one binade to the next, and where the reduced number changes sides."""
+    """Also between binades, and where the reduced number changes sides."""
     for place in (SQRT_TWO, SQRT_TWO + (1 << 23), TWO, TWO + (1 << 23), TO_1024):
         around = floats(np.arange(place - 4096, place + 4096))
         assert (np.diff(numerics.log(around)) >= 0).all()
@@ -135,7 +135,7 @@ def test_kernels_and_reference_agree(run):
 
 
 def test_roots_and_differences(run):
-    """Subnormal ones too, and the signs of zeros."""
+    """Subnormal results too, and the signs of zeros."""
     rng = np.random.default_rng(0)
     x = floats(np.concatenate([[0, 1, 0x7FFFFF, 0x800000, 0x80000000, LARGEST, 0x7F800000],
                                rng.integers(0, LARGEST, 1 << 18)]))

@@ -1,8 +1,8 @@
 """The reference against NVIDIA's own host conversions: cuda_fp8.h of the CUDA toolkit, compiled with g++.
 
-Where the two differ the difference is asserted too: negative values beyond E4M3 without saturation (0xFF
-there, 0x7F here: one NaN), negative values to E8M0 (the magnitude is converted there, NaN here), the NaN of a
-float output (0x7FFF there; rule 4 here).
+Known differences are asserted too: negative values beyond E4M3 without saturation (0xFF there, 0x7F here: one
+NaN), negative values to E8M0 (the magnitude is converted there, NaN here), the NaN of a float output (0x7FFF
+there; rule 4 here).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Header:
 
 
 def f32_values() -> Iterator[np.ndarray]:
-    """2**24 values of any bits, 2**22 near the range of each format, and every boundary."""
+    """Yield 2**24 values of random bits, 2**22 near the range of each format, and every boundary."""
     boundaries = [oracle.boundaries(f) for f in FP8] + [oracle.e8m0_boundaries()]
     return itertools.chain(boundaries, oracle.random_f32(chunks=16),
                            *(oracle.random_f32(f, chunks=4) for f in FP8))
@@ -149,7 +149,7 @@ def test_decode_e8m0(header):
 
 
 def check_nan(ours: np.ndarray, theirs: np.ndarray, nan: int) -> None:
-    """The same bits, but for NaN: `nan` here, 0x7FFF there."""
+    """Check that bits are equal, except NaN: `nan` here, 0x7FFF there."""
     a, b = ours.view(np.uint16), theirs.view(np.uint16)
     is_nan = b == 0x7FFF
     assert (a[is_nan] == nan).all()

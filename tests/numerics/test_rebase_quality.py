@@ -1,4 +1,5 @@
-"""How good re-based MX data are: errors and changed values on two distributions, beside quantising twice."""
+"""Quality of re-based MX data: errors and changed values on two distributions, compared with quantising
+twice."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ def weights() -> np.ndarray:
 
 @functools.cache
 def gradients() -> np.ndarray:
-    """Values are heavy-tailed: Student's t with 3 degrees of freedom, rows of very different size."""
+    """Return heavy-tailed values: Student's t with 3 degrees of freedom, rows of very different size."""
     rng = np.random.default_rng(6)
     return (rng.standard_t(3, (1024, 1024)) * rng.lognormal(0, 2, (1024, 1))).astype(np.float32)
 
 
 def rebased(x: np.ndarray, block: Any) -> tuple[Scaled, Scaled, float]:
-    """(MX data, the same in other blocks, the share of values that changed)."""
+    """Return (MX data, the same in other blocks, the share of values that changed)."""
     q, count = fp8.quantize_mx(x).rowwise, np.zeros(1, np.int64)
     assert q is not None
     r = q.to_block(block, changed=count)
@@ -47,9 +48,9 @@ def quantised(x: np.ndarray, block: Any, pow2: bool) -> Scaled:
     (weights, (1, 128), 2.4e-5), (weights, (128, 128), 6.7e-5),
     (gradients, (1, 128), 1.1e-4), (gradients, (128, 128), 0.134)])
 def test_as_good_as_mx(values, block, share):
-    """Few values change, and those are the small ones of their blocks: the error stays that of MX, and is
-    that of blocks quantised from the values themselves. Dequantised and quantised with f32 scales it
-    grows."""
+    """Few values change, and those are the small ones of their blocks: the error stays that of MX, and equals
+    that of blocks quantised from the values themselves. Dequantising and quantising with f32 scales increases
+    it."""
     x = values()
     q, r, changed = rebased(x, block)
     assert changed == pytest.approx(share, rel=0.1)
@@ -60,8 +61,8 @@ def test_as_good_as_mx(values, block, share):
 
 
 def test_changed_values_are_the_smallest():
-    """A value changes only if it is below the smallest normal number under its new scale, by half the
-    distance of subnormals at most."""
+    """A value changes only if it is below the smallest normal number under its new scale, by at most half the
+    distance of subnormals."""
     q, r, _ = rebased(gradients(), (128, 128))
     before, after = q.dequantize().astype(np.float64), r.dequantize().astype(np.float64)
     t = np.repeat(np.repeat(r.scale_inv.astype(np.float64), 128, 0), 128, 1)
@@ -72,7 +73,7 @@ def test_changed_values_are_the_smallest():
 
 
 def test_products_in_f64():
-    """The product of re-based weights and activations is as near to the exact one as that of MX data."""
+    """The product of re-based weights and activations is as close to the exact one as that of MX data."""
     x, w = weights()[:128], weights()[128:384]
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     (qx, rx, _), (qw, rw, _) = rebased(x, (1, 128)), rebased(w, (128, 128))

@@ -23,14 +23,14 @@ def by_name(f: FloatFormat) -> str:
 
 
 def every_nan() -> np.ndarray:
-    """f32 NaN of both signs: quiet and signalling, first and last payloads, and those that narrow to a zero
-    mantissa."""
+    """Return f32 NaN of both signs: quiet and signalling, first and last payloads, and those that narrow to a
+    zero mantissa."""
     payloads = np.concatenate([1 << np.arange(23), [0x7FFFFF, 0x400001, 0x3FFFFF, 0x1FFF]]).astype(np.uint32)
     return np.concatenate([payloads | INFINITY, payloads | np.uint32(0xFF800000)]).view(np.float32)
 
 
 def sources(f: FloatFormat) -> Iterator[np.ndarray]:
-    """Every bf16 and f16 pattern, every boundary of f, NaN, and random f32 values in the range of f."""
+    """Yield every bf16 and f16 pattern, every boundary of f, NaN, and random f32 values in the range of f."""
     halves = [numerics.widen(oracle.patterns(half)) for half in HALVES]
     return itertools.chain(halves, [oracle.boundaries(f), every_nan()], oracle.random_f32(f, chunks=4))
 
@@ -139,7 +139,8 @@ def test_e8m0_widens_exactly():
 
 
 def test_e8m0_difference_from_ml_dtypes():
-    """ml_dtypes rounds to nearest and makes zero NaN: never more than our byte, and at most one less."""
+    """ml_dtypes rounds to nearest and converts zero to NaN: never more than our byte, and at most one
+    less."""
     x = oracle.e8m0_boundaries()
     x = x[(x > 0) & (x <= 2.0**127)]
     steps = numerics.round_up_e8m0(x).view(np.uint8).astype(int) - x.astype(float8_e8m0fnu).view(np.uint8)
@@ -165,8 +166,8 @@ def test_f32_is_kept():
 
 
 def test_products_are_correctly_rounded():
-    """Products are compared with the exact product in f64, rounded once; subnormal and overflowing results
-    are included."""
+    """Compared with the exact product in f64, rounded once; subnormal and overflowing results are
+    included."""
     rng = np.random.default_rng(3)
     for x in itertools.chain([oracle.boundaries(E5M2)], oracle.random_f32(chunks=2)):
         scale = rng.integers(0, 1 << 32, x.size, np.uint32).view(np.float32)
@@ -177,12 +178,12 @@ def test_products_are_correctly_rounded():
 
 
 def test_quotients_are_correctly_rounded():
-    """|a/b - q| is at most half a step of f32, and ties are even: in exact arithmetic."""
+    """|a/b - q| is at most half a step of f32, and ties go to even, in exact arithmetic."""
     rng = np.random.default_rng(4)
     a, b = (v[np.isfinite(v) & (v != 0)][:3000]
             for v in rng.integers(0, 1 << 32, (2, 4000), np.uint32).view(np.float32))
-    a[::3] = 1                                              # scale_inv is 1 / scale.
-    b[::5] = (b[::5].view(np.uint32) | np.uint32(0x7E000000)).view(np.float32)  # Quotients are subnormal.
+    a[::3] = 1                                              # scale_inv is 1 / scale
+    b[::5] = (b[::5].view(np.uint32) | np.uint32(0x7E000000)).view(np.float32)  # quotients are subnormal
     keep = np.isfinite(b)
     a, b = a[keep], b[keep]
     quotients = numerics.div(a, b)
@@ -204,7 +205,7 @@ def test_quotients_are_correctly_rounded():
 
 @pytest.mark.parametrize("dtype", [*(f.dtype for f in HALVES), float32], ids=str)
 def test_amax(dtype):
-    """amax is compared with Python's max over the elements, one by one."""
+    """Compared with Python's max over the elements, one by one."""
     rng = np.random.default_rng(5)
     for size in (1, 2, 7, 100, 3000):
         x = rng.integers(0, 1 << 8 * dtype.itemsize, size, np.uint64).astype(f"u{dtype.itemsize}").view(dtype)

@@ -1,4 +1,4 @@
-"""How good the scaling-aware transpose is: errors and unchanged values on two distributions, and the defects
+"""Quality of the scaling-aware transpose: errors and unchanged values on two distributions, and the defects
 of the published bit trick."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 128
 
 
 def quantize_rows(x: np.ndarray, pow2: bool = True) -> Scaled:
-    """Blocks of 1 x 128 of a float32 array: the rule of TransformerEngine."""
+    """Quantise a float32 array in blocks of 1 x 128 by TransformerEngine's rule."""
     rows, columns = x.shape
     amax = np.abs(x).reshape(rows, columns // BLOCK, BLOCK).max(axis=-1)
     with np.errstate(divide="ignore"):
@@ -34,7 +34,7 @@ def row_values(s: Scaled) -> np.ndarray:
 
 
 def column_values(s: Scaled) -> np.ndarray:
-    """The column-wise values in the logical shape."""
+    """Return the column-wise values in the logical shape."""
     return widen(s.data).T * np.repeat(s.scale_inv, BLOCK, axis=0)[: s.shape[0], : s.shape[1]]
 
 
@@ -45,9 +45,9 @@ def transposed(q: Scaled, target: Any = "column") -> Scaled:
 
 
 def bit_trick(q: Scaled) -> Scaled:
-    """The published kernel, from its description: the exponent field moves down by the difference of scales
-    and stops at 0, mantissa bits stay; codes of exponent field 0 become 0; a tile's largest scale counts
-    whatever its row holds."""
+    """Do what the published kernel does, by its description: the exponent field decreases by the difference
+    of scales, down to 0, mantissa bits stay; codes of exponent field 0 become 0; a tile's largest scale
+    counts whatever its row holds."""
     rows, columns = q.shape
     tiles = q.scale_inv.reshape(rows // BLOCK, BLOCK, columns // BLOCK)
     target = np.repeat(tiles.max(axis=1), BLOCK, axis=0)
@@ -61,8 +61,8 @@ def bit_trick(q: Scaled) -> Scaled:
 
 
 def requantized(x: np.ndarray) -> np.ndarray:
-    """What the transpose replaces: row-wise with plain f32 scales, dequantised, quantised again column-wise.
-    """
+    """Do what the transpose replaces: row-wise with plain f32 scales, dequantised, quantised again
+    column-wise."""
     plain = row_values(quantize_rows(x, pow2=False))
     return row_values(quantize_rows(np.ascontiguousarray(plain.T), pow2=False)).T
 
@@ -78,7 +78,7 @@ def normal() -> np.ndarray:
 
 @functools.cache
 def gradients() -> np.ndarray:
-    """Values are heavy-tailed: Student's t with 3 degrees of freedom, rows of very different size."""
+    """Return heavy-tailed values: Student's t with 3 degrees of freedom, rows of very different size."""
     rng = np.random.default_rng(6)
     return (rng.standard_t(3, (1024, 1024)) * rng.lognormal(0, 2, (1024, 1))).astype(np.float32)
 
@@ -101,7 +101,7 @@ def share_unchanged(q: Scaled, s: Scaled) -> float:
 
 
 def test_values_unchanged():
-    """Of heavy-tailed gradients a column's own target keeps most values, the published rule fewest."""
+    """For heavy-tailed gradients a column's own target keeps most values, the published rule fewest."""
     q = quantize_rows(gradients())
     column, tile, trick = (share_unchanged(q, s) for s in (transposed(q), transposed(q, "tile"),
                                                            bit_trick(q)))
@@ -113,13 +113,13 @@ def test_values_unchanged():
     assert inflated[row_values(q) != 0].max() > 1000
     for target in ("column", "tile"):
         ours, given = np.abs(column_values(transposed(q, target))), np.abs(row_values(q))
-        # Rounding up doubles at most, to the smallest subnormal.
+        # rounding up at most doubles, to the smallest subnormal
         assert (ours <= 2 * given).all()
 
 
 # ---- the published defects, one by one ----
 def two_rows(first: list[int], second: list[int], scale_inv: list[float]) -> Scaled:
-    """A tile with codes in its first two rows, zeros below."""
+    """Return a tile with codes in its first two rows, zeros below."""
     codes = np.zeros((BLOCK, BLOCK), np.uint8)
     codes[0, :len(first)], codes[1, :len(second)] = first, second
     scales = np.full((BLOCK, 1), scale_inv[1], np.float32)
@@ -171,7 +171,7 @@ def test_square_blocks_transpose_without_loss():
 
 
 def test_weight_gradient_error():
-    """dW = dy^T x of column-wise operands: what double quantisation costs there."""
+    """dW = dy^T x with column-wise operands: the cost of double quantisation."""
     rng = np.random.default_rng(9)
     x, dy = (rng.standard_normal((2048, 256), np.float32) for _ in range(2))
     exact = dy.T.astype(np.float64) @ x

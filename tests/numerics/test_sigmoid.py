@@ -1,4 +1,4 @@
-"""exp and the logistic function: how exact they are, and that kernels and reference compute the same bits."""
+"""exp and the logistic function: accuracy, and equal bits from kernels and reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 2.0**-126, 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request):
-    """(function, values) -> what the kernel's function makes of them."""
+    """Return (function, values) -> the results of the kernel's function."""
     def on_host(function: int, a: np.ndarray) -> np.ndarray:
         out = np.empty_like(a)
         kernel = hostexec.compile_kernel(SOURCE, "sigmoid_of", include_dirs=[sources.root() / "include"],
@@ -67,13 +67,13 @@ def one_nan(v: np.ndarray) -> np.ndarray:
 
 
 def sweep(first: int, last: int, step: int, at_once: int = 1 << 21) -> Iterator[np.ndarray]:
-    """Floats of every step-th bit pattern."""
+    """Yield floats of every step-th bit pattern."""
     for start in range(first, last, step * at_once):
         yield floats(np.arange(start, min(last, start + step * at_once), step, dtype=np.uint64))
 
 
 def errors(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The errors of y as exp(x), in ulps of the exact result; what rounds to Inf counts as 2^128."""
+    """Return the errors of y as exp(x), in ulps of the exact result; what rounds to Inf counts as 2^128."""
     with np.errstate(over="ignore", under="ignore"):
         exact = np.exp(x.astype(np.float64))
         rest = np.expm1(x.astype(np.float64))
@@ -81,7 +81,7 @@ def errors(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     ulp = np.ldexp(1.0, np.maximum(np.frexp(exact)[1] - 24, -149))
     got = np.where(np.isinf(y), 2.0**128, y.astype(np.float64))
     over = np.isinf(y) & (exact >= 2.0**128)
-    near_one = np.abs(x) < 0.5                                          # There 1 + x is not a double.
+    near_one = np.abs(x) < 0.5                                          # there 1 + x is not a double
     return np.where(over, 0, np.abs(np.where(near_one, (got - 1) - rest, got - exact)) / ulp)
 
 
@@ -127,14 +127,14 @@ def test_kernel_and_reference_agree(run, function):
 
 
 def test_eight_at_once_are_those_of_each(run):
-    """A large argument sends all eight the long way round."""
+    """A large argument sends all eight through the slow path."""
     x = np.random.default_rng(0).normal(0, 3, (4096, 8)).astype(F32)
     x[np.arange(4096), np.arange(4096) % 8] = np.resize(SPECIAL, 4096)
     assert_bytes_equal(one_nan(run(SIGMOIDS, x)), one_nan(run(SIGMOID, x)))
 
 
 def test_sigmoid_is_accurate():
-    """Sigmoid is compared with f64, relative to the result's ulp, where that is a normal number."""
+    """Compared with f64, relative to the result's ulp, if that is a normal number."""
     x = np.concatenate([np.linspace(-87, 100, 1 << 20, dtype=F32),
                         np.random.default_rng(0).normal(0, 3, 1 << 19).astype(F32)])
     exact = 1 / (1 + np.exp(-x.astype(np.float64)))
@@ -144,15 +144,15 @@ def test_sigmoid_is_accurate():
 
 @pytest.mark.full
 def test_one_correction_makes_a_reciprocal_exact():
-    """From every start within an ulp, of all significands, the correction gives the nearest float, but for
-    one start of one significand."""
+    """From every start within an ulp, for all significands, the correction gives the nearest float, except
+    for one start of one significand."""
     d = floats(np.arange(0x3F800000, 0x40000000))
     want = numerics.div(F32(1), d)
     wrong = []
     for away in (-1, 0, 1):
         start = (want.view(np.int32) + away).view(F32)
-        product = start.astype(np.float64) * d                          # This is exact, and so is 1 minus it.
-        # The quotients are in (1/2, 1], where an ulp is 2^-24.
+        product = start.astype(np.float64) * d                          # exact, as is 1 minus it
+        # the quotients are in (1/2, 1], where an ulp is 2^-24
         near = np.abs(1 - product) <= d * 2.0**-24
         got = numerics.fma(numerics.fma(-d, start, F32(1)), start, start)
         wrong += [(float(d[i]), float(start[i])) for i in np.nonzero(near & (got != want))[0]]
@@ -162,14 +162,15 @@ def test_one_correction_makes_a_reciprocal_exact():
 
 
 def test_reciprocals(run):
-    """A GPU computes those of all significands, also the one that the test above leaves to rcp.approx."""
+    """A GPU computes those of all significands, including the one that the test above leaves to
+    rcp.approx."""
     for exponent in (127, 128, 150, 252):
         d = floats(np.arange(0, 1 << 23) + (exponent << 23))
         assert_bytes_equal(run(RECIPROCAL, d), numerics.div(F32(1), d))
 
 
 def test_reciprocals_that_are_subnormal(run):
-    """All from 2^126 on are tested, a quarter of which are ties but for a remainder, and the ends of the
+    """All from 2^126 on, a quarter of which would be ties without the remainder, and the ends of the
     range."""
     d = floats(np.arange(0x7E7FFFF0, 0x7F800000))
     assert_bytes_equal(run(RECIPROCAL_FROM_ONE, d), numerics.div(F32(1), d))
@@ -178,8 +179,7 @@ def test_reciprocals_that_are_subnormal(run):
 
 
 def test_quotients_without_a_call(run):
-    """Quotients by scales of blocks are rounded as division rounds them, subnormal and overflowing ones too.
-    """
+    """Quotients by scales of blocks are rounded like division, subnormal and overflowing ones too."""
     rng = np.random.default_rng(0)
     size = 1 << 20
 
@@ -187,11 +187,11 @@ def test_quotients_without_a_call(run):
         return floats(rng.integers(low << 23, high << 23, size))
 
     significands = rng.integers(0, 1 << 23, size)
-    few = significands & 0x700000  # Few bits make exact quotients, and ties.
+    few = significands & 0x700000  # few bits make exact quotients, and ties
     ends = np.array([0, 2.0**-149, 2.0**-126, 1, 448, 57344, 3.4e38, np.inf], F32)
     pairs: list[tuple[Any, Any]] = [
         (some(0, 255), some(0, 255)), (some(1, 30), some(125, 160)), (some(0, 1), some(100, 150)),
-        # These are subnormal, with ties of every kind.
+        # subnormal, with ties of every kind
         (some(100, 150), some(0, 1)), (floats((1 << 23) + significands),
                                        floats(rng.integers(127, 152, size) * (1 << 23) + few)),
         (floats((10 << 23) + few), floats(rng.integers(130, 165, size) * (1 << 23) + few[::-1])),
@@ -207,9 +207,9 @@ def test_quotients_without_a_call(run):
 
 
 def test_one_correction_leaves_no_code_of_a_quotient_wrong():
-    """A quotient from a reciprocal and its exact remainder lies on the same side of every tie between two FP8
+    """A quotient from a reciprocal and its exact remainder is on the same side of every tie between two FP8
     values (an odd number of five bits times a power of two) as the one that division rounds, or both are the
-    tie: of divisors of 2^14 significands, and dividends next to the ties. (Of all significands: none is
+    tie: for divisors of 2^14 significands, and dividends next to the ties. (For all significands: none is
     wrong. Without a correction 6 % are.)"""
     s = floats(0x3F800000 + np.unique(np.append(np.random.default_rng(0).integers(0, 1 << 23, 1 << 14),
                                                 [0, 1, (1 << 23) - 1])))
@@ -230,12 +230,12 @@ def exactly(a: float, b: float, c: float) -> np.float32:
     """fl(a * b + c), by integers."""
     value = Fraction(a) * Fraction(b) + Fraction(c)
     if value == 0:
-        return F32(np.float64(a) * np.float64(b) + np.float64(c))       # This has the right sign.
+        return F32(np.float64(a) * np.float64(b) + np.float64(c))       # this has the right sign
     magnitude = abs(value)
     exponent = max(magnitude.numerator.bit_length() - magnitude.denominator.bit_length() - 24, -149)
     while magnitude >= Fraction(2) ** (exponent + 24):
         exponent += 1
-    units = round(magnitude / Fraction(2) ** exponent)                  # Ties go to even.
+    units = round(magnitude / Fraction(2) ** exponent)                  # ties go to even
     with np.errstate(over="ignore"):
         return F32(np.copysign(float(units * Fraction(2) ** exponent), float(value)))
 
@@ -250,11 +250,11 @@ def test_fma_rounds_once():
     small = [rng.integers(1, 1 << 12, size).astype(F32) * F32(2.0**-80) for _ in range(2)]
     e = 2.0**-24
     groups: list[tuple[Any, Any, Any]] = [
-        (a, b, c), (a, b, near),                                        # The sum is anything, or cancels.
+        (a, b, c), (a, b, near),                                        # the sum is arbitrary, or cancels
         (one, other, third * np.exp2(rng.integers(-30, 30, size)).astype(F32)),
-        # These results are subnormal.
+        # subnormal results
         (small[0], small[1], rng.integers(0, 1 << 10, size).astype(F32) * F32(2.0**-149)),
-        # These lie between two floats but for a bit far below. Rounded to f64 first, they are ties.
+        # Between two floats except for a bit far below. Rounded to f64 first, they would be ties.
         (f32(e, e, 3 * e, e), f32(1, 1 + 2 * e, 1 - e, 1 - e), f32(1, 1, 1, 1 + 2 * e)),
         (f32(2.0**-60, -(2.0**-60)), f32(2.0**-20, 2.0**-20), f32(1.5, 1.5)),
     ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiers import needs_host
+from tiers import needs_host, quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, cases, reference, testing
@@ -128,8 +128,8 @@ def check_in_order(chosen: Iterable[Recorded], order: str, seed: int,
 
 
 @needs_host
-@pytest.mark.parametrize(("order", "seed"), [
-    ("asc", 0), ("desc", 0), *(("random", seed) for seed in (0, 1, 2, 12345, 2**31))])
+@pytest.mark.parametrize(("order", "seed"), quick_if(lambda how: how[1] == 0, [
+    ("asc", 0), ("desc", 0), *(("random", seed) for seed in (0, 1, 2, 12345, 2**31))]))
 def test_any_schedule(order, seed, monkeypatch):
     """Every entry point is run."""
     check_in_order(covering.entry_cases(), order, seed, monkeypatch)

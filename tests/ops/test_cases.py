@@ -47,7 +47,7 @@ def background_jobs(items, background):
 
 
 def entry_points():
-    """Every entry point in the sources."""
+    """Return every entry point in the sources."""
     return {(source, entry) for source in sources.names()
             for entry in re.findall(r"(\w+)\(const __grid_constant__", sources.path(source).read_text())}
 

@@ -1,4 +1,4 @@
-"""docs/api: every public name has one place there, below a heading that links of other pages name."""
+"""docs/api: every public name has one place there, below a heading that other pages can link to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PAGES = {page.name: page.read_text("utf-8") for page in (ROOT / "docs/api").glob
 
 
 def public_names() -> dict[str, object]:
-    """The names as users write them after `fp8.`; the package's name for what a module exports too."""
+    """Return the names as users write them after `fp8.`; also with the package's name for what a module
+    exports."""
     names = {name: getattr(fp8, name) for name in [*fp8.__all__, "xp", "reference"] if name not in MODULES}
     for module in MODULES:
         exported = {f"{module}.{name}": getattr(getattr(fp8, module), name)
@@ -28,12 +29,13 @@ def public_names() -> dict[str, object]:
 
 
 def entry(name: str) -> str:
-    """What a page has of a function or class: its heading, and where mkdocstrings puts its docstring."""
+    """Return the entry of a function or class on a page: its heading, and where mkdocstrings puts its
+    docstring."""
     return f"## {name.rpartition('.')[2]}\n\n::: cupy_fp8.{name}\n"
 
 
 def problems(pages: dict[str, str]) -> Iterator[str]:
-    """Public names that are not on exactly one page, and entries of anything else."""
+    """Yield public names that are not on exactly one page, and entries of anything else."""
     wanted = {name: inspect.isfunction(value) or inspect.isclass(value)
               for name, value in public_names().items()}
     for name, has_entry in wanted.items():

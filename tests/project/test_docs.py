@@ -1,9 +1,9 @@
 """The snippets of docs/*.md print what they show.
 
-A page that has code before its first heading `##` consists of independent sections, each of which begins with
+A page with code before its first heading `##` consists of independent sections, each of which begins with
 that code; any other page is one section. A snippet whose first line is a comment such as "Needs: torch, GPU
-of compute capability 9.0" runs where the modules and the GPU are. A test runs the snippets of a section that
-need nothing but what one of them needs.
+of compute capability 9.0" runs only if the modules and the GPU are available. A test runs the snippets of a
+section whose needs are all among those of one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from cupy_fp8 import backend
 
 ROOT = Path(__file__).resolve().parents[2]
-#: tests/ops/scales/test_convert_scales.py runs layouts.md.
+#: layouts.md is run by tests/ops/scales/test_convert_scales.py
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "layouts.md"]
 
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -47,7 +47,7 @@ def snippets(text: str) -> list[Snippet]:
 
 
 def sections(text: str) -> Iterator[tuple[str, list[Snippet]]]:
-    """The title and all snippets of every section."""
+    """Yield the title and all snippets of every section."""
     heads = [match.start() for match in re.finditer(r"^## ", text, re.MULTILINE)]
     every = snippets(text)
     if not heads or not snippets(text[:heads[0]]):
@@ -91,7 +91,7 @@ def test_snippets_print_what_they_show(page, chosen, needs):
         pytest.skip(f"needs {', '.join(absent)}")
     namespace: dict[str, Any] = {}
     report: list[str] = []
-    # Without verbose=False it would report every example under `pytest -v`.
+    # without verbose=False every example would be reported under `pytest -v`
     runner = doctest.DocTestRunner(verbose=False,
                                    optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     for code, line, _ in chosen:
@@ -103,7 +103,7 @@ def test_snippets_print_what_they_show(page, chosen, needs):
 
 
 COMING_FROM = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
-#: The cells *here* of the tables: the second ones.
+#: the cells *here* of the tables: the second ones
 CALLS = re.findall(r"^\| (?:.*?)(?<!\\) \| `(.+?)` \|", COMING_FROM, re.MULTILINE)
 
 
@@ -144,7 +144,7 @@ def test_the_picture_of_losses_is_drawn(pictures, tmp_path):
     pictures.losses(tmp_path / "losses.png")
     drawn = (tmp_path / "losses.png").read_bytes()
     committed = (ROOT / "docs/pictures/losses.png").read_bytes()
-    assert drawn[:24] == committed[:24]                     # These are the signature and the size.
+    assert drawn[:24] == committed[:24]                     # the signature and the size
 
 
 def test_sections_begin_with_the_first_code_of_their_page():

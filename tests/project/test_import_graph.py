@@ -1,4 +1,4 @@
-"""Imports inside the package go one way: a module imports from LAYERS below its own."""
+"""Imports inside the package go one way: a module imports only from LAYERS below its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from cupy_fp8 import methods
 
 PACKAGE = Path(__file__).resolve().parents[2] / "cupy_fp8"
 
-#: The modules and subpackages of cupy_fp8 are listed from the bottom up. Parts of one layer do not import
-#: each other.
+#: The modules and subpackages of cupy_fp8 from the bottom up. Parts of one layer do not import each other.
 LAYERS = (
     {"advice", "typed_array"},
     {"backend", "formats", "hostexec", "methods"},
@@ -36,7 +35,7 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
-#: Only these tools may import tests' helpers.
+#: only these tools may import test helpers
 TESTING_USERS = {"bench", "cli", "__main__"}
 
 
@@ -54,7 +53,7 @@ class Import(NamedTuple):
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Dotted name inside the package -> file."""
+    """Return dotted name inside the package -> file."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -63,7 +62,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(module: str, path: Path, source: str) -> Iterator[Import]:
-    """Every import of something in the package. What type checkers alone read is none."""
+    """Yield every import of something in the package, except those only for type checkers."""
     package = ("cupy_fp8", *path.relative_to(PACKAGE).parent.parts)
     known = modules()
 
@@ -126,7 +125,7 @@ def test_no_circle_of_modules():
         module = max((m for m in graph if f"{i.where}.".startswith(f"{m}.")), key=len)
         if i.target != module:
             graph[module].add(i.target)
-    TopologicalSorter(graph).prepare()          # CycleError names the modules.
+    TopologicalSorter(graph).prepare()          # CycleError names the modules
 
 
 def test_every_method_has_its_op():

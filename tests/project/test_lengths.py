@@ -22,7 +22,7 @@ def of_python(text):
 
 
 def of_cpp(text):
-    """Functions from their names to the braces that end them. A lambda is part of its function."""
+    """Yield functions from their names to the braces that end them. A lambda is part of its function."""
     text, at = re.sub(r'//.*|"(?:\\.|[^"\\\n])*"', "", text), 0
     while found := SIGNATURE.search(text, at):
         depth, at = 1, found.end()
@@ -33,7 +33,7 @@ def of_cpp(text):
 
 
 def texts():
-    """The name of every file with code, and what it contains."""
+    """Yield the name and contents of every file with code."""
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*")):
         if path.suffix in SUFFIXES:
             yield str(path.relative_to(ROOT)), path.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""ruff and mypy have nothing to say, with the settings of pyproject.toml, and no line is too long."""
+"""ruff and mypy are clean with the settings of pyproject.toml, and no line is too long."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = 110
-#: ruff checks Python and notebooks alone.
+#: ruff checks only Python and notebooks
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
 FOLDERS = ("cupy_fp8", "kernels_cu", "tests", "docs", "benchmarks", "examples")
-#: Files beside these folders match these patterns.
+#: patterns of files outside these folders
 OTHERS = ("*.md", "*.toml", ".*.yaml", ".ci/*", ".github/**/*.yml")
 
 
@@ -35,7 +35,7 @@ def files() -> Iterator[Path]:
 
 
 def too_long(path: Path) -> Iterator[str]:
-    """The places of lines that are too long. Rows of tables cannot be wrapped."""
+    """Yield the places of lines that are too long. Rows of tables cannot be wrapped."""
     in_markdown = path.suffix == ".md"
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if len(line) > COLUMNS and not (in_markdown and line.startswith("|")):

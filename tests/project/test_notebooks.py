@@ -1,4 +1,4 @@
-"""Every notebook runs afresh without an error, and is committed with the pictures that web pages show.
+"""Every notebook runs without an error, and is committed with the pictures that web pages show.
 
 After a change: PYTHONPATH=tests/support python tests/project/test_notebooks.py notebooks/*.ipynb
 """
@@ -24,15 +24,15 @@ QUICK = "08_check_your_kernel.ipynb"            # the shortest to execute
 
 
 def execute_in_place(path):
-    """Run all cells in a fresh kernel of this Python, from the root, so that they import this checkout."""
+    """Run all cells in a new kernel of this Python, from the root, so that they import this checkout."""
     from nbclient import NotebookClient
     from traitlets.config import Config
 
-    os.environ.pop("MPLBACKEND", None)          # Another backend than the kernel's shows no pictures.
+    os.environ.pop("MPLBACKEND", None)          # another backend than the kernel's shows no pictures
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.metadata = {}
-    with tempfile.TemporaryDirectory() as sockets:  # They are files: an open port would bring a warning.
+    with tempfile.TemporaryDirectory() as sockets:  # files, since an open port would bring a warning
         config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         NotebookClient(notebook, kernel_name="python3", timeout=300, record_timing=False, config=config,
                        resources={"metadata": {"path": str(ROOT)}}).execute()
@@ -42,7 +42,7 @@ def execute_in_place(path):
 
 
 def run(path, *packages):
-    """execute_in_place in a process of its own: the kernel client leaves sockets and an event loop behind.
+    """Call execute_in_place in a separate process: the kernel client leaves sockets and an event loop behind.
     `packages` are folders for its PYTHONPATH."""
     support = Path(__file__).resolve().parents[1] / "support"
     path_of_imports = os.pathsep.join(filter(None, (str(support), *map(str, packages),
@@ -53,7 +53,7 @@ def run(path, *packages):
 
 @pytest.fixture
 def packages(path, tmp_path):
-    """The model of 07 may be absent. Then a small one stands for it."""
+    """Return folders with a small model in place of that of 07, if it is absent."""
     if small_minilm.PACKAGE not in path.read_text("utf-8") or importlib.util.find_spec(small_minilm.PACKAGE):
         return []
     small_minilm.install(tmp_path / "packages")

@@ -28,8 +28,8 @@ PAGES = ("README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENS
 INPUTS = ("pyproject.toml", "build_kernels.py", "MANIFEST.in", *PAGES, "cupy_fp8", "kernels_cu")
 TEST_COMMAND = "pip install -e '.[test]' && pytest"
 
-# This runs in the new environment, as if there were no CuPy. Its arguments are the folder where the kernels
-# should be found, and their digest.
+# Runs in the new environment, as if without CuPy. Its arguments are the folder where the kernels should be
+# found, and their digest.
 USE = r"""
 import sys
 from pathlib import Path
@@ -71,7 +71,7 @@ def copy_sources(to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(sdist, wheel), the wheel built from the sdist."""
+    """Return (sdist, wheel), the wheel built from the sdist."""
     folder = tmp_path_factory.mktemp("archives")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist",
         copy_sources(folder / "source"))
@@ -81,8 +81,8 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """A new environment that sees this one's packages. It does not see the project that is installed editable
-    here, since the .pth files of a folder that a .pth file names are not read."""
+    """Return the Python of a new environment that sees this one's packages, but not the project if installed
+    editable here, since the .pth files of a folder that a .pth file names are not read."""
     folder = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
@@ -97,7 +97,7 @@ def install(python: Path, *what: object) -> None:
 
 
 def source_files() -> set[str]:
-    """Every file of the package, named as in a wheel."""
+    """Return every file of the package, named as in a wheel."""
     kernels = {f"cupy_fp8/kernels_cu/{path.relative_to(ROOT / 'kernels_cu').as_posix()}"
                for path in (ROOT / "kernels_cu").rglob("*.cu*")}
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cupy_fp8").rglob("*")
@@ -173,7 +173,7 @@ def test_editable_works(mode, source_tree, python):
     run(python, "-c", USE, source_tree / "kernels_cu", sources.digest(), cwd=python.parent)
 
 
-#: A user's file without mistakes, and one where mypy finds the error that each line's comment names.
+#: a user's file without mistakes, and one in which mypy finds the error that each line's comment names
 RIGHT = """
 import numpy as np
 
@@ -274,8 +274,8 @@ def test_mypy_finds_the_package_and_the_mistakes_of_its_users(how, request, pyth
 
 @pytest.mark.parametrize("module", ["cupy_fp8", "cupy_fp8.cases", "cupy_fp8.testing", "cupy_fp8.__main__"])
 def test_importing_is_light(module, tmp_path):
-    """No optional dependency is imported, CuPy first of all: with it, importing takes seconds and starts
-    CUDA. Where there is no CuPy, an empty module stands for it."""
+    """No optional dependency is imported, above all not CuPy: with it, importing takes seconds and starts
+    CUDA. Without CuPy an empty module stands in for it."""
     (tmp_path / "cupy.py").touch()
     heavy = "cupy", "matplotlib", "safetensors", "hypothesis", "pytest"
     out = run(sys.executable, "-c", f"import sys; sys.path.append({str(tmp_path)!r}); import {module}; "
@@ -284,8 +284,8 @@ def test_importing_is_light(module, tmp_path):
 
 
 def test_importing_reads_no_cuda_source():
-    """Reading three parameter structs took a sixth of the time to import the package. A call reads those of
-    its kernels."""
+    """Reading three parameter structs took a sixth of the package's import time. A call reads those of its
+    kernels."""
     out = run(sys.executable, "-c", """
 import sys
 read = []
@@ -301,7 +301,7 @@ print(len(read) > 1)""", cwd=ROOT)
 
 def test_ci_runs_the_readmes_command_and_then_the_rest():
     assert TEST_COMMAND in (ROOT / "README.md").read_text()
-    """In lines of their own: `set -e` would go on after `pip` failed in `pip … && pytest`."""
+    """On separate lines: `set -e` would go on after `pip` failed in `pip … && pytest`."""
     *first, rest = (ROOT / ".ci" / "run").read_text().splitlines()[-3:]
     assert (" && ".join(first), rest.split(" #")[0].strip()) == (TEST_COMMAND, "pytest -m full")
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

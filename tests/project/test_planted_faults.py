@@ -1,7 +1,7 @@
 """Every fault of tests/support/faults_in_*.py has its place, and every module that needs one has a fault.
 
-The tests that plant faults are full ones. These quick ones show that a fault must follow an edit of what it
-is in, and of the test that finds it.
+The tests that plant faults are full ones. These quick ones fail when a fault must be adapted to an edit of
+its source, or of the test that finds it.
 """
 
 import ast
@@ -13,7 +13,7 @@ from programs import WITHOUT_OP
 
 from cupy_fp8.kernels import sources
 
-#: Every module of these folders has a fault.
+#: folders in which every module has a fault
 PACKAGES = "calls", "kernels", "ops/matmul", "io"
 
 

@@ -1,4 +1,4 @@
-"""What `dir` and `import *` show: the public names and nothing else."""
+"""`dir` and `import *` show the public names and nothing else."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_modules_that_users_browse_show_their_names(name):
 
 
 def test_transposed_has_one_default():
-    """Column-wise data are stored transposed, but for MX (docs/numerics.md, section 1). A Scaled is one
-    direction, and says how its data lie."""
+    """Column-wise data are stored transposed, except MX (docs/numerics.md, section 1). A Scaled is one
+    direction, and states how its data are stored."""
     defaults = {}
     for name in fp8.__all__:
         value = getattr(fp8, name)

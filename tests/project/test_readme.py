@@ -1,4 +1,4 @@
-"""README and docs: code prints what it shows, links lead somewhere, and the table of ops is up to date."""
+"""README and docs: code prints what it shows, links work, and the table of ops is up to date."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_index_lists_the_pages_beside_it(index):
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """What code hosts call the headings of a page: repeated ones get a number."""
+    """Return the anchors that code hosts give the headings of a page: repeated ones get a number."""
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
     names = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
              for heading in re.findall(r"(?m)^#+ +(.*)$", text)]

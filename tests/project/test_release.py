@@ -1,4 +1,4 @@
-"""What a release states beside the code: versions, Pythons, links that hold on PyPI."""
+"""A release's statements outside the code: versions, Pythons, links that work on PyPI."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_workflow_tries_every_python_that_the_metadata_name():
     (f"v{__version__}", "2026-12-01", True), (f"v{__version__}", "unreleased", False),
     ("v999.0", "2026-12-01", False), (f"v{__version__}.1", "2026-12-01", False)])
 def test_a_tag_of_another_version_is_refused(tag, day, published, tmp_path):
-    """By the commands of the workflow, beside archives that a build of this version makes."""
+    """By the commands of the workflow, with archives built from this version."""
     workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
     (commands,) = re.findall(r"- name: The tag is .*\n +if: .*\n +run: \|\n((?: {10}.*\n)+)", workflow)
     (tmp_path / "dist").mkdir()

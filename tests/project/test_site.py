@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds, its links lead somewhere, and it loads nothing from elsewhere."""
+"""The documentation as a site: it builds, its links work, and it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", ROOT / "notebooks/README.md",
          *sorted((ROOT / "docs").rglob("*.md"))]
-#: In notebooks, comments of the copy button's source.
+#: in notebooks: comments in the copy button's source
 _NO_LOADS = ("https://github.com/umdjs/", "https://github.com/nodejs/")
 
 
 class Page(HTMLParser):
-    """The anchors of a page, and (tag, address) of all that it links to or loads."""
+    """The anchors of a page, and (tag, address) of everything that it links to or loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Page(HTMLParser):
 
 
 def problems(site: Path) -> Iterator[str]:
-    """Links that lead nowhere, addresses that are none, and what pages load from elsewhere."""
+    """Yield broken links, invalid addresses, and what pages load from elsewhere."""
     pages = {path: Page(path) for path in site.rglob("*.html")}
     for path, page in pages.items():
         name = path.relative_to(site)
@@ -65,7 +65,7 @@ def problems(site: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built by a Python that may be another one: the extra `docs` brings many packages."""
+    """Build the site, with a Python that may be another one: the extra `docs` brings many packages."""
     python = os.environ.get("CUPY_FP8_DOCS_PYTHON", sys.executable)
     needed = "import material, mike, mkdocs, mkdocs_jupyter, mkdocstrings_handlers.python, ruff"
     if subprocess.run([python, "-c", needed], capture_output=True).returncode:
@@ -112,7 +112,7 @@ def test_a_wrong_link_is_noticed(body, said, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paragraphs_in_lists_are_indented_by_four_spaces(page):
-    """Python-Markdown ends a list at a paragraph or table that is indented by less, code hosts do not."""
+    """Python-Markdown ends a list at a paragraph or table with less indentation, code hosts do not."""
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text("utf-8"))
     assert not re.findall(r"\n\n {1,3}\S.*", text)
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def op() -> Iterator[cases.Registration]:
-    """The toy op, registered for the length of a test."""
+    """Register the toy op for the length of a test."""
     cases.register(toy_op.SCALE_ROWS)
     yield toy_op.SCALE_ROWS
     del cases.OPS["scale_rows"]
@@ -103,8 +103,8 @@ def test_under_the_address_sanitizer():
 
 
 def passed(*arguments: str) -> list[str]:
-    """The tests of a session that has the op, all of which must pass. `pytest -p toy_op` registers it before
-    tests are collected."""
+    """Return the tests of a session that has the op, all of which must pass. `pytest -p toy_op` registers it
+    before tests are collected."""
     out = in_a_process(sys.executable, "-m", "pytest", "-p", "toy_op", "-p", "no:cacheprovider", "--full",
                        "-v", *arguments)
     return [line for line in out.splitlines() if "PASSED" in line]
@@ -121,7 +121,7 @@ def test_the_generic_tests_walk_over_it(op):
         assert any(name in line for line in ran), f"no test of {name} ran"
 
 
-#: What a session with the op leaves out, and why.
+#: what a session with the op leaves out, and why
 _LEFT_OUT = {
     "--deselect=tests/project/test_readme.py::test_what_is_written_from_the_ops_is_up_to_date[docs/ops.md]":
         "docs/ops.md has the package's ops alone",
@@ -135,7 +135,7 @@ _LEFT_OUT = {
 @pytest.mark.full
 @needs_host
 def test_what_holds_for_all_ops_holds_with_it(op):
-    """Tests that are about one other op are left out."""
+    """Tests of one other op are left out."""
     others = " or ".join(cases.OPS.keys() - {op.name})
     ran = passed("-k", f"{op.name} or not ({others})", *_LEFT_OUT, "tests/contract", "tests/project",
                  "tests/tools/test_cli.py::test_list")

@@ -1,5 +1,4 @@
-"""What type checkers infer of calls: no public result is Any, and lines of users get types that say
-something.
+"""Types that type checkers infer for calls: no public result is Any, and users' lines get useful types.
 
 tests/project/test_packaging.py checks what mypy says of users' mistakes.
 """
@@ -20,15 +19,15 @@ import pytest
 import cupy_fp8 as fp8
 
 MODULES = (fp8, fp8.diagnostics, fp8.distributed, fp8.io, fp8.moe, fp8.plot, fp8.testing)
-#: What a file or a line of JSON holds is known once it is read, as of json.load and numpy.load: with unions
-#: every use of a value by its name would need an isinstance.
+#: Functions whose result is known only once a file or a line of JSON is read, like json.load and numpy.load:
+#: with unions every use of a value by its name would need an isinstance.
 KNOWN_WHEN_READ = {"load", "load_safetensors", "log_step"}
-#: Any dtype, or an array of any dtype.
+#: any dtype, or an array of any dtype
 _FINE = re.compile(r"np\.ndarray\[Any, np\.dtype\[Any\]\]|np\.dtype\[Any\]")
 
 
 def public() -> dict[str, set[str]]:
-    """The source file of each public class and function, with their names."""
+    """Return the source file of each public class and function, with their names."""
     found: dict[str, set[str]] = {}
     for module in MODULES:
         for name in module.__all__:
@@ -44,7 +43,7 @@ def public() -> dict[str, set[str]]:
 
 
 def anys(source: str, names: set[str]) -> Iterator[str]:
-    """Results and attributes that are Any, or have it inside, of these functions and classes: overloads,
+    """Yield results and attributes that are or contain Any, for these functions and classes: overloads,
     public methods and properties, fields."""
     def unclear(annotation: ast.expr | None) -> bool:
         return annotation is None or bool(re.search(r"\bAny\b", _FINE.sub("", ast.unparse(annotation))))

@@ -1,4 +1,4 @@
-"""What pytest says of a failed comparison."""
+"""pytest's report of a failed comparison."""
 
 from __future__ import annotations
 

@@ -34,22 +34,22 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels
 
 HAS_SHORT_JOBS = True
 
-#: This selects the integer conversions of sm_80 on a chip that converts in hardware (numerics/formats.cuh).
+#: selects the integer conversions of sm_80 on a chip that converts in hardware (numerics/formats.cuh)
 BITCODE = (("CUPY_FP8_BITCODE", "1"),)
-#: A block can have so many bytes of shared memory on the chips that have least, sm_89 and sm_120, and on
-#: those that have kernels of their own.
+#: Shared memory per block: of the chips with the least, sm_89 and sm_120, and of those with kernels of their
+#: own.
 LEAST_SHARED, SHARED = 99 << 10, {"sm_90a": 227 << 10}
-#: Every choice of options is compiled for two of these, each pair of them in turn. All options and input
-#: types are compiled for sm_90 with CUDA 13.
+#: Every choice of options is compiled for two of these, with each pair in turn. All options and input types
+#: are compiled for sm_90 with CUDA 13.
 OTHERS = (("sm_120", 13), ("sm_80", 13), ("sm_90", 12), ("sm_100", 13))
-#: (In this order programs for any alignment are not for sm_80, where two of them take 20 s.)
+#: (In this order programs for any alignment are not compiled for sm_80, where two of them take 20 s.)
 PAIRS = [OTHERS[2:], *itertools.combinations(OTHERS, 2)][:-1]
 
 LAUNCHED = launched_variants()
 
 
 def target_of(v: Program) -> str | None:
-    """The one architecture that it is compiled for; None: all."""
+    """Return the only architecture for which it is compiled; None: all."""
     return LAUNCHED[v].kernel.arch if v in LAUNCHED else None
 
 
@@ -60,7 +60,7 @@ Kind = Callable[[Program], Any]
 
 # ---- what is compiled ----
 def types(v: Program) -> tuple[str, str]:
-    """What it reads and writes, or '' if that is always the same."""
+    """Return its input and output types, or '' if these never vary."""
     defines = dict(v.defines)
     return defines.get("IN", ""), defines.get("OUT", "")
 
@@ -78,17 +78,18 @@ def makes_no_bytes(v: Program) -> bool:
 
 
 def input_type(v: Program) -> tuple[str, int]:
-    """What it reads, and how many bytes wide an element is that it writes."""
+    """Return its input type, and the width in bytes of its output elements."""
     read, written = types(v)
     return read, {"": 0, **{f.tag: dtype.itemsize for dtype, f in FORMATS.items()}}[written]
 
 
 def representatives(turn: int, kind: Kind, takes: Callable[[int], bool] = lambda _: True) -> list[Program]:
-    """One program of each kind whose number `takes` wants, and of each entry point and pair of types.
+    """Return one program of each kind whose number `takes` accepts, and of each entry point and pair of
+    types.
 
-    Registers hardly depend on more than options and widths of types: bf16 and f16 differ by little, two FP8
-    outputs not at all. So types take turns, and each target is given a `turn` of its own. Conversions between
-    types are an architecture's own, so every pair of types is there."""
+    Registers depend on little more than options and widths of types: bf16 and f16 differ little, two FP8
+    outputs not at all. So types take turns, and each target gets its own `turn`. Conversions between types
+    depend on the architecture, so every pair of types is included."""
     found: dict[Any, list[Program]] = {}
     for v in ALL:
         found.setdefault((v.entry, kind(v)), []).append(v)
@@ -107,27 +108,28 @@ PROGRAMS = [
     *((v, "sm_90", 13) for v in representatives(0, lambda v: (options(v), input_type(v)))),
     *((v, *target) for turn, target in enumerate(OTHERS)
       for v in representatives(turn, options, taken_by(target))),
-    # sm_89 converts as sm_90 does, and has its registers.
+    # sm_89 converts like sm_90, and has as many registers
     *((v, "sm_89", 13) for v in representatives(3, entry)),
     *((v, "sm_120", 12) for v in {v.entry: v for v in ALL}.values()),
     *((v, target_of(v), 13) for v in OF_ONE_TARGET),
     *((v, target_of(v), 12) for v in {options(v): v for v in OF_ONE_TARGET}.values()),
 ]
-#: Programs for any alignment take the compiler longest, so others represent their entry points.
+#: Programs for any alignment compile slowest, so others represent their entry points.
 PROGRAMS.sort(key=lambda program: ("ALIGNED", "0") in program[0].defines)
-#: Every entry point has one program for each input type. Registers do not matter: only exactness is tested.
+#: One program of each entry point for each input type. Registers do not matter: only exactness is tested.
 BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + BITCODE)
                          for v in ALL}.values())
 
 
-#: For sm_80 NVRTC leaves the loop over the rows of these programs rolled, and the rows being loaded in local
-#: memory (fused/rows.cuh): so many bytes. That of the shortest activation it unrolls.
+#: For sm_80 NVRTC does not unroll the loop over the rows of these programs, and keeps the rows being loaded
+#: in this many bytes of local memory (fused/rows.cuh). It unrolls the loop of the shortest activation.
 ROLLED, ROLLED_STACK = {("BACKWARD", "0"), ("PATH", "rows")}, 48
 
 
 # ---- the compilations ----
 def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    """The compilations of the selected tests. Each has its own process, since NVRTC uses one processor."""
+    """Yield the compilations of the selected tests, each in its own process, since NVRTC uses one
+    processor."""
     for item in items:
         if item.originalname == "test_variant":
             v, arch, toolkit = (item.callspec.params[name] for name in ("variant", "arch", "toolkit"))
@@ -139,7 +141,8 @@ def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[
 
 @pytest.fixture(scope="module")
 def compiled(background_result: Callable[[Any], Any]) -> Iterator[Callable[..., nvrtc.Compiled]]:
-    """The result of one compilation. At the end pytest -s shows a table of all."""
+    """Yield a function that returns the result of one compilation. At the end pytest -s shows a table of
+    all."""
     rows: list[tuple[tuple[Program, str, int], nvrtc.Compiled]] = []
 
     def result(*program: Any) -> nvrtc.Compiled:
@@ -212,7 +215,7 @@ def test_every_source_is_covered():
 # ---- ops launch what they are registered with ----
 @contextmanager
 def launches() -> Iterator[set[Program]]:
-    """The program of every launch within it. Nothing runs."""
+    """Collect the program of every launch. Nothing runs."""
     with kernels.forced_executor("host"), kernels.recording() as variants:
         seen: set[Program] = set()
         yield seen
@@ -221,12 +224,12 @@ def launches() -> Iterator[set[Program]]:
 
 @functools.cache
 def launched_by(name: str) -> set[Program]:
-    """What all cases of an op launch with the tiles for small arrays, and with those for large arrays on a
-    GPU."""
+    """Return what all cases of an op launch with the tiles for small arrays, and with those for large arrays
+    on a GPU."""
     op = OPS[name]
     with launches() as seen, base.values_made_by(base.zeros):
         for case in op.cases():
-            args, kwargs = op.inputs(case)          # They are made once for all calls, which write nothing.
+            args, kwargs = op.inputs(case)          # made once for all calls, which write nothing
             remembered.forget()
             op.function(*args, **kwargs)
             with pytest.MonkeyPatch.context() as patch:
@@ -244,7 +247,7 @@ def launched_by(name: str) -> set[Program]:
 @pytest.mark.full
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_launches_its_programs(name):
-    """All of them, but for those that another op launches which has them too; and no other."""
+    """All of them, except those launched by another op that registers them too; and no others."""
     own, registered = launched_by(name), programs(OPS[name]).keys()
     assert not own - registered, f"variants() of {name} lacks programs that its cases launch"
     missing = registered - own
@@ -255,7 +258,7 @@ def test_an_op_launches_its_programs(name):
 
 
 def test_astype_launches_known_variants():
-    """`saturate` means something for FP8 only: the other formats have one variant, not two."""
+    """`saturate` matters only for FP8: the other formats have one variant, not two."""
     with launches() as seen:
         for source, to, saturate in itertools.product(FORMATS, FORMATS, (True, False)):
             astype(zeros(3, source, like="numpy"), to, saturate=saturate)

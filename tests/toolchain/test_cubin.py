@@ -1,5 +1,5 @@
-"""Programs for one architecture alone are compiled once, and kept in CuPy's cache under all that they depend
-on."""
+"""Programs for a single architecture are compiled once, and kept in CuPy's cache under everything that they
+depend on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_program_is_compiled_once(nvrtc, tmp_path):
         assert found.read_bytes() == b"text|-std=c++17|-arch=sm_90a"
         assert found.parent == tmp_path / "cache"
     assert nvrtc.compiled == 1
-    assert not any(nvrtc.programs.values())             # All are destroyed.
+    assert not any(nvrtc.programs.values())             # all are destroyed
 
 
 def test_a_file_is_known_by_all_that_it_depends_on(nvrtc):

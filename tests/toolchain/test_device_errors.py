@@ -1,4 +1,4 @@
-"""The sticky word, in which kernels note facts that only the device knows and that are wrong."""
+"""The sticky error word, in which kernels note wrong facts that only the device knows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cupy_fp8 import backend, kernels, testing
 from cupy_fp8.kernels import errors, sources
 from cupy_fp8.ops.scales import swizzle
 
-#: Sizes of groups can be wrong in these ways.
+#: the ways in which sizes of groups can be wrong
 WRONG_SIZES = (errors.MESSAGES[errors.Fact.SPLIT_NEGATIVE], errors.MESSAGES[errors.Fact.SPLIT_SUM])
 
 
 def wrong_once(run: testing.Executor, splits: list[int]) -> None:
-    """A launch that notes an error, whatever the kind of array: NumPy arrays are looked at as little as those
-    on a device."""
+    """Make a launch that notes an error, with any kind of array: values of NumPy arrays are not checked here
+    either."""
     with mock.patch.object(swizzle, "_check_sizes"):
         fp8.swizzle_scales(run.array(scales(9, 4)), splits=run.array(np.array(splits)))
 
@@ -43,7 +43,7 @@ def test_the_word_is_sticky(run):
 
 
 def test_the_words_of_the_cpu_and_of_nobody(run):
-    """NumPy arrays note errors only where kernels run on the CPU, and only there they are seen."""
+    """NumPy arrays note errors only if kernels run on the CPU, and these are seen only there."""
     if run.name != "host":
         pytest.skip("of the CPU's word")
     wrong_once(run, [4, 6])
@@ -136,7 +136,7 @@ def test_every_device_has_its_own_word(on_gpu):
         fp8.device_errors(clear=True)
         s, splits = on_gpu.array(scales(9, 4)), cp.asarray([4, 6])
         cp.cuda.Device(1).synchronize()
-    fp8.swizzle_scales(s, splits=splits)  # It runs where its array is, whatever device is current.
+    fp8.swizzle_scales(s, splits=splits)  # runs where its array is, whatever device is current
     assert fp8.device_errors() == ()
     with cp.cuda.Device(1):
         assert len(fp8.device_errors(clear=True)) == 1

@@ -1,4 +1,4 @@
-"""The host executor finds what it is meant to find.
+"""The host executor finds the errors that it is designed to find.
 
 Every kernel in planted/ exists with and without a bug: the mode meant to catch the bug must catch it, and
 name the line; without the bug it must compute the right bytes in every mode and order.
@@ -27,11 +27,11 @@ from cupy_fp8.hostexec import executor  # noqa: E402
 pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 
 MODES = ("fast", "asan", "tsan")
-# With each bug the fast mode computes wrong bytes in this order.
+# thread order in which the fast mode computes wrong bytes, by bug
 WRONG_BYTES = {
     "uninitialised_shared": "random", "missing_syncthreads": "random", "missing_second_syncthreads": "random",
     "missing_syncwarp": "random", "cp_async": "random", "refilled_buffer": "desc", "cluster_store": "asc"}
-# With each bug the fast mode's error says this, and names the planted line or not.
+# text of the fast mode's error, and whether it names the planted line, by bug
 ERRORS = {
     "dynamic_shared": ("outside dynamic shared memory", False),
     "misaligned_load": ("access of 16 bytes: address 0x.* is not a multiple of 16", True),
@@ -46,7 +46,7 @@ ERRORS = {
     "bulk_store": ("1 bulk store.* not waited for", False), "look_back": ("deadlock.*poll", True),
     "cluster_begin": ("block [01] has not begun", True),
     "cluster_end": ("block 1 has not begun or has ended", True)}
-# With each bug this mode's sanitizer reports this.
+# report of this mode's sanitizer, by bug
 REPORTS = {
     "global_read": ("asan", "heap-buffer-overflow"), "global_write": ("asan", "heap-buffer-overflow"),
     "static_shared": ("asan", "global-buffer-overflow|insufficient space"),
@@ -62,7 +62,7 @@ REPORTS = {
 
 
 def planted_lines(name):
-    """file:line of every line marked "planted" in the kernel or in the helpers right before it."""
+    """Return file:line of every line marked "planted" in the kernel or in the helpers right before it."""
     path = planted_cases.source(name)
     found, kernel = [], None
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -92,7 +92,7 @@ def child(mode, *arguments):
 
 @pytest.fixture(scope="module")
 def children():
-    """All child processes, as many at a time as there are processors: (mode, bug or "no bug") -> finished
+    """Run all child processes, as many at a time as there are processors: (mode, bug or "no bug") -> finished
     process."""
     bugs = [(mode, name) for name, (mode, _) in REPORTS.items()] + [("asan", "bulk_bounds")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -130,7 +130,7 @@ def test_error(name, order):
     assert result["outcome"] == "error"
     assert re.search(pattern, result["text"]), result["text"]
     assert not has_line or names_planted_line(result["text"], name), result["text"]
-    # What was abandoned in the middle leaves nothing behind.
+    # an aborted run leaves nothing behind
     assert planted_cases.run(name, bug=False, order=order, seed=0)["outcome"] == "right"
 
 
@@ -256,7 +256,7 @@ def test_sanitizer_modes_need_their_environment(source):
 
 @pytest.mark.full
 def test_portable_context_switch():
-    """What processors other than x86-64 use, forced by an environment variable."""
+    """The context switch of processors other than x86-64, forced by an environment variable."""
     env = dict(os.environ, CUPY_FP8_HOST_UCONTEXT="1", CUPY_FP8_HOST_MODE="fast")
     command = [sys.executable, str(PLANTED / "planted_cases.py"), "missing_syncthreads", "grid_barrier",
                "divergent_shuffle"]

@@ -1,4 +1,4 @@
-"""The environment of the CPU executor: a compiler with arguments, folders where nothing can be written."""
+"""The environment of the CPU executor: a compiler with arguments, read-only folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(fp8.__file__).resolve().parent.parent
 
 @pytest.fixture
 def no_known_version(monkeypatch):
-    """The compiler's version is found anew, and this test's is forgotten."""
+    """Determine the compiler's version anew, and forget the one found by this test."""
     build.compiler_version.cache_clear()
     yield
     monkeypatch.undo()
@@ -66,7 +66,7 @@ def test_arguments_of_the_compiler_are_part_of_the_cache_key(no_known_version, m
 
 
 def selftest(**env: str) -> subprocess.CompletedProcess[str]:
-    """Runs the selftest of an op with one small kernel, in a process of its own."""
+    """Run the selftest of an op with one small kernel, in a separate process."""
     command = [sys.executable, "-m", "cupy_fp8", "selftest", "compute_scale", "--executor", "host"]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
 
@@ -97,7 +97,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    assert hostexec.available() is None                     # It may hold all kernels already.
+    assert hostexec.available() is None                     # may hold all kernels already
     with pytest.raises(hostexec.HostError, match=r"Permission denied.*set CUPY_FP8_CACHE_DIR to a folder"):
         build.build_runtime("fast")
 

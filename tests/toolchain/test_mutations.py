@@ -25,13 +25,12 @@ from cupy_fp8 import hostexec
 pytestmark = [pytest.mark.full,
               pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
 HAS_SHORT_JOBS = True
-#: A process dies of these signals after an access to an address that is not its own, or an error of the
-#: executor.
+#: Signals that end a process after an invalid access, or an error of the executor.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 def child(name: str, cache: Path, background: Background) -> str:
-    """What found the fault, or SURVIVED and what was tried."""
+    """Return what found the fault, or SURVIVED and what was tried."""
     mode = fault_of(name).mode
     package = str(Path(cupy_fp8.__file__).resolve().parent.parent)
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
@@ -50,12 +49,13 @@ def child(name: str, cache: Path, background: Background) -> str:
 
 @functools.cache
 def cache_folder() -> tempfile.TemporaryDirectory[str]:
-    """The folder where the session's children put what they compile: nobody needs a faulty kernel again."""
+    """Return the folder where the session's children put what they compile: faulty kernels are never
+    reused."""
     return tempfile.TemporaryDirectory(prefix="cupy-fp8-mutations-")
 
 
 def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The children of the selected tests."""
+    """Yield the children of the selected tests."""
     for item in items:
         if hasattr(item, "callspec") and "name" in item.callspec.params:
             name = item.callspec.params["name"]
@@ -72,11 +72,11 @@ def test_the_fault_is_found(name, background_result):
 
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_a_change_of_nothing_survives(name, background_result):
-    """So bytes and tests find faults, not the harness."""
+    """So faults are found by bytes and tests, not by the harness."""
     assert re.match(rf"{SURVIVED} \d\d+ (cases of compute_amax|tests of )", background_result(name))
 
 
 def test_a_fault_that_nothing_launches_is_an_error():
-    """It does not count as one that survived."""
+    """It does not count as a survivor."""
     with pytest.raises(LookupError, match=r"no case of quantize_tensor launches .* OUT=e3m4"):
         next(chosen(FAULTS["quantize/tensor_current.cu"]._replace(define="OUT=e3m4")))

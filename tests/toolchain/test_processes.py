@@ -31,7 +31,7 @@ def pytest_unconfigure(config):
     if os.environ.get("BREAK") and os.getpid() != int(os.environ["SESSION"]):
         raise OSError("broken at the end")
 """
-#: There are three files of a hundred tests. Those of the session's process wait until others have taken some.
+#: Three files of a hundred tests. Those of the session's process wait until others have taken some.
 TESTS = """
 import os, subprocess, time
 import pytest
@@ -59,7 +59,7 @@ def test_stays():
 
 
 def start(folder: Path, body: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A session of two processes whose tests have this body."""
+    """Start a session of two processes with tests of this body."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name in "abc":
         (folder / f"test_{name}.py").write_text(TESTS.replace("BODY", body))
@@ -73,7 +73,7 @@ def start(folder: Path, body: str, *arguments: str, **environment: str) -> subpr
 
 
 def session(folder: Path, body: str, *arguments: str, **environment: str) -> tuple[int, str, list[list[str]]]:
-    """The exit code, what was printed, and file, number and process of every test that ran."""
+    """Return the exit code, the output, and file, number and process of every test that ran."""
     with start(folder, body, *arguments, **environment) as running:
         out, _ = running.communicate(timeout=300)
     return running.returncode, out, that_ran(folder)
@@ -96,7 +96,7 @@ def has_ended(process: str) -> bool:
         state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return True
-    return state == "Z"                             # Its parent is gone, and nobody asks how it ended.
+    return state == "Z"                             # a zombie: its parent is gone, and nobody waits for it
 
 
 def test_every_test_runs_once(tmp_path):
@@ -110,7 +110,7 @@ def test_every_test_runs_once(tmp_path):
 
 
 def test_where_tests_stay_the_others_run_elsewhere(tmp_path):
-    """The process in which they run is nobody else's."""
+    """The process in which they run runs no others."""
     with start(tmp_path, "", STAYS="1") as running:
         out, _ = running.communicate(timeout=300)
     assert "301 passed" in out
@@ -122,7 +122,7 @@ def test_where_tests_stay_the_others_run_elsewhere(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("arguments", [("--processes", "1"), ("-s",), ("-k", "7")], ids=str)
 def test_one_process(tmp_path, arguments):
-    """One process runs on demand, where output is shown as it comes, and for few tests."""
+    """One process runs if requested, if output is shown as it comes, and for few tests."""
     code, out, ran = session(tmp_path, "", *arguments)
     assert code == 0, out
     assert len({process for *_, process in ran}) == 1
@@ -140,7 +140,7 @@ def test_failures_and_their_output_come_back(tmp_path):
 def test_the_first_failure_can_end_the_session(tmp_path):
     code, out, ran = session(tmp_path, "assert number != 7", "-x")
     assert code == 1, out
-    assert re.search(r"\b[123] failed", out)             # At most one of each file fails.
+    assert re.search(r"\b[123] failed", out)             # at most one of each file fails
     assert "stopping after 1 failures" in out
     assert len(ran) < 300
 

@@ -1,4 +1,4 @@
-"""The checks of PTX see what they look for."""
+"""The checks of PTX detect what they look for."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Every op under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, on the CPU, in child
 processes.
 
-This file is also the child: called with the name of a JOB it runs the cases of that job and prints how
-many it executed. ASan and UBSan see every case and buffers that end exactly where their memory does; TSan,
-which pays for every thread, a few blocks of every entry point. Planted errors, driven through the same
-harness, show that both would speak up.
+This file is also the child: called with the name of a JOB it runs the cases of that job and prints how many
+it executed. ASan and UBSan run every case with buffers that end exactly where their memory does; TSan, whose
+cost grows with every thread, a few blocks of every entry point. Planted errors, run through the same harness,
+show that both would report them.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hos
 
 Check = Callable[[testing.Executor], None]
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-# A child in which a sanitizer found something exits with this code.
+# exit code of a child in which a sanitizer found something
 FOUND = 66
-#: Threads run in these orders; elsewhere in tests in ("random", 0). Which addresses are wrong depends on
-#: orders only where threads race.
+#: Orders of threads; other tests use ("random", 0). Wrong addresses depend on the order only where threads
+#: race.
 SCHEDULES = {"asan": (("desc", 0),), "tsan": (("random", 0), ("random", 1), ("desc", 0))}
 
 
 # ---- what a child runs ----
-#: Jobs of `widths` leave these types out: what a kernel accesses depends on how wide types are, and bfloat16
-#: and float8_e4m3fn are as wide.
+#: Types that jobs of `widths` leave out: accesses depend on the width of types, and bfloat16 and
+#: float8_e4m3fn have the same.
 ALIKE = (float16, float8_e5m2)
 
 
 def case_checks(ops: tuple[str, ...], *, widths: bool = False) -> Iterator[Check]:
-    """widths: of inputs and results one type of each width. (Conversions are those of `astype`, under
-    sanitizers for every type.)"""
+    """Yield checks of cases. widths: one type of each width for inputs and results. (Conversions are those of
+    `astype`, which runs under sanitizers for every type.)"""
     for name in ops:
         for case in OPS[name].cases():
             if not widths or not {case.dtype, np.dtype(case.options.get("dtype", float32))} & set(ALIKE):
@@ -65,7 +65,7 @@ def case_checks(ops: tuple[str, ...], *, widths: bool = False) -> Iterator[Check
 
 
 def gate_checks() -> Iterator[Check]:
-    """One type of logits for each score and number of experts of a lane."""
+    """Yield one type of logits for each score and number of experts of a lane."""
     for name in GATES:
         for case in OPS[name].cases():
             _, score, of_lane = gate_program(case)
@@ -75,21 +75,21 @@ def gate_checks() -> Iterator[Check]:
 
 
 def gate_program(case: Case) -> tuple[str, str, int]:
-    """What a program of the gate is, but for the type of the logits."""
+    """Return what identifies a program of the gate, apart from the type of the logits."""
     return case.op, case.options.get("score", "softmax"), row_shape(case.shape).of_lane
 
 
 def flush_with_the_end(shape: tuple[int, ...], dtype: np.dtype, lead: int) -> tuple[np.ndarray, np.ndarray]:
-    """(array, its buffer): the array starts `lead` bytes into memory that ends exactly where the array does.
-    """
+    """Return (array, its buffer): the array starts `lead` bytes into memory that ends exactly where it
+    does."""
     nbytes = int(np.prod(shape)) * dtype.itemsize
     buffer = np.full(lead + nbytes, 0xAA, np.uint8)
     return buffer[lead:].view(dtype).reshape(shape), buffer
 
 
 def edge_check(case: Case, lead: int, run: testing.Executor) -> None:
-    """A case between arrays at odd addresses that end with their memory: right bytes, and none before them.
-    """
+    """Run a case with arrays at odd addresses that end with their memory: bytes are right, and those before
+    the arrays unchanged."""
     op, before = OPS[case.op], []
 
     def moved(a: Any, elements: bool) -> Any:
@@ -103,7 +103,7 @@ def edge_check(case: Case, lead: int, run: testing.Executor) -> None:
         return there
 
     args, kwargs = op.inputs(case)
-    # Elements of two and four bytes are misaligned for an odd lead.
+    # elements of two and four bytes are misaligned for an odd lead
     args = (moved(args[0], elements=False), *args[1:])
     out = moved(op.function(*args, **kwargs), elements=True)
     desired = cases.outputs(op.reference(*args, **kwargs), kwargs)
@@ -122,7 +122,7 @@ EDGE_OPS: dict[str, tuple[np.dtype, dict[str, Any]]] = {
 
 def edge_checks() -> Iterator[Check]:
     for op, (dtype, options) in EDGE_OPS.items():
-        # Flat kernels give a block 1024 elements (f32) or 2048: one element less makes its last chunk a
+        # Flat kernels give a block 1024 elements (f32) or 2048: one element less makes the last chunk a
         # partial one.
         for shape in ((1, 1), (17, 24), (130, 144), (3, 64, 40), (1, 1023), (1, 2047)):
             for lead in (0, 1, 3, 8):
@@ -130,15 +130,15 @@ def edge_checks() -> Iterator[Check]:
 
 
 def few_blocks() -> Iterator[Case]:
-    """Every entry point and direction, on at most a handful of blocks. Of an op that nobody chose cases for
-    here, its first ones."""
+    """Yield every entry point and direction, on at most a handful of blocks. For ops without chosen cases
+    here, their first ones."""
     chosen = list(chosen_blocks())
     yield from chosen
     for name in OPS.keys() - {case.op for case in chosen}:
         few = {"group_quantize": 11, "multi_quantize": 9}.get(name, 8)
         yield from islice((case for case in OPS[name].cases() if np.prod(case.shape) < 30000), few)
-    # Both blocks of a cluster have rows of several warpgroups, and columns. Results leave in boxes, those of
-    # 32 bits in two steps.
+    # Both blocks of a cluster have rows of several warpgroups, and columns. Results are stored in boxes,
+    # 32-bit ones in two steps.
     for shape, options in (((260, 136, 144), {}), ((260, 136, 144), {"dtype": float32}),
                            ((300, 72, 272), {"accumulate": True}), ((288, 208, 144), {}),
                            ((288, 24, 208), {"accumulate": True})):
@@ -147,7 +147,7 @@ def few_blocks() -> Iterator[Case]:
 
 
 def chosen_blocks() -> Iterator[Case]:
-    # These are four tiles of 128 x 128, and five blocks of 2048 elements.
+    # four tiles of 128 x 128, and five blocks of 2048 elements
     tiles, flat = (130, 136), (17, 500)
     for directions in DIRECTIONS:
         for dtype in (bfloat16, float32) if directions["columnwise"] else INPUT_DTYPES:
@@ -157,7 +157,7 @@ def chosen_blocks() -> Iterator[Case]:
     for directions in DIRECTIONS[:3]:
         yield Case("quantize_tensor", bfloat16, (260, 136), "normal",
                    options={"amax": 0.0, "dbias": True, **directions})
-    # These two blocks meet.
+    # two blocks that meet
     yield Case("quantize_tensor", float16, (150, 100), "normal", options={"amax": 0.0, "scale": None})
     for transposed, shape in ((False, flat), (True, tiles)):
         yield Case("dequantize", float8_e5m2, shape, options={"dtype": float16, "transposed": transposed})
@@ -184,7 +184,7 @@ def entry_checks() -> Iterator[Check]:
 
 
 def few_block_entry_checks() -> Iterator[Check]:
-    """Cases with few blocks, which ThreadSanitizer can run, one or more for every entry point."""
+    """Yield cases with few blocks, which ThreadSanitizer can run, at least one for every entry point."""
     candidates = covering.observe(few_blocks())
     for one in covering.cover(candidates, covering.launched_entries):
         yield partial(check, OPS[one.case.op], one.case)
@@ -193,16 +193,15 @@ def few_block_entry_checks() -> Iterator[Check]:
 SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
 PRODUCTS = ("matmul_nt", "grouped_matmul_nt")
 GATES = ("topk_gate", "topk_gate_backward", "z_loss")
-#: These ops have many kernels or cases, and jobs of their own.
+#: ops with many kernels or cases, which get separate jobs
 BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize",
        "multi_quantize", *SWIGLU, *PRODUCTS, *GATES)
 
-#: The jobs of the quick tier have one case or more of every entry point. To choose them takes seconds, under
-#: ASan many, so a child is told their names.
+#: Jobs of the quick tier, with at least one case of every entry point. Choosing them takes seconds, and much
+#: longer under ASan, so a child gets their names.
 QUICK_JOBS = ("asan-entries", "tsan-entries")
-#: A job has a sanitizer and its checks. Beside the jobs of the quick tier, what is compiled for one is
-#: compiled for no other of its sanitizer.
-JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # The longest jobs come first.
+#: A job is a sanitizer and its checks. Except in the quick tier, no two jobs of a sanitizer compile the same.
+JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # longest jobs first
     "asan-entries": ("asan", entry_checks),
     "tsan-entries": ("tsan", few_block_entry_checks),
     "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in BIG), widths=True)),
@@ -220,7 +219,7 @@ JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # The l
 
 
 def case_names(job: str) -> list[str]:
-    """The cases of a quick job."""
+    """Return the cases of a quick job."""
     names = [str(one.args[1]) for one in JOBS[job][1]() if isinstance(one, partial)]
     assert len(set(names)) == len(names)
     return names
@@ -232,29 +231,29 @@ def named_checks(names: list[str]) -> list[Check]:
 
 
 def schedules(job: str) -> tuple[tuple[str, int], ...]:
-    """The quick jobs have one: the cases of `tsan-entries` are those of `tsan-blocks` too."""
+    """Return a job's orders. Quick jobs have one: the cases of `tsan-entries` are also in `tsan-blocks`."""
     found = SCHEDULES[JOBS[job][0]]
     return found[:1] if job in QUICK_JOBS else found
 
 
 # ---- planted errors ----
 def planted(kind: str) -> None:
-    """A launch of the real `cast` kernel with one wrong parameter."""
-    n = 4096                                            # These are two blocks.
+    """Launch the real `cast` kernel with one wrong parameter."""
+    n = 4096                                            # two blocks
     x = np.zeros(n - (kind == "short-input"), bfloat16)
     if kind == "misaligned":
         x = np.zeros(2 * n + 16, np.uint8)[2:].view(bfloat16)[:n]
     data = np.zeros(n - (kind == "short-output"), float8_e4m3fn)
     scale_inv = np.zeros(1, np.float32)
-    # An overlapping scale_inv lies among the data of the second block.
+    # an overlapping scale_inv is among the data of the second block
     address = scale_inv.ctypes.data if kind != "overlapping" else data.ctypes.data + 3000
     variant = tensor._CAST.variant(IN=x.dtype, OUT=data.dtype)
     variant.bind(x, 2, x=x.ctypes.data, data=data.ctypes.data, scale_inv=address, n=n, scale_value=1.0,
                  vector=int(kind == "misaligned")).run()
 
 
-#: Kind: (sanitizer, what it says, where, the child's exit code). Of a misaligned vector the executor itself
-#: speaks first.
+#: Kind: (sanitizer, its report, where, the child's exit code). For a misaligned vector the executor itself
+#: reports first.
 PLANTED = {
     "short-output": ("asan", "heap-buffer-overflow", "store_partial", FOUND),
     "short-input": ("asan", "heap-buffer-overflow", "load_partial", FOUND),
@@ -287,15 +286,15 @@ def child(job: str, names: list[str], background: Background) -> subprocess.Comp
     path = os.pathsep.join(p for p in (package, str(SUPPORT), os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_HOST_MODE": mode, "PYTHONPATH": path} | hostexec.sanitizer_env(mode)
     command = hostexec.sanitizer_command(mode, [sys.executable, __file__, job, *names])
-    return background.run(command, env, timeout=2400)       # Beside other tests it has less than a processor.
+    return background.run(command, env, timeout=2400)       # beside other tests it gets less than a processor
 
 
 def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The children of the selected tests."""
+    """Yield the children of the selected tests."""
     for item in items:
         if hasattr(item, "callspec") and "job" in item.callspec.params:
             job = item.callspec.params["job"]
-            names = case_names(job) if job in QUICK_JOBS else []  # No thread may record launches.
+            names = case_names(job) if job in QUICK_JOBS else []  # launches must not be recorded in a thread
             yield job, partial(child, job, names, background)
 
 

@@ -1,4 +1,4 @@
-"""What programs are known by: every source and header, by name and by contents."""
+"""The digest of a program's sources: every source and header, by name and contents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def digests(root: Path, monkeypatch) -> str:
 
 
 def test_a_digest_changes_with_every_file(tmp_path, monkeypatch):
-    """A changed header would otherwise be compiled from CuPy's cache of the old one."""
+    """Otherwise, after a change of a header, the old program would be loaded from CuPy's cache."""
     names = ("one.cu", "family/two.cu", "include/three.cuh", "include/family/four.cuh")
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Parameter structs as Python reads them from the sources are those that a C++ compiler sees."""
+"""Parameter structs as Python reads them from the sources match a C++ compiler's."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_names_are_checked():
 
 
 def test_nested_structs_are_given_by_name_too():
-    """A value without a name could be another member's: two floats of a rule may change places unseen."""
+    """An unnamed value could be another member's: two floats of a rule may swap unnoticed."""
     layout = structs.of_entry("quantize/mx", "quantize_mx_rows")
     given = {"rule": {"factor": 2.0, "bias": 3}, "along_rows": {"to": 7}, "n": 5}
     swapped = {"n": 5, "along_rows": {"to": 7}, "rule": {"bias": 3, "factor": 2.0}}
@@ -88,7 +88,7 @@ def test_nested_structs_are_given_by_name_too():
 
 
 def test_operands_of_products_have_the_names_of_the_struct():
-    """Fields of OperandView become members of the struct Operand by their names."""
+    """Fields of OperandView become members of the struct Operand by name."""
     numbers = list(range(1, 1 + len(OperandView._fields)))
     fields = OperandView(*numbers)._asdict()
     layout = structs.named("matmul/tiles", "Operand")
@@ -97,7 +97,7 @@ def test_operands_of_products_have_the_names_of_the_struct():
         layout.values({**fields, "pitches": 1})
 
 
-#: These members are 0 in every launch of an entry point, since its struct serves another one too.
+#: members that are 0 in every launch of an entry point, whose struct serves another one too
 _NEVER_NAMED = {
     "cast": {"data_t", "rows", "columns", "aligned", "column_sums"},
     "quantize_whole_vectors": {"square"}, "group_quantize_whole_vectors": {"along_columns"},
@@ -109,9 +109,9 @@ _NEVER_NAMED = {
 
 @pytest.mark.full
 def test_launches_name_every_member(monkeypatch):
-    """A member that launches forget is 0, which no error tells."""
+    """A member that launches forget is 0, without an error."""
     named: dict[str, set[str]] = {}
-    kernels: dict[str, Kernel] = {}     # those of an entry point have one struct
+    kernels: dict[str, Kernel] = {}     # those of an entry point share one struct
     bind = Variant.bind
 
     def noted(variant: Variant, x: Any, grid: int, /, **members: Any) -> Any:

@@ -34,7 +34,7 @@ def test_without_a_gpu(arguments, capsys, tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What has a row in the bench, here the ops of that run. "stopped" stops it."""
+    """Return the list of ops that get rows in the benchmark; "stopped" stops the run."""
     found: list[str] = []
 
     def rows(ops: list[str]) -> Iterator[dict[str, Any]]:
@@ -51,7 +51,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_results_are_written_as_they_come(tmp_path, measured):
-    """A run that is stopped leaves its results beside those of an earlier one."""
+    """A stopped run leaves its results beside those of an earlier one."""
     path, partial = tmp_path / "results.json", tmp_path / "results.json.partial"
     measured += ["astype", "transpose"]
     assert command.main(["--json", str(path)]) == 0
@@ -81,7 +81,7 @@ def test_every_op_has_rows_and_no_row_twice():
 
 @pytest.mark.parametrize("rows", [pytest.param(slice(None), marks=pytest.mark.full), slice(1)], ids=str)
 def test_bytes_are_those_of_the_published_results(rows):
-    """Results are compared by these bytes. The quick tier finds those of each op's first row."""
+    """Results are compared by these bytes. The quick tier checks those of each op's first row."""
     published = {(r["op"], r["variant"], tuple(r["shape"])): r["bytes"] for r in RESULTS if "variant" in r}
     for op, of_op in groupby(bench.specs(), lambda row: row.op):
         for row in list(of_op)[rows]:
@@ -92,7 +92,7 @@ def test_bytes_are_those_of_the_published_results(rows):
 
 @pytest.fixture
 def numpy_for_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy arrays stand for CuPy arrays, so that the calls run on the reference."""
+    """NumPy arrays stand in for CuPy arrays, so that the calls run on the reference."""
     monkeypatch.setattr(host, "backend", SimpleNamespace(cupy=lambda: np))
     here = SimpleNamespace(array_arguments=lambda *arguments: arguments)
     monkeypatch.setattr(testing, "Executor", lambda name: here)

@@ -1,5 +1,5 @@
-"""`bench dispatch` without a GPU: its options, its arithmetic with clocks of the test, rows of tiny layers
-of NumPy arrays between threads, and its lines."""
+"""`bench dispatch` without a GPU: its options, its arithmetic with test clocks, rows of tiny layers on NumPy
+arrays between threads, and its lines."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from cupy_fp8.distributed import World, local
 
 TINY = dispatch_given.Sizes(sent=(5,), tokens=12, forward=(6,), step=6, experts=4, weak=2, topk=2, hidden=128,
                             inner=128)
-BOTH = ("p2p", "nccl")              # NumPy arrays have a transport of their own in the place of either
+BOTH = ("p2p", "nccl")              # NumPy arrays have a transport of their own in place of either
 
 
 class Ticks:
-    """A clock on which a step takes `us`, and the host 10 µs between two looks."""
+    """A clock on which a step takes `us`, and the host 10 µs between two readings."""
 
     def __init__(self, us: float = 1.0) -> None:
         self.step, self.now, self.host, self.log = us, 0.0, 0.0, list[str]()
@@ -64,7 +64,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def between(size: int, rows: Any, sizes: dispatch_given.Sizes = TINY) -> list[dict[str, Any]]:
-    """Rank 0's rows, with what ranks must have alike."""
+    """Return rank 0's rows, after checking what must be equal on all ranks."""
     def run(world: World) -> list[dict[str, Any]]:
         return list(rows(Ranks(world, Ticks(), None, np, 2), sizes, BOTH))
 
@@ -97,7 +97,7 @@ def test_it_is_named_in_the_help(capsys):
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them, as far as the command looks."""
+    """Two GPUs, as far as the command checks."""
     runtime = SimpleNamespace(getDeviceCount=lambda: 2)
     monkeypatch.setattr(backend, "gpu_problem", lambda: None)
     monkeypatch.setattr(backend, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
@@ -106,7 +106,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_ranks_are_started_and_their_rows_written(code, gpus, tmp_path, monkeypatch):
-    """Also those that a run has left that fails."""
+    """Also those left by a run that fails."""
     started: list[Any] = []
 
     def run(given: list[str], ranks: int, *, share_gpus: bool) -> int:
@@ -142,7 +142,7 @@ def test_the_options_of_a_rank_are_those_of_the_command(monkeypatch):
 
 # ---- times ----
 def test_the_time_is_that_of_the_slowest_rank():
-    """Its steps are 40 µs in bursts of three, which are chosen for both ranks."""
+    """Its steps are 40 µs in bursts of three, chosen for both ranks."""
     clocks = [Ticks(6.0), Ticks(120.0)]
     called = [0, 0]
 
@@ -204,7 +204,7 @@ def test_destinations():
 
 @pytest.mark.parametrize(("tokens", "rows"), [(8192, 81920), (4096, 40960), (128, 2048), (1, 272)])
 def test_rows_of_a_rank(tokens, rows):
-    """A quarter more than the mean, in whole groups, or what always suffices."""
+    """A quarter more than the mean, in whole groups, or enough for any routing."""
     ranks = Ranks(local(4)[0], Ticks(), None, np)
     assert dispatch_given.bound(ranks, tokens, 64, 8, 16 if tokens < 4096 else 128) == rows
 
@@ -263,7 +263,7 @@ def test_rows_of_the_layer(few, monkeypatch):
 
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stand for PyTorch."""
+    """Loops that stand in for PyTorch."""
     monkeypatch.setattr(dispatch_layer, "torch_problem", lambda: None)
     monkeypatch.setattr(dispatch_layer, "Bf16", Loops)
     for name in ("tensor", "from_dlpack"):
@@ -280,7 +280,7 @@ def test_rows_in_bf16_beside_the_layer(loops, few):
 
 
 def test_both_layers_compute_the_same(loops):
-    """Outputs and all gradients of two ranks, but for the roundings to FP8."""
+    """Outputs and all gradients of two ranks, up to the rounding to FP8."""
     def run(world: World) -> Any:
         ranks, task = Ranks(world, Ticks(), None, np), dispatch_layer.Task(6, 4, True)
         to, found = dispatch_given.uniform(ranks, 6, 4, 2), []

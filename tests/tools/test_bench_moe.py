@@ -1,5 +1,5 @@
-"""`bench moe` without a GPU: its names, its arithmetic with a clock of the test, and its rows of a tiny layer
-by the references."""
+"""`bench moe` without a GPU: its names, its arithmetic with a test clock, and its rows of a tiny layer by the
+references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY = layer.Shape(3, 24, 2, 128, 128)
 
 
 class Ticks:
-    """A clock that tells the next of some times at each mark, and on the host 10 µs more each time."""
+    """A clock that gives the next of some times at each mark, and on the host 10 µs more each time."""
 
     def __init__(self, durations: Iterator[float] | None = None) -> None:
         self.durations, self.now, self.host, self.log = durations, 0.0, 0.0, list[tuple[str, float]]()
@@ -104,8 +104,8 @@ def test_a_problem_is_the_exit_status_and_all_rows_are_written(problem, tmp_path
 # ---- times ----
 @pytest.mark.parametrize(("first", "of_burst"), [(9e6, 3), (6000, 5)])
 def test_the_time_of_a_step_is_the_median_of_bursts(first, of_burst):
-    """A burst has three steps, or more of short ones: two marks enclose it. Bursts take 3, 6, … 24. first:
-    what the three before them take."""
+    """A burst has three steps, or more if they are short, between two marks. Bursts take 3, 6, … 24. first:
+    the time of the three steps before them."""
     durations = iter([100, first, *(t for burst in range(8) for t in (100, of_burst * (burst + 1)))])
     clock, called = Ticks(durations), []
     found = steps.step_time(lambda: called.append(1), clock)
@@ -115,7 +115,7 @@ def test_the_time_of_a_step_is_the_median_of_bursts(first, of_burst):
 
 
 def test_times_of_calls_are_medians_of_sums_by_name():
-    """Each call has two marks. Those of one name are added up in each step."""
+    """Each call has two marks. Calls of one name are summed in each step."""
     call, durations = Calls(None), list[float]()
     for first in (5, 1, 2, 4, 3):
         durations += [50, first, 50, 10 * first, 50, 100]
@@ -165,7 +165,7 @@ def test_relative_error():
 
 # ---- rows ----
 def test_rows_of_a_tiny_layer(few, monkeypatch, capsys):
-    """One row of each recipe and each dataflow, and the forward pass; all are printed."""
+    """One row for each recipe and each dataflow, and the forward pass; all are printed."""
     monkeypatch.setattr(layer_rows, "torch_problem", lambda: "no PyTorch")
     monkeypatch.setattr(layer_rows, "RECIPES", {"1×128": layer.RECIPES["1×128"]})
     rows = list(bench_moe.shown("title", "heading", layer_rows.step_rows(Ticks(), None, np, [TINY])))
@@ -259,7 +259,7 @@ def test_why_there_is_no_fused_kernel(monkeypatch):
 @needs_host
 @pytest.mark.full
 def test_with_arrays_of_a_gpu(few, monkeypatch):
-    """Kernels on the CPU, a graph, and what CuPy has not for 8-bit floats. A step that cannot be captured is
+    """Kernels on the CPU, a graph, and what CuPy lacks for 8-bit floats. A step that cannot be captured is
     timed all the same."""
     cp, _ = stand_in_arithmetic.install(monkeypatch)
     cp.full = lambda shape, value, dtype: stand_in._placed(np.full(shape, value, dtype))

@@ -1,5 +1,5 @@
 """Rows of the benchmark, with small arrays and the stand-in for CuPy: the timed call runs on the CPU, and its
-check finds the bytes of the reference."""
+check compares with the reference."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from cupy_fp8.cases.covering import record
 
 pytestmark = needs_host
 
-#: Small matrices have several tiles and blocks, and more rows and columns than checks compare.
+#: small matrices with several tiles and blocks, and more rows and columns than checks compare
 _MOST = 512
 _MOST_MATRICES = 2
 
 
 def small(case: Case) -> Case:
-    """The same call with smaller arrays."""
+    """Return the same call with smaller arrays."""
     *batch, rows, columns = (1, *case.shape)
     shape = (*(min(n, _MOST_MATRICES) for n in batch), min(rows, _MOST), min(columns, _MOST))
     options = dict(case.options)
     if "rows" in options:
         options["rows"] = options["rows"] * shape[-2] // rows
-    if case.op.startswith("multi_"):                        # They take a list of matrices.
+    if case.op.startswith("multi_"):                        # they take a list of matrices
         return replace(case, shape=(5,), options={**options, "group": "whole"})
     return replace(case, shape=shape[1:], options=options)
 
 
 def timed() -> Iterator[tuple[str, str, Case]]:
-    """Op, label and small call of each row; one of those that differ by their shapes alone."""
+    """Yield op, label and small call of each row; only one of rows that differ just by shape."""
     for name, op in OPS.items():
         labels: dict[str, Case] = {}
         for label, case, _ in op.timed():
@@ -49,7 +49,7 @@ def timed() -> Iterator[tuple[str, str, Case]]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_arithmetic.install(monkeypatch)
-    monkeypatch.setattr(data, "_LARGE", 1 << 17)            # Most first arguments are then made on the GPU.
+    monkeypatch.setattr(data, "_LARGE", 1 << 17)            # most first arguments are then made on the GPU
 
 
 @pytest.mark.parametrize(("name", "label", "case"), first_of_each(lambda row: row[0], timed()))
@@ -95,7 +95,8 @@ def test_a_comparison_shows_last_who_refuses(gpu, monkeypatch):
 
 
 def check_made(make: Callable[[], tuple[Call, Check]], written: bool = False) -> None:
-    """The check fails before the call and passes after it. written: the check calls again by itself."""
+    """Check that the check fails before the call and passes after it. written: the check makes another call
+    itself."""
     call, check = make()
     if not written:
         with pytest.raises((AssertionError, ValueError)):

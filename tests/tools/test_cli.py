@@ -28,13 +28,13 @@ without_gpu = pytest.mark.skipif(backend.gpu_problem() is None, reason="there is
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m cupy_fp8 …` in a process of its own."""
+    """Run `python -m cupy_fp8 …` in a separate process."""
     return subprocess.run([sys.executable, "-m", "cupy_fp8", *arguments], capture_output=True, text=True,
                           timeout=300, cwd=ROOT)
 
 
 def exit_code(arguments: list[str]) -> int:
-    """What the process would exit with: argparse leaves by itself, the rest is returned."""
+    """Return the exit code of the process: argparse exits itself, other codes are returned."""
     try:
         return main(arguments)
     except SystemExit as leaving:
@@ -58,7 +58,7 @@ def exit_code(arguments: list[str]) -> int:
         ["convert", "", "out", "--recipe", "row"], ["convert", "in", "", "--recipe", "row"])),
 ], ids=str)
 def test_usage(arguments, code, expected, capsys):
-    """Help that was asked for goes to stdout, and what is wrong with the arguments to stderr."""
+    """Requested help goes to stdout, and errors of arguments to stderr."""
     assert exit_code(arguments) == code
     printed = capsys.readouterr()
     asked, unasked = (printed.out, printed.err) if code == 0 else (printed.err, printed.out)
@@ -145,7 +145,7 @@ def test_info(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert all(len(line) <= 80 or " " not in line.strip() for line in out.splitlines())  # Paths are longer.
+    assert all(len(line) <= 80 or " " not in line.strip() for line in out.splitlines())  # paths are longer
     found = re.findall(r"^(\S.*?)  +(.*(?:\n +.*)*)", out, re.MULTILINE)
     lines = {name: " ".join(value.split()) for name, value in found}
     assert lines["cupy_fp8"] == fp8.__version__
@@ -155,7 +155,7 @@ def test_info(monkeypatch, capsys):
         problem = testing.executor_problem(name)
         assert lines[f"{name} executor"].startswith("works" if problem is None else f"no: {problem}")
     assert {"ml_dtypes", "cupy", "matplotlib", "rich"} <= lines.keys()
-    assert out.count("pip install 'cupy-cuda13x") <= 1      # A long reason is given once.
+    assert out.count("pip install 'cupy-cuda13x") <= 1      # a long reason is given once
     assert backend.gpu_problem() is not None or lines["compute capability"]
 
 
@@ -167,7 +167,7 @@ def test_info_facts_are_data():
 # ---- selftest ----
 @pytest.fixture
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, cases.Registration]:
-    """The ops, each with its first cases."""
+    """Return the ops, each with only its first cases."""
     first = {name: list(op.cases())[:3] for name, op in cases.OPS.items()}
     few = {name: dataclasses.replace(op, cases=partial(iter, first[name])) for name, op in cases.OPS.items()}
     monkeypatch.setattr(cases, "OPS", few)
@@ -177,7 +177,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, cases.Registration]:
 @pytest.mark.full
 @needs_host
 def test_selftest_of_everything(monkeypatch, capsys):
-    """Every case is checked once, which test_cases.py does too, whatever the check makes of them."""
+    """Every case is checked once, whatever the result of the checks (test_cases.py runs them)."""
     checked: list[tuple[str, str, str]] = []
 
     def check(op, case, run):
@@ -193,8 +193,8 @@ def test_selftest_of_everything(monkeypatch, capsys):
 
 
 def one_bit_off(op: cases.Registration) -> cases.Registration:
-    """The op with a bit of the last element of every nonempty result turned over: the lowest one, or one of
-    the exponent where results have a bound."""
+    """Return the op with one flipped bit in the last element of every nonempty result: the lowest one, or one
+    of the exponent where results have a bound."""
     def function(*args, **kwargs):
         result = op.function(*args, **kwargs)
         for a in result if op.updates else cases.outputs(result, {}).values():
@@ -206,7 +206,7 @@ def one_bit_off(op: cases.Registration) -> cases.Registration:
 
 
 def writes_nothing(op: cases.Registration) -> cases.Registration:
-    """The op, but what it should write comes back untouched."""
+    """Return the op in a form that writes nothing."""
     def function(*args, out=None, **kwargs):
         updated = args[:len(op.updates)]
         return updated or (op.function(*args, **kwargs) if out is None else out)
@@ -222,7 +222,7 @@ def raises(op: cases.Registration) -> cases.Registration:
 
 
 def returns_others(op: cases.Registration) -> cases.Registration:
-    """The op, but what it returns is not what it was given to write."""
+    """Return the op in a form that returns something else than its `out`."""
     def function(*args, out=None, **kwargs):
         result = op.function(*args, **kwargs)
         return tuple(a.copy() for a in result) if op.updates else result
@@ -238,7 +238,7 @@ BROKEN = list(itertools.product(cases.OPS, (one_bit_off, writes_nothing, raises,
     pytest.param(name, breakage, marks=[] if i % 13 == 0 else pytest.mark.full)
     for i, (name, breakage) in enumerate(BROKEN)])
 def test_selftest_finds_a_broken_op(name, breakage, few_cases, monkeypatch, capsys):
-    """The ops before it and after it are checked all the same."""
+    """The ops before and after it are checked all the same."""
     names = list(few_cases)
     for other in set(names) - {names[(names.index(name) + step) % len(names)] for step in (-1, 0, 1)}:
         monkeypatch.delitem(few_cases, other)

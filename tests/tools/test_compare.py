@@ -1,4 +1,4 @@
-"""diagnostics.compare: its figures are those of the recipes it names, and its verdict follows from them."""
+"""diagnostics.compare: figures of the recipes that it names, and a verdict that follows from them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NAMES = ["tensor E4M3", "delayed E4M3", "tensor E4M3 pow2", "tensor E5M2", "128�
 
 
 def values(*shape: int, outliers: float = 1.0, dtype: Any = np.float32) -> np.ndarray:
-    """Normally distributed values, of which a column is larger than the others."""
+    """Return normally distributed values, with one column larger than the others."""
     x = np.random.default_rng(0).standard_normal(shape, np.float32)
     x[..., 3] *= outliers
     return x.astype(dtype)
 
 
 def local_sqnr(x: np.ndarray, q: Any) -> float:
-    """The definition, in a loop."""
+    """Compute the definition, in a loop."""
     a, v = x.astype(np.float64).reshape(-1), q.dequantize().astype(np.float64).reshape(-1)
     ratios = []
     for run in range(0, a.size, 32):
@@ -63,7 +63,7 @@ def test_rows_are_what_the_recipes_do(x):
 
 
 def test_names():
-    assert recipe_name(fp8.BlockScaling()) == "1×128 E4M3 pow2"        # It is the profile's own choice.
+    assert recipe_name(fp8.BlockScaling()) == "1×128 E4M3 pow2"        # the profile's own choice
     assert recipe_name(fp8.BlockScaling(profile="vllm", eps=0.5)) == "1×128 E4M3 eps 0.5 vllm"
     assert recipe_name(fp8.BlockScaling((None, 1), pow2_scale=False)) == "column E4M3"
     assert recipe_name(fp8.MXScaling(block=(32, 32), profile="torchao")) == "MX 32×32 E4M3 torchao"
@@ -75,7 +75,7 @@ def test_duplicates_are_one_row():
     x = values(64, 100)
     found = diagnostics.compare(x)
     assert found.same["delayed E4M3"] == "tensor E4M3"
-    assert found.same["1×128 E4M3"] == "row E4M3"               # Rows of 100 are one block.
+    assert found.same["1×128 E4M3"] == "row E4M3"               # rows of 100 are one block
     assert [row.name for row in found.distinct] == [name for name in NAMES if name not in found.same]
     text = repr(found)
     assert re.findall(r"^(?:row|1×128) E4M3  ", text, re.MULTILINE) == ["row E4M3  "]
@@ -109,7 +109,7 @@ def test_data_with_scales_are_their_values():
     assert found.dtype == "float8_e4m3fn, block 1×32"
     assert found.rows == diagnostics.compare(q.dequantize()).rows
     assert found["MX E4M3"].error.sqnr_db == math.inf
-    assert found.verdict.startswith("Take tensor E4M3 pow2 for weights")   # So many dB are as good as exact.
+    assert found.verdict.startswith("Take tensor E4M3 pow2 for weights")   # this many dB count as exact
     one = fp8.quantize_tensor(x).rowwise
     assert diagnostics.compare(one, [fp8.MXScaling()]).dtype == "float8_e4m3fn, one scale"
 
@@ -128,7 +128,7 @@ def test_rows_come_one_by_one():
     assert next(rows).name == "tensor E4M3"
     assert calls == [(8, 32)]
     with pytest.raises(ValueError, match="two or three dimensions"):
-        each(values(8))                                         # It raises at the call, not at the first row.
+        each(values(8))                                         # raises at the call, not at the first row
 
 
 @pytest.mark.parametrize(("x", "recipes", "error", "message"), [
@@ -168,7 +168,7 @@ def test_verdicts():
     assert plain.verdict.startswith("Take tensor E4M3 for weights and activations: 31.")
     assert "none is simpler. It is written fp8.CurrentScaling()." in plain.verdict
     assert wild["tensor E4M3"].lost > 0.9
-    assert max(wild, key=lambda row: row.error.sqnr_db).lost > 0.3      # Its few large values are exact.
+    assert max(wild, key=lambda row: row.error.sqnr_db).lost > 0.3      # its few large values are exact
     chosen = wild[taken(wild.verdict)["weights"]]
     assert chosen.lost <= min(row.lost for row in wild) + 0.001
     assert "tensor E4M3 has 0.00 dB locally, 100 % of the values saturated or 0" in wild.verdict
@@ -182,8 +182,8 @@ def test_verdicts():
 
 
 def test_values_that_happen_to_be_exact_are_no_reason():
-    """A column of outliers is the amax of its rows, which scales that are no powers of two store exactly: the
-    SQNR is theirs alone, and MX loses a third of the values that are lost by the recipe that has the most."""
+    """A column of outliers is the amax of its rows, which scales that are not powers of two store exactly: it
+    dominates the SQNR, and MX loses a third as many values as the recipe with the highest one."""
     x = rows_of_unlike_sizes()
     x[:, 5] *= 2.0**14
     found = diagnostics.compare(x)
@@ -201,8 +201,8 @@ def test_values_that_happen_to_be_exact_are_no_reason():
 @pytest.mark.parametrize("factor", [2.0**14, 2.0**16])
 @pytest.mark.parametrize("outliers", [1, 2, 4, 12])
 def test_outliers_hide_nothing(outliers, factor):
-    """However many columns of every 32 have them: the SQNR that counts is that of the other values, of which
-    some recipes lose a part."""
+    """However many columns of every 32 have them: the SQNR that counts is that of the other values, some of
+    which are lost by some recipes."""
     x = values(256, 512)
     others = np.arange(512) % 32 >= outliers
     x[:, ~others] *= factor
@@ -211,7 +211,7 @@ def test_outliers_hide_nothing(outliers, factor):
         if not isinstance(row.recipe, fp8.DelayedScaling):
             v = row.recipe.quantize(x).dequantize()
             sqnr = diagnostics.error(x[:, others], np.ascontiguousarray(v[:, others])).sqnr_db
-            # Each run lacks its largest value too, and the mean is that of ratios.
+            # each run lacks its largest value too, and the mean is that of ratios
             assert row.local_sqnr_db == pytest.approx(max(sqnr, 0), abs=2.5), row.name
             of_others[row.name] = sqnr
     for name in taken(found.verdict).values():
@@ -230,8 +230,8 @@ def test_largest_values_that_are_cut_off_count():
 
 
 def test_a_verdict_for_weights_and_one_for_activations():
-    """As docs/start.md says: 128 tokens share no scale, whose products with weights of 128×128 are fast, as
-    are those of two recipes that are alike."""
+    """As docs/start.md says: 128 tokens share no scale, products with weights of 128×128 are fast, and so are
+    those of two equal recipes."""
     from cupy_fp8.cli import demo_data
 
     w, x = (make(512, 512, seed=3) for make in (demo_data.weight, demo_data.activation))

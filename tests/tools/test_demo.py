@@ -1,4 +1,4 @@
-"""The demo's figures are those of the recipes it names, and its output holds them all."""
+"""The demo's figures are those of the recipes it names, and its output contains them all."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_rows_appear_as_they_are_made(matrices, monkeypatch):
 
 
 def test_several_files_and_names(tmp_path, capsys):
-    """All files are read, the readable ones even beside others; titles are short, whatever the names."""
+    """All files are read, unreadable ones do not stop the others; titles are short, whatever the names."""
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         named: dict[str, Any] = {"long." * 60 + "weight": np.ones((3, 5), np.float32)}
@@ -229,7 +229,7 @@ def test_plot(matrices, tmp_path, capsys):
     (["--json", "no/a.json"], "no such folder"),
 ], ids=str)
 def test_files_that_could_not_be_written(arguments, message, capsys):
-    """That is said before anything is compared."""
+    """Reported before anything is compared."""
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (1, "")
     assert message in err
@@ -289,7 +289,7 @@ def test_compiling_is_announced_only_while_it_runs(capsys):
 # ---- data, GPUs ----
 @pytest.mark.parametrize("part", [1 << 22, 3000])
 def test_data(part, monkeypatch):
-    """part: elements that a thread makes."""
+    """part: elements per thread."""
     monkeypatch.setattr(demo_data, "_PART", part)
     w, x = demo_data.weight(256, 128, seed=3), demo_data.activation(64, 128, seed=3)
     assert (w.dtype.name, w.shape, x.dtype.name, x.shape) == ("float32", (256, 128), "float32", (64, 128))
@@ -298,9 +298,9 @@ def test_data(part, monkeypatch):
     assert w.tobytes() != demo_data.weight(256, 128, seed=4).tobytes()
     f = w.astype(np.float64)
     assert 0.5 < f.std() * math.sqrt(128) < 2
-    assert np.abs(f).max() > 6 * f.std()                    # A normal distribution of this size has less.
+    assert np.abs(f).max() > 6 * f.std()                    # a normal distribution of this size has less
     per_channel = np.abs(x.astype(np.float64))[1:].mean(axis=0)
-    assert (per_channel > 6 * np.median(per_channel)).sum() >= 4     # These are outlier channels.
+    assert (per_channel > 6 * np.median(per_channel)).sum() >= 4     # outlier channels
 
 
 @needs_host

@@ -15,13 +15,13 @@ from cupy_fp8 import diagnostics, testing
 from cupy_fp8.diagnostics import ErrorReport, error, losses, on_gpu, pieces
 
 E4M3, E5M2 = fp8.float8_e4m3fn, fp8.float8_e5m2
-# These are the largest value that still rounds to the maximum, and the smallest that overflows, in f32.
+# the largest f32 that still rounds to the maximum, and the smallest that overflows
 BORDER = {E4M3: (np.float32(464), np.nextafter(np.float32(464), np.float32(500))),
           E5M2: (np.nextafter(np.float32(61440), np.float32(0)), np.float32(61440))}
 
 
 def by_hand(x, v):
-    """(sqnr_db, max_relative_error, underflowed, nan, nonfinite) with Python's floats and fsum."""
+    """Compute (sqnr_db, max_relative_error, underflowed, nan, nonfinite) with Python's floats and fsum."""
     pairs = list(zip(*(a.astype(np.float64).ravel().tolist() for a in (x, v)), strict=True))
     finite = [(a, b) for a, b in pairs if math.isfinite(a)]
     gaps = [abs(b - a) if math.isfinite(b) else math.inf for a, b in finite]
@@ -39,13 +39,13 @@ def figures(report):
 
 def sample(shape=(37, 53), dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
-    with np.errstate(over="ignore"):        # The largest become Inf in float16, which is a case of its own.
+    with np.errstate(over="ignore"):        # the largest become Inf in float16, which is a separate case
         return (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(dtype)
 
 
 @pytest.fixture
 def special():
-    """x of a dtype: every kind of number, with neighbours of each, in more blocks of threads than one."""
+    """Return x of a dtype: every kind of number, with neighbours of each, in several blocks of threads."""
     def make(dtype, seed=0):
         rng = np.random.default_rng(seed)
         x = rng.standard_normal(1003) * 2.0 ** rng.integers(-160, 140, 1003)
@@ -60,7 +60,7 @@ def special():
 @pytest.mark.parametrize("codes", [E4M3, E5M2, None], ids=str)
 @pytest.mark.parametrize("of", ["float32", "float16", fp8.bfloat16, "float64"], ids=str)
 def test_the_kernel_adds_up_what_numpy_does(special, monkeypatch, of, codes, local):
-    """Counts and the largest errors are equal, sums to the last digits."""
+    """Counts and the largest errors are equal, sums agree to the last digits."""
     monkeypatch.setattr(on_gpu, "_ELEMENTS", 256)
     x = special(of)
     x[512:] = sample((491,), of, seed=1)
@@ -127,7 +127,7 @@ def test_saturation_is_overflow_of_the_rounding(dtype):
     x = np.array([top, inside, -inside, beyond, -beyond, 2 * beyond, np.inf, np.nan, 0.0, 1.0], np.float32)
     report = error(x, fp8.quantize_tensor(x, 1.0, dtype=dtype))
     assert (report.saturated, report.nan, report.nonfinite) == (3, 1, 2)
-    unsaturated = fp8.astype(x, dtype, saturate=False).astype(np.float32)  # This defines the same otherwise.
+    unsaturated = fp8.astype(x, dtype, saturate=False).astype(np.float32)  # an equivalent definition
     assert int((~np.isfinite(unsaturated) & np.isfinite(x)).sum()) == 3
 
 
@@ -161,8 +161,8 @@ def test_exact():
 @pytest.mark.parametrize(("dtype", "smallest", "largest", "bound"), [
     (fp8.float8_e4m3fn, 2.0**-6, 448, 1 / 17), (fp8.float8_e5m2, 2.0**-14, 57344, 1 / 9)])
 def test_error_of_normal_values(dtype, smallest, largest, bound):
-    """Neither an underflow, a subnormal value, one that is rounded up to the smallest normal number, nor a
-    saturated one counts."""
+    """Underflows, subnormal values, values rounded up to the smallest normal number, and saturated ones do
+    not count."""
     x = np.array([smallest, 1.06 * smallest, smallest * 0.99, smallest / 2.5, 1e-12, -largest, largest * 1.1,
                   0, np.nan], np.float32)
     report = error(x, fp8.quantize_tensor(x, 1.0, dtype=dtype))
@@ -194,7 +194,7 @@ def test_a_broken_result_has_no_signal_left():
 
 
 def test_signalling_nan_is_silent():
-    x = np.array([[0x7F800001, 0x3F800000]], np.uint32).view(np.float32)  # pytest makes warnings errors.
+    x = np.array([[0x7F800001, 0x3F800000]], np.uint32).view(np.float32)  # pytest turns warnings into errors
     q = fp8.quantize_tensor(x, 1.0)
     assert (error(x, q).nonfinite, error(x, q).nan) == (1, 1)
     assert diagnostics.blocks(x, fp8.quantize_block(x)).nan.tolist() == [[1]]

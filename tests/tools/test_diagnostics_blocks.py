@@ -17,14 +17,14 @@ from cupy_fp8.diagnostics.losses import count_per_block
 from cupy_fp8.formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from cupy_fp8.reference.convert.dequantize import element_scales
 
-#: Scales of NaN are meant in these tests; test_diagnostics_scales.py is about the warning.
+#: NaN scales are intended here; test_diagnostics_scales.py covers the warning
 pytestmark = pytest.mark.filterwarnings("ignore::cupy_fp8.diagnostics.ScaleWarning")
 NAMES = ("saturated", "underflowed", "nan", "negative_zeros", "exponents")
 
 
 def quantized(x: np.ndarray, scale_inv: np.ndarray, block: Any, dtype: np.dtype = float8_e4m3fn,
               layout: Any = "compact", transposed: bool = False) -> Scaled:
-    """x divided by given scales and cast, as a quantiser does. scale_inv: E8M0 bytes, or f32."""
+    """Divide x by given scales and cast, like a quantiser. scale_inv: E8M0 bytes, or f32."""
     scale_inv = scale_inv.view(float8_e8m0fnu) if scale_inv.dtype == np.uint8 else scale_inv
     scales = element_scales(Scaled._of(x, scale_inv, x.shape, False, block, "compact")).astype(np.float64)
     with np.errstate(all="ignore"):
@@ -43,7 +43,7 @@ def sample(shape: tuple[int, ...] = (40, 70), dtype: np.dtype = float32) -> np.n
 
 
 def overflows(ratio: float, dtype: np.dtype) -> bool:
-    """Whether rounding without a limit leaves the format."""
+    """Whether rounding without a limit exceeds the format."""
     return ratio > 464 if dtype == float8_e4m3fn else ratio >= 61440
 
 
@@ -103,7 +103,7 @@ def test_pieces_are_small_and_have_every_element_once(monkeypatch, shape, block)
         for axis, (part, there, size) in enumerate(zip(elements, of_blocks, block, strict=True)):
             stop = min(part.stop, shape[axis])
             assert (there.start, there.stop) == (part.start // size, -(-stop // size))
-            # A piece has either whole blocks from the first to the last, or a part of one.
+            # a piece has either whole blocks from the first to the last, or a part of one
             assert there.stop - there.start == 1 or part.start % size == 0
     assert (seen == 1).all()
 
@@ -128,7 +128,7 @@ def test_a_batch_is_its_matrices(dtype):
     x = sample((3, 40, 70), dtype)
     exponent = np.random.default_rng(2).integers(110, 140, (3, 40, 3)).astype(np.uint8)
     q = Quantized(quantized(x, exponent, ROW), quantized(x, np.full((3, 2, 70), 120, np.uint8), COLUMN))
-    report = blocks(x, q)                                                   # This is about the row-wise part.
+    report = blocks(x, q)                                                   # for the row-wise part
     assert report.saturated.shape == report.exponents.shape == (3, 40, 3)
     for i in range(3):
         alone = blocks(x[i], quantized(x[i], exponent[i], ROW))
@@ -151,13 +151,13 @@ def test_the_transposed_view():
 
 
 def test_the_limits_of_the_scales():
-    """2**-127 is an f32 subnormal, and 448 * 2**120 is beyond f32."""
+    """2**-127 is an f32 subnormal, and 448 * 2**120 exceeds f32."""
     x = np.zeros((4, 32), np.float32)
     x[:, 0] = np.array([np.finfo(np.float32).max, np.finfo(np.float32).max, 2.0**-126, 2.0**-149])
     s = quantized(x, np.array([[246], [247], [0], [0]], np.uint8), ROW)
     assert bits(s.data)[:, 0].tolist() == [0x7E, 0x78, 0x40, 0x00]
     report = blocks(x, s)
-    assert report.saturated.ravel().tolist() == [1, 0, 0, 0]                # FLT_MAX is 512 * 2**119.
+    assert report.saturated.ravel().tolist() == [1, 0, 0, 0]                # FLT_MAX is 512 * 2**119
     assert report.underflowed.ravel().tolist() == [0, 0, 0, 1]
     assert report.nan.ravel().tolist() == [0, 0, 0, 0]
     assert report.exponents.ravel().tolist() == [119, 120, -127, -127]

@@ -25,8 +25,8 @@ COUNTS = ("zero", "negative", "infinite", "nan")
 
 
 def by_hand(scale_inv: np.ndarray) -> dict[str, Any]:
-    """The fields, from all scales at once in f64."""
-    with np.errstate(invalid="ignore"):                 # Signalling NaN raise it.
+    """Compute the fields from all scales at once in f64."""
+    with np.errstate(invalid="ignore"):                 # signalling NaN
         s = widen(scale_inv).astype(np.float64).ravel()
     good = s[np.isfinite(s) & (s > 0)]
     want: dict[str, Any] = {"scales": s.size, "zero": int((s == 0).sum()), "negative": int((s < 0).sum()),
@@ -69,7 +69,7 @@ def test_any_scales(monkeypatch, dtype, seed, chunk):
 @settings(deadline=None, max_examples=50)
 @given(testing.mx_results())
 def test_padding_does_not_count(q):
-    """Layouts have anything in their padding."""
+    """Padding may contain anything."""
     check(scales(q), by_hand(block_scales(q)))
 
 
@@ -152,7 +152,7 @@ def test_one_scale_of_zero_is_named():
 
 
 def test_good_scales_are_silent():
-    x = np.zeros((4, 64), np.float32)                   # Blocks of zeros have scales of 2**-127.
+    x = np.zeros((4, 64), np.float32)                   # blocks of zeros have scales of 2**-127
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for s in (fp8.quantize_mx(x), fp8.quantize_block(x), fp8.quantize_tensor(x, 1.0)):
@@ -170,7 +170,7 @@ def test_errors():
 @pytest.mark.parametrize(("block", "transposed"), [(ROW, False), (COLUMN, True), ((128, 128), True),
                                                    (None, False)])
 def test_the_way_of_cupy(monkeypatch, block, transposed, dtype):
-    """The same figures of a device's arrays, and nothing but scales and small tables comes to the host."""
+    """The same figures for a device's arrays, with only scales and small tables copied to the host."""
     monkeypatch.setattr(pieces, "CHUNK", 1000)
     x = np.random.default_rng(1).standard_normal((256, 320)).astype(np.float32)
     host: Any = (fp8.quantize_tensor(x, 3.0).rowwise if block is None

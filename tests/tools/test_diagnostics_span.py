@@ -17,13 +17,13 @@ from cupy_fp8.diagnostics import SpanReport, Vanished, pieces, scale_span
 from cupy_fp8.formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from cupy_fp8.layouts import cdiv
 
-#: Scales of 0 and NaN are meant in these tests; test_diagnostics_scales.py is about the warning.
+#: scales of 0 and NaN are intended here; test_diagnostics_scales.py covers the warning
 pytestmark = pytest.mark.filterwarnings("error", "ignore::cupy_fp8.diagnostics.ScaleWarning")
 
 
 def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int,
             dtype: np.dtype[Any]) -> tuple[list[list[float]], list[int]]:
-    """The definition in exact arithmetic: spans, and the counts of a report. values, scales: f32."""
+    """Compute the definition in exact arithmetic: spans, and the counts of a report. values, scales: f32."""
     half = Fraction(FORMATS[dtype].smallest_subnormal) / 2
     spans: list[list[float]] = []
     counts = [0] * 6
@@ -52,7 +52,7 @@ def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int,
 
 
 def target_of(column: dict[int, float], scales: dict[int, Fraction], dtype: np.dtype[Any]) -> Fraction:
-    """The target scale of a column of a tile: the power of two that its largest value needs."""
+    """Return the target scale of a column of a tile: the power of two that its largest value needs."""
     if any(math.isinf(v) for v in column.values()):
         return Fraction(2) ** 127
     products = [Fraction(abs(v)) * scales[i] for i, v in column.items() if math.isfinite(v)]
@@ -68,7 +68,8 @@ def counts_of(report: SpanReport) -> list[int]:
 
 
 def data(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
-    """Any codes, mostly small ones; rows of zeros of both signs, of NaN, with a NaN, with a single value."""
+    """Return arbitrary codes, mostly small ones; rows of zeros of both signs, of NaN, with a NaN, with a
+    single value."""
     codes = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     codes[..., 1::3, :] &= 0x87
     codes[..., 4::9, :] &= 0x80

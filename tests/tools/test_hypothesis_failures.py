@@ -1,4 +1,4 @@
-"""What pytest shows where a test with the strategies and comparisons of cupy_fp8.testing fails."""
+"""pytest's output if a test with the strategies and comparisons of cupy_fp8.testing fails."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`inspect` shows every tensor of a checkpoint: dtype, shape, form and range of its scales, size, and what is
-odd."""
+"""`inspect` shows every tensor of a checkpoint: dtype, shape, form and range of its scales, size, and
+anything unusual."""
 
 import json
 

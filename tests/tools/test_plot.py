@@ -1,4 +1,4 @@
-"""What the plots draw, read back from the Axes."""
+"""The contents of plots, read back from the Axes."""
 
 import sys
 from typing import Any, cast
@@ -9,7 +9,7 @@ from figures import keeps_settings, plt  # noqa: F401
 
 import cupy_fp8 as fp8
 
-plot: Any = fp8.plot              # Tests look at artists, whose types say less than they are.
+plot: Any = fp8.plot              # tests use attributes of artists that their types lack
 
 
 def sample():
@@ -18,7 +18,7 @@ def sample():
 
 
 def ticks(ax):
-    """The x of every vertical line that vlines drew, in order."""
+    """Return the x of every vertical line that vlines drew, in order."""
     return [np.array([segment[0][0] for segment in c.get_segments()]) for c in ax.collections]
 
 
@@ -65,7 +65,7 @@ def test_histogram_counts_every_finite_nonzero_element():
     labels = [t.get_text() for t in ax.get_legend().get_texts()]
     v = q.dequantize()
     assert labels[:2] == ["x (2 zeros)", f"quantised ({int((v == 0).sum())} zeros)"]
-    # The lines are at the smallest subnormal and the maximum, in units of x.
+    # lines at the smallest subnormal and the maximum, in units of x
     assert [line.get_xdata()[0] for line in ax.lines] == [2.0**-9 / 16, 448 / 16]
 
 
@@ -75,8 +75,8 @@ def test_histogram_of_nothing_but_zeros():
 
 
 def test_error_by_magnitude_against_a_count():
-    """Points are a quarter of a binade apart; each has the binade around it, if that has 32 elements and some
-    beside the point. Elements that no point has are dots."""
+    """Points are a quarter of a binade apart; each covers the binade around it, if that has 32 elements and
+    some beside the point. Elements that no point covers are dots."""
     x = sample()
     q = fp8.quantize_tensor(x, 16.0)
     ax = plot.error_by_magnitude(x, q)
@@ -101,7 +101,7 @@ def test_error_by_magnitude_against_a_count():
 
 
 def activations():
-    """Heavy-tailed values with loud channels and tokens of any size."""
+    """Return heavy-tailed values with outlier channels and tokens of varying size."""
     rng = np.random.default_rng(0)
     x = (rng.standard_t(4, (512, 1024)) * np.exp(0.5 * rng.standard_normal(1024))
          * np.exp(0.6 * rng.standard_normal((512, 1))))
@@ -113,8 +113,9 @@ def activations():
 @pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), fp8.BlockScaling((128, 128)),
                                     fp8.MXScaling()], ids=["tensor", "1x128", "128x128", "mx"])
 def test_error_by_magnitude_is_smooth(recipe):
-    """Up and down together are hardly more than from the largest error to the smallest, on log2 axes. Bins
-    narrower than the steps of the format, few elements, and a median of lost and kept ones would zigzag."""
+    """The total variation is hardly more than the distance from the largest error to the smallest, on log2
+    axes. Bins narrower than the steps of the format, few elements, and a median of lost and kept ones would
+    zigzag."""
     x = activations()
     ax = plot.error_by_magnitude(x, recipe.quantize(x))
     for line in ax.lines[:2]:

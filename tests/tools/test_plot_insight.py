@@ -1,4 +1,4 @@
-"""Pictures of block statistics and logs, and pictures of large arrays, read back from the Axes."""
+"""Plots of block statistics and logs, and plots of large arrays, read back from the Axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_fp8 import Scaled, diagnostics
 from cupy_fp8.arrays import bits
 from cupy_fp8.plot import block_losses, sample, scale_maps
 
-plot: Any = fp8.plot              # Tests look at artists, whose types say less than they are.
+plot: Any = fp8.plot              # tests use attributes of artists that their types lack
 
 quiet = pytest.mark.filterwarnings("ignore::cupy_fp8.diagnostics.ScaleWarning")
 NOT_ONE: Any = np.zeros(3)
@@ -43,7 +43,7 @@ def test_places_are_spread_evenly_and_always_the_same(size):
     assert size - 2 * size // sample.MOST - 1 <= at[-1] < size
     np.testing.assert_array_equal(at, sample.places(size))
     stride = size // sample.MOST
-    assert stride < 4 or np.ptp(np.diff(at[:100])) > 1                  # The places have no regular pattern.
+    assert stride < 4 or np.ptp(np.diff(at[:100])) > 1                  # no regular pattern
 
 
 @pytest.mark.parametrize("name", ["mx", "mx columns", "1x128", "128x128", "128x128 columns", "rows", "tensor",
@@ -77,7 +77,7 @@ def test_small_arrays_are_drawn_whole():
 
 
 def test_a_thousand_million_elements_take_less_than_a_second():
-    """Broadcast arrays have as many elements without the memory. 3 s leave room for busy machines."""
+    """Broadcast arrays have as many elements without the memory. 3 s allow for busy machines."""
     rows, columns = 1000, 1_000_003
     line = np.random.default_rng(0).standard_normal(columns, np.float32)
     part: Any = fp8.quantize_mx(line[None]).rowwise
@@ -115,7 +115,7 @@ def test_a_large_heat_map_is_sampled(monkeypatch):
     ax = plot.scale_heat_map(s)
     assert ax.get_title() == "8×6 of 40×6 scales (sampled)"
     assert ax.images[0].get_array()[:, 0].tolist() == [0, 5, 10, 15, 20, 25, 30, 35]
-    assert ax.get_ylim() == (39.5, -0.5)                # The axis counts blocks of the matrix.
+    assert ax.get_ylim() == (39.5, -0.5)                # the axis counts blocks of the matrix
 
 
 @quiet
@@ -123,7 +123,7 @@ def test_a_heat_map_of_scales_in_any_layout():
     x = outliers()
     q = fp8.quantize_block(x, block=(128, 128), columnwise=True)
     want = np.log2(q.to_layout("compact").rowwise.scale_inv)
-    for part in (q.rowwise, q.columnwise):  # The matrix is the same, the storage is not.
+    for part in (q.rowwise, q.columnwise):  # the matrix is the same, the storage is not
         np.testing.assert_array_equal(plot.scale_heat_map(part).images[0].get_array(), want)
     q = fp8.quantize_mx(x, columnwise=True)
     for drawn in (q.rowwise, q, q.to_layout("swizzled")):
@@ -154,7 +154,7 @@ def test_loss_map_shows_shares():
 
 def test_a_large_loss_map_shows_the_worst_of_several_blocks(monkeypatch):
     monkeypatch.setattr(block_losses, "MOST_CELLS", 4)
-    x = outliers()[None].repeat(2, axis=0)              # Matrices of a batch are drawn one below the other.
+    x = outliers()[None].repeat(2, axis=0)              # matrices of a batch are drawn one below the other
     report = diagnostics.blocks(x, fp8.quantize_mx(x))
     ax = plot.loss_map(report)
     share = np.pad((100 * report.underflowed / 32).astype(np.float32).reshape(128, 10), ((0, 0), (0, 2)))
@@ -165,7 +165,7 @@ def test_a_large_loss_map_shows_the_worst_of_several_blocks(monkeypatch):
 
 
 def pixels(ax):
-    """The RGB that a map has on paper."""
+    """Return the rendered RGB of a map."""
     ax.figure.set_dpi(64)
     ax.figure.canvas.draw()
     left, bottom, right, top = (round(side) for side in ax.get_window_extent().extents)
@@ -176,9 +176,10 @@ def pixels(ax):
 @pytest.mark.parametrize("block", [(1, 32), (1, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize("style", ["default", "dark_background"])
 def test_every_lost_element_is_seen_on_a_loss_map(block, style):
-    """One element of one block of thousands has a colour that no loss and half a block do not have."""
+    """One lost element in one of thousands of blocks has a colour different from those of no loss and half a
+    block."""
     x = np.ones((5000, 1024) if block[0] == 1 else (512, 1024), np.float32)
-    x[300, 200], x[:128, 1020] = 1e-9, 1e6          # The last block of a row loses all elements but one.
+    x[300, 200], x[:128, 1020] = 1e-9, 1e6          # the last block of a row loses all elements but one
     q = fp8.quantize_mx(x) if block[1] == 32 else fp8.quantize_block(x, block=block)
     with plt.style.context(style):
         ax = plot.loss_map(diagnostics.blocks(x, q))
@@ -193,7 +194,7 @@ def test_every_lost_element_is_seen_on_a_loss_map(block, style):
 
 @quiet
 def test_most_of_a_loss_map_is_not_empty_where_losses_are_few():
-    """Shares of one element in 128 and of a fifth of a block are different colours."""
+    """Shares of one element in 128 and of a fifth of a block have different colours."""
     x = np.random.default_rng(0).standard_t(4, (256, 1024)).astype(np.float32)
     x[:, 513] *= 5000
     report = diagnostics.blocks(x, fp8.quantize_block(x))
@@ -222,7 +223,7 @@ def test_loss_histogram_counts_blocks():
 def test_loss_histogram_of_large_blocks_and_of_none():
     x = np.ones((1024, 128), np.float32)
     x[:, :127] = np.where(np.arange(1024) // 128 < 7, 2.0**-9, 1)[:, None]
-    for block, lost in enumerate((1, 2, 3, 300, 301, 302, 1000)):       # The eighth block loses nothing.
+    for block, lost in enumerate((1, 2, 3, 300, 301, 302, 1000)):       # the eighth block loses nothing
         at = np.arange(lost)
         x[128 * block + at // 127, at % 127] = 1e-9
     report = diagnostics.blocks(x, fp8.quantize_block(x, block=(128, 128)))
@@ -271,8 +272,8 @@ def test_steps_draws_a_log(tmp_path):
     assert panels[0].lines[0].get_ydata().tolist() == [a["sqnr_db"]] * 3
     assert panels[1].lines[0].get_ydata()[0] == 100 * a["blocks_underflowed"] / 640
     assert panels[2].lines[1].get_ydata()[2] == 100 * b["underflowed"] / b["elements"]
-    assert np.isnan(panels[2].lines[1].get_ydata()[0])              # b was not logged at step 0.
-    assert np.isnan(panels[1].lines[1].get_ydata()).all()           # It has no blocks either.
+    assert np.isnan(panels[2].lines[1].get_ydata()[0])              # b was not logged at step 0
+    assert np.isnan(panels[1].lines[1].get_ydata()).all()           # it has no blocks either
     assert panels[3].get_xlabel() == "step"
     (alone,) = plot.steps(records, ["saturated"], tensors=["b"])
     assert [line.get_label() for line in alone.lines] == ["b"]
@@ -306,7 +307,7 @@ def test_errors(call, kind, message):
 
 
 def test_light_and_dark():
-    """Thin lines and filled bars are lighter where the background is dark."""
+    """Thin lines and filled bars are lighter on a dark background."""
     x = outliers()
     colours = {}
     for style in ("default", "dark_background"):

@@ -1,4 +1,4 @@
-"""What the pictures of sweeps, ranges, storage, routing and tables show, read back from the Axes."""
+"""The contents of plots of sweeps, ranges, storage, routing and tables, read back from the Axes."""
 
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics
 from cupy_fp8.plot.style import BLUE, VERMILION
 
-plot: Any = fp8.plot              # Tests look at artists, whose types say less than they are.
+plot: Any = fp8.plot              # tests use attributes of artists that their types lack
 
 
 def texts(ax):

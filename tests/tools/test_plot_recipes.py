@@ -12,7 +12,7 @@ from figures import keeps_settings, plt  # noqa: F401
 import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics
 
-plot: Any = fp8.plot              # Tests look at artists, whose types say less than they are.
+plot: Any = fp8.plot              # tests use attributes of artists that their types lack
 
 
 def found(seed: int = 0) -> diagnostics.Comparison:
@@ -29,14 +29,14 @@ def test_one_tensor():
     assert right.lines[0].get_xdata().tolist() == [100 * one[name].lost for name in recipes]
     assert right.get_xlim()[1] > max(right.lines[0].get_xdata()) > 10
     assert left.get_title(loc="left") == "What each recipe does to 4×256 float32"
-    assert left.get_ylim() == (len(recipes) - 0.5, -0.5)                # Recipes are in the table's order.
+    assert left.get_ylim() == (len(recipes) - 0.5, -0.5)                # recipes are in the table's order
     assert right.get_legend() is None
     left.figure.canvas.draw()
 
 
 @pytest.mark.parametrize("tensors", [3, 6])
 def test_several_tensors(tensors):
-    """Few have markers and names of their own; of many each is a point, and the median a line."""
+    """A few have markers and names of their own; of many each is a point, and the median a line."""
     all_of_them = {f"{seed}" + 60 * "x": found(seed) for seed in range(tensors)}
     left, right = plot.comparison(all_of_them)
     points = [line for line in left.lines if line.get_linestyle() == "None"]

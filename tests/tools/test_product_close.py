@@ -24,7 +24,7 @@ def weights(recipe: Any) -> Any:
 
 
 def dense() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Operands of a product, and what else it takes."""
+    """Return operands of a product, and its other arguments."""
     blocks, rows = fp8.BlockScaling(), fp8.BlockScaling((1, None))
     x, w = fp8.quantize_tensor(X), fp8.quantize_tensor(W)
     grad = fp8.quantize_block(X[:, :24], columnwise=True)
@@ -87,7 +87,7 @@ def test_one_wrong_element_is_named(name):
     operands, options = CASES[name]
     y = product(operands, options, np.float32)
     at = tuple(size // 2 for size in y.shape)
-    # |a · b| sums are at most some thousands here.
+    # sums of |a · b| are at most some thousands here
     y[at] += 1e5
     where = ", ".join(map(str, at))
     message = (rf"product: 1 of {y.size} elements of float32.* worst at \({where}\): actual .*, desired .*, "
@@ -160,7 +160,7 @@ def test_what_is_no_product():
 
 @pytest.mark.parametrize("op", ["matmul_nt", "grouped_matmul_nt"])
 def test_operands_of_the_cases(op):
-    """Every way in which the cases lay out operands is taken."""
+    """Every layout of operands in the cases is accepted."""
     registered, seen = OPS[op], set()
     for case in registered.cases():
         kind = tuple(case.options.get(name) for name in ("scaling", "given", "group", "scale_layout"))
@@ -177,7 +177,7 @@ def test_operands_of_the_cases(op):
 
 
 def test_on_the_executor(run):
-    """Products of kernels, wherever they run."""
+    """Products of kernels, on any executor."""
     a, b = (run.array(each) for each in CASES["blocks"][0])
     y = fp8.matmul_nt(a, b, dtype=np.float32)
     assert_product_close(y, a, b, rtol=2.0**-8)

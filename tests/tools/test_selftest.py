@@ -37,7 +37,7 @@ def variants(recorded: list[Recorded]) -> set[Variant]:
 
 # ---- the cases ----
 def covering(op: cases.Registration) -> list[cases.Case]:
-    """The cases that the quick pass chooses for kernels on the CPU."""
+    """Return the cases that the quick pass chooses for kernels on the CPU."""
     return [chosen.case for chosen in covering_of(record(op))]
 
 
@@ -100,7 +100,7 @@ def test_a_case_that_raises_is_chosen():
 # ---- the command ----
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The op and case of every check. Nothing is compiled or launched."""
+    """Record the op and case of every check. Nothing is compiled or launched."""
     found: list[tuple[str, str]] = []
     monkeypatch.setattr(selftest, "check", lambda op, case, run: found.append((op.name, str(case))))
     monkeypatch.setattr(Variant, "compile", lambda *_: None)
@@ -146,7 +146,7 @@ def test_without_a_compiler_the_reference_runs_and_what_is_left_out_is_said(monk
 
 
 def test_a_fault_is_found_without_a_compiler(monkeypatch, capsys):
-    """An op that writes other bytes than its reference."""
+    """In an op that writes other bytes than its reference."""
     op = cases.OPS["transpose"]
     wrong = dataclasses.replace(op, reference=lambda x: op.reference(x)[..., ::-1])
     monkeypatch.setitem(cases.OPS, "transpose", wrong)
@@ -266,12 +266,12 @@ def test_progress_on_a_terminal(monkeypatch):
     line = progress.Progress()
     line.clear()
     line.show("one")
-    line.show("two [1/2]")                              # This is not rich's markup.
+    line.show("two [1/2]")                              # not rich's markup
     line.clear()
     line.clear()
     shown = screen.getvalue()
     assert "two [1/2]\n" in shown
-    assert shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")    # The cursor is back, and the line is empty.
+    assert shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")    # the cursor is back, and the line is empty
 
 
 @pytest.mark.parametrize("without", ["a terminal", "rich", "a terminal that moves its cursor"])
@@ -284,11 +284,11 @@ def test_progress_elsewhere_is_a_plain_line_now_and_then(without, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     line = progress.Progress()
-    for at, text in ((0, "one"), (4, "two"), (6, "three"), (8, "four")):    # Two and four come too early.
+    for at, text in ((0, "one"), (4, "two"), (6, "three"), (8, "four")):    # two and four come too early
         now[0] = at
         line.show(text)
     now[0] = 10
-    line.printed()                                      # Something else is printed.
+    line.printed()                                      # something else is printed
     for at, text in ((12, "five"), (15, "six")):
         now[0] = at
         line.show(text)

@@ -1,4 +1,5 @@
-"""diagnostics.log_step: what a line says, read with plain json, against the reports and counts by hand."""
+"""diagnostics.log_step: the contents of a line, read with plain json, against the reports and counts by
+hand."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def sample(shape: tuple[int, ...] = (40, 300)) -> np.ndarray:
 
 
 def strict(text: str) -> Any:
-    """JSON as the standard has it."""
+    """Parse JSON strictly by the standard."""
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
     return json.loads(text, parse_constant=refuse)
@@ -88,7 +89,7 @@ def test_one_scale(tmp_path):
 
 @quiet
 def test_without_an_original(tmp_path):
-    """Weights that are kept in FP8."""
+    """Weights stored in FP8."""
     x = sample()
     x[3, 5] = np.nan
     s = fp8.quantize_mx(x).rowwise
@@ -112,7 +113,7 @@ def test_steps_are_appended(tmp_path):
         log_step(str(path), step, tensors)
     assert [(line["step"], line["tensor"]) for line in lines(path)] == [
         (step, name) for step in range(3) for name in "ab"]
-    assert len({tuple(line) for line in lines(path)}) == 1      # Tables need one set of keys.
+    assert len({tuple(line) for line in lines(path)}) == 1      # tables need one set of keys
     assert log_step(path, 3, {}) == []
     assert len(lines(path)) == 6
 

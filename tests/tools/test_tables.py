@@ -23,7 +23,8 @@ def terminal_as_stdout(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 @pytest.mark.parametrize(("width", "left_out"), [("80", []), ("20", ["b"])])
 def test_tables_on_a_terminal(width, left_out, monkeypatch):
-    """They are rich's, have the rows in order, and say what is computed below them for as long as it is."""
+    """They are rich's, have the rows in order, and show what is being computed below them, for as long as it
+    is."""
     pytest.importorskip("rich")
     screen = terminal_as_stdout(monkeypatch)
     monkeypatch.setenv("COLUMNS", width)

@@ -18,7 +18,7 @@ from cupy_fp8.cli import terminal, written
 
 ROOT = Path(fp8.__file__).resolve().parent.parent
 HOST_PROBLEM = testing.executor_problem("host")
-#: Python sees the terminal so: with its own choice of UTF-8 for the C locale, and without.
+#: ways in which Python sees such a terminal: with its own choice of UTF-8 for the C locale, and without
 ASCII = {"C locale": {"LC_ALL": "C"},
          "strictly ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
          "ASCII output": {"PYTHONIOENCODING": "ascii"}}
@@ -56,7 +56,7 @@ def test_characters_that_an_encoding_lacks(monkeypatch):
 
 @pytest.mark.parametrize("arguments", [["list"], ["info"], ["--help"], ["demo", "--help"]], ids=str)
 def test_a_reader_that_has_gone(arguments):
-    """What `| head` leaves behind: writing fails, without a traceback."""
+    """As after `| head`: writing fails, without a traceback."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -64,7 +64,7 @@ def test_a_reader_that_has_gone(arguments):
     finally:
         os.close(writer)
     assert done.stderr == b""
-    assert done.returncode == 141 or arguments == ["demo", "--help"]        # argparse may hide the error.
+    assert done.returncode == 141 or arguments == ["demo", "--help"]        # argparse may hide the error
 
 
 @pytest.mark.skipif(HOST_PROBLEM is not None, reason=str(HOST_PROBLEM))

@@ -11,7 +11,7 @@ from ..data import part, sample
 
 
 def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
-    """Compares sampled rows."""
+    """Compare sampled rows."""
     a, to = args
     picked = sample(a.shape[0])
     assert_bytes_equal(part(out, picked), reference.astype(part(a, picked), to))

@@ -32,7 +32,7 @@ def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Array) -> None
 
 
 def _segments(a: Array, rows: int) -> np.ndarray:
-    """Evenly spaced segments of rows."""
+    """Return evenly spaced segments of rows."""
     starts = np.linspace(0, max(a.shape[0] // rows - 1, 0), _SEGMENTS).astype(int) * rows
     return np.concatenate([part(a, slice(start, start + rows)) for start in starts])
 

@@ -20,11 +20,11 @@ from ..data import normal, part
 from ..measure import Call, Check, Spec
 
 _SHAPES = ((16384, 8192), (32768, 7168))
-_COLUMNS = 256                              # columns at either end that are compared
+_COLUMNS = 256                              # columns compared at either end
 
 
 def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> None:
-    """Compares the first and the last columns of the first and the last expert that has rows."""
+    """Compare the first and the last columns of the first and the last expert that has rows."""
     (q,), column, target = args, out.columnwise, options["target"]
     rows, columns = q.shape
     block = q.block[1]
@@ -52,13 +52,13 @@ def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> 
 def rows() -> Iterator[Spec]:
     for shape in _SHAPES:
         elements = shape[0] * shape[1]
-        # These are the bytes that the op itself moves: data twice, and the scales of blocks three times.
+        # the bytes that the op itself moves: data twice, and the scales of blocks three times
         yield Spec("scaling_aware_transpose", "dequantise, transpose, requantise", shape,
                    2 * elements + 3 * 4 * (elements // 128), partial(_by_other_ops, shape))
 
 
 def _by_other_ops(shape: tuple[int, int]) -> tuple[Call, Check]:
-    """Dequantises to bfloat16, then quantises column-wise, which transposes."""
+    """Dequantise to bfloat16, then quantise column-wise, which transposes."""
     q = quantize_block(normal(shape, bfloat16), scale_layout="compact").rowwise
     x = dequantize(q, dtype=bfloat16)
     out = quantize_block(x, rowwise=False, columnwise=True)

@@ -1,7 +1,7 @@
 """python -m cupy_fp8.bench.matmul.compare: TFLOP/s of products beside cuBLASLt called directly and PyTorch.
 
-A GPU at its power limit slows down, so two protocols are shown: bursts of calls with a pause between them,
-and bursts one right after the other once the GPU is warm.
+A GPU at its power limit slows down, so two protocols are shown: bursts of calls with pauses between them, and
+back-to-back bursts once the GPU is warm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...recipes import BlockScaling, CurrentScaling
 from ...results import Scaled
 from ..measure import DELAY, Call
 
-#: These are M, N, K of the products. The last one is the gradient of a weight over 32768 tokens.
+#: M, N, K of the products. The last one is the gradient of a weight over 32768 tokens.
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 2048, 7168), (2048, 7168, 32768))
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("vector", "vector"))
 _BURSTS, _CALLS, _PAUSE, _WARM = 5, 10, 0.2, 0.5
@@ -32,7 +32,7 @@ _RECIPES: dict[str, Any] = {
     "tensor": CurrentScaling(), "row": BlockScaling((1, None)), "vector": BlockScaling(),
     "block": BlockScaling((128, 128))}
 _WORKSPACE = 32 << 20
-_HOST_NS = 1_000_000               # what the host takes to enqueue a burst, at most
+_HOST_NS = 1_000_000               # most host time to enqueue a burst
 
 class Row(NamedTuple):
     """TFLOP/s of one caller, with pauses and without; or why there are none."""
@@ -51,13 +51,13 @@ class Row(NamedTuple):
 
 
 def operand(rows: int, k: int, scaling: str) -> Scaled:
-    """N(0, 1), quantised."""
+    """Return a quantised operand of N(0, 1)."""
     cp = backend.cupy()
     return _RECIPES[scaling].quantize(cp.random.standard_normal((rows, k), dtype=cp.float32)).rowwise
 
 
 def callers(a: Scaled, b: Scaled, out: Any) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """What is timed, each by a function that makes the call."""
+    """Yield what is timed, each with a function that makes the call."""
     row_wise = a.block is None or a.block == (1, None)
     for label, fast in (("", False), (" fast", True)):
         if row_wise or not fast:
@@ -73,8 +73,8 @@ def _ours(a: Scaled, b: Scaled, out: Any, **options: Any) -> Call:
 
 
 def directly(a: Scaled, b: Scaled, out: Any, fast_accum: bool = False) -> Call:
-    """cublasLtMatmul as the library's samples call it: the heuristic's first algorithm, 32 MB of workspace,
-    arguments that are made once."""
+    """Return a call of cublasLtMatmul like that of the library's samples: the heuristic's first algorithm, 32
+    MB of workspace, arguments that are made once."""
     cp = backend.cupy()
     lib = library.found()
     if isinstance(lib, str):
@@ -132,7 +132,8 @@ def by_torch_in_bf16(a: Scaled, b: Scaled) -> Call:
 
 
 def seconds(call: Call) -> float:
-    """Device time of one call among a burst of them, which are all enqueued before the first one begins."""
+    """Return the device time of one call in a burst, all of which is enqueued before the first call
+    begins."""
     cuda = backend.cupy().cuda
     start, end = cuda.Event(), cuda.Event()
     DELAY.bind(backend.cupy().empty(1, np.uint8), 1, nanoseconds=_HOST_NS).run()
@@ -145,8 +146,8 @@ def seconds(call: Call) -> float:
 
 
 def timed(callers: Iterable[tuple[str, Callable[[], Call]]]) -> Iterator[tuple[str, float, float, str]]:
-    """(caller, seconds of a call with pauses between bursts, without, "") of each caller, or (caller, 0, 0,
-    why) of one that is missing or refuses the product. All of them are called with pauses, and then all
+    """Yield (caller, seconds of a call with pauses between bursts, without, "") for each caller, or (caller,
+    0, 0, why) for one that is missing or refuses the product. First all are called with pauses, then all
     without."""
     calls: dict[str, Call] = {}
     problems: dict[str, str] = {}
@@ -164,7 +165,7 @@ def timed(callers: Iterable[tuple[str, Callable[[], Call]]]) -> Iterator[tuple[s
 
 
 def _median(call: Call, paused: bool) -> float:
-    """Seconds of a call in some bursts."""
+    """Return the median seconds of a call over some bursts."""
     end = time.perf_counter() + (0 if paused else _WARM)
     while time.perf_counter() < end:
         seconds(call)
@@ -176,7 +177,7 @@ def _median(call: Call, paused: bool) -> float:
 
 
 def compared(shape: tuple[int, int, int], pair: tuple[str, str], dtype: Any = bfloat16) -> Iterator[Row]:
-    """One product by every caller, one after the other."""
+    """Yield the rows of one product, caller by caller."""
     m, n, k = shape
     a, b = operand(m, k, pair[0]), operand(n, k, pair[1])
     out, tera = empty((m, n), np.dtype(dtype), like=a.data), 2 * m * n * k / 1e12
@@ -185,7 +186,7 @@ def compared(shape: tuple[int, int, int], pair: tuple[str, str], dtype: Any = bf
 
 
 def main(title: str, lines: Callable[[], Iterable[Any]]) -> int:
-    """Prints a comparison."""
+    """Print a comparison."""
     problem = backend.gpu_problem()
     if problem:
         print(f"a comparison needs a GPU: {problem}")

@@ -15,13 +15,13 @@ from .grouped import SHAPES, Shape, operands, product, result, scaled
 
 
 def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
-    """What is timed, each by a function that makes the call."""
+    """Yield what is timed, each with a function that makes the call."""
     a, b, splits = operands(shape)
     out = result(shape, b.data if shape.group == "m" else b.columnwise)
     yield "grouped_matmul_nt", lambda: product(shape, a, b, splits, out)
     if not shape.accumulate:
         yield "cuBLASLt for each group", partial(_each_group, shape, out)
-    # PyTorch does not accumulate. It refuses sizes that are no multiples of 16 on the device, which ends the
+    # PyTorch does not accumulate. Sizes that are not multiples of 16 fail on the device, which ends the
     # process.
     if shape.accumulate or (shape.group == "k" and shape.multiple % 16):
         return
@@ -31,7 +31,7 @@ def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
 
 
 def _each_group(shape: Shape, out: Any) -> Call:
-    """Dense products of groups whose sizes the host knows, one after the other in a CUDA graph."""
+    """Return dense products of groups whose sizes the host knows, in sequence in a CUDA graph."""
     cp, of_rows = backend.cupy(), shape.group == "m"
     kept, end = [], 0
     with cp.cuda.Stream(non_blocking=True) as stream:
@@ -56,8 +56,8 @@ def _each_group(shape: Shape, out: Any) -> Call:
 
 
 def _by_torch(shape: Shape, a: Any, b: Any, in_fp8: bool, fast: bool = False) -> Call:
-    """PyTorch has one scale for each row. Its second operand is transposed; of gradients all columns of a
-    matrix have one pitch."""
+    """Return PyTorch's call, with one scale per row. Its second operand is transposed; for gradients all
+    columns of a matrix have one pitch."""
     import torch
 
     ends = torch.as_tensor(shape.sizes(), device="cuda").cumsum(0).to(torch.int32)
@@ -84,7 +84,7 @@ def _by_torch(shape: Shape, a: Any, b: Any, in_fp8: bool, fast: bool = False) ->
 
 
 def lines() -> Iterator[str]:
-    """A line of text for each product and caller."""
+    """Yield a line of text for each product and caller."""
     for shape in SHAPES:
         for caller, paused, unpaused, problem in timed(callers(shape)):
             speed = problem or (f"{shape.flops / paused / 1e12:7.0f} {shape.flops / unpaused / 1e12:7.0f} "

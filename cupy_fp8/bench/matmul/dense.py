@@ -18,7 +18,7 @@ from ..measure import Call, Check, Spec
 from .compare import PAIRS, SHAPES, operand
 
 _FIRST = slice(0, 8)                # rows of a whose products are compared
-#: The rows do not begin at multiples of 16 bytes, so cuBLASLt does not take the product.
+#: rows that do not begin at multiples of 16 bytes, so that cuBLASLt cannot take the product
 _MISALIGNED = (4096, 4096, 4100)
 
 

@@ -25,8 +25,8 @@ _ROWS = 4                           # rows of the result that are compared
 
 
 class Shape(NamedTuple):
-    """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: of all sizes.
-    accumulate: in float32; else the result is bfloat16. scale_layout: of rows."""
+    """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: divides all sizes.
+    accumulate: in float32; otherwise the result is bfloat16. scale_layout: of rows."""
 
     group: GroupedAxis
     experts: int
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
         return f"{kind} E={self.experts} {sizes}{' accumulate' if self.accumulate else ''}{compact}"
 
     def sizes(self) -> np.ndarray:
-        """Uneven sizes that add up to total."""
+        """Return uneven sizes that add up to total."""
         share = np.random.default_rng(self.experts).dirichlet(np.full(self.experts, 4.0))
         ends = np.round(np.cumsum(share) * self.total / self.multiple).astype(np.int64) * self.multiple
         ends[-1] = self.total
@@ -73,12 +73,12 @@ SHAPES = (
     *(Shape("m", e, tokens, 4096, 7168) for e, tokens in ((64, 64), (64, 1024), (256, 64), (256, 1024))),
 )
 
-#: `permute` makes rows with such scales.
+#: `permute` makes rows with such scales
 _COMPACT = tuple(Shape("m", 8, 32768, n, k, scale_layout="compact") for n, k in ((4096, 7168), (7168, 2048)))
 
 
 def _codes(shape: tuple[int, ...]) -> Array:
-    """Values of both signs up to 2: times their mean of squares they stay within bfloat16."""
+    """Return values of both signs up to 2: times their mean of squares they stay within bfloat16."""
     cp = backend.cupy()
     found: Array = (cp.random.randint(0, 64, shape, dtype=cp.uint8)
                     | cp.random.randint(0, 2, shape, dtype=cp.uint8) << cp.uint8(7)).view(float8_e4m3fn)
@@ -95,7 +95,7 @@ def scaled(shape: tuple[int, ...], block: tuple[int, int], layout: BlockScaleLay
 
 
 def operands(shape: Shape) -> tuple[Any, ...]:
-    """a, b and splits in the recipe of DeepSeek-V3."""
+    """Return a, b and splits in the recipe of DeepSeek-V3."""
     cp = backend.cupy()
     sizes = cp.asarray(shape.sizes())
     if shape.group == "m":
@@ -119,7 +119,7 @@ def result(shape: Shape, like: Array) -> Array:
 
 
 def product(shape: Shape, a: Any, b: Any, splits: Any, out: Array) -> Call:
-    """The call that is timed."""
+    """Return the call that is timed."""
     into = {"accumulate" if shape.accumulate else "out": out}
     return partial(grouped_matmul_nt, a, b, splits, group=shape.group, **into)
 
@@ -142,7 +142,7 @@ def _product(shape: Shape) -> tuple[Call, Check]:
 
 
 def _check_rows(a: Scaled, b: Scaled, shape: Shape, out: Array) -> None:
-    """The first rows, which are the first expert's that has any."""
+    """Check the first rows, which belong to the first non-empty expert."""
     sizes = shape.sizes()
     expert = int(np.flatnonzero(sizes)[0])
     rows = min(_ROWS, int(sizes[expert]))
@@ -157,7 +157,7 @@ def _check_rows(a: Scaled, b: Scaled, shape: Shape, out: Array) -> None:
 
 
 def _check_gradient(a: Grouped, b: Grouped, out: Array) -> None:
-    """The first rows of the first expert's."""
+    """Check the first rows of the first expert's gradient."""
     left, right = a[0].columnwise.T, b[0].columnwise.T
     rows = Scaled(asnumpy(left.data[:_ROWS]), np.ascontiguousarray(asnumpy(left.scale_inv)[:, :_ROWS].T),
                   (_ROWS, left.shape[1]), False, (1, 128), "compact")

@@ -1,10 +1,10 @@
-"""The rows of `bench dispatch`: what experts over ranks take to send tokens, to make rows of them, and to
-bring results back, by each transport, in FP8 and in bfloat16.
+"""The rows of `bench dispatch`: the time of experts over ranks to send tokens, to permute them to rows, and
+to bring results back, by each transport, in FP8 and in bfloat16.
 
-Bytes are those of the busiest rank, to others or from them; times those of the slowest one (`bench.ranks`).
-Rows are checked: samples of what came are what the others have sent, and the results of each repetition, of
-a graph and of the other transport are the same bytes. NCCL's graphs send whole regions, since they know no
-counts; their GB/s count the bytes that are needed all the same.
+Bytes are those of the busiest rank, sent or received; times those of the slowest one (`bench.ranks`). Rows
+are checked: samples of what came equal what was sent, and the results of each repetition, of a graph and of
+the other transport have the same bytes. NCCL's graphs send whole regions, since the host does not know the
+counts; their GB/s still count the needed bytes only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _EXACT_HAS_NO_GRAPH = "no graph: NCCL sends numbers of rows that the host must k
 
 
 def missing(ranks: Ranks) -> dict[TransportName, str]:
-    """Transports that are not there, and why; the same on all ranks."""
+    """Return the transports that are not available, and why; the same on all ranks."""
     found: dict[TransportName, str] = {}
     for name in TRANSPORTS:
         problem = ranks.problem(nccl_problem() if name == "nccl" else None)
@@ -66,14 +66,14 @@ def missing(ranks: Ranks) -> dict[TransportName, str]:
 def _connection_problem(ranks: Ranks, name: TransportName) -> str | None:
     try:
         parallel(ranks, Sizes(hidden=128, topk=1), Way(name, True), 1, ranks.world.size).close()
-    except Exception as error:          # The driver's and NCCL's are of types of their own.
+    except Exception as error:          # the driver and NCCL have error types of their own
         return f"{type(error).__name__}: {str(error)[:300]}"
     return None
 
 
 # ---- times and checks ----
 def same_bytes(ranks: Ranks, results: Call) -> Callable[[Call], bool]:
-    """What finds whether a step writes again what is there now, on all ranks. results(): its arrays."""
+    """Return a check whether a step writes the present bytes again, on all ranks. results(): its arrays."""
     first = [bits(a).copy() for a in arrays_of(results())]
 
     def check(step: Call) -> bool:
@@ -86,11 +86,11 @@ def same_bytes(ranks: Ranks, results: Call) -> Callable[[Call], bool]:
 
 
 def graph_of(ranks: Ranks, step: Call) -> tuple[Call | None, str | None]:
-    """(a launch of the step's graph, why a rank has none)"""
+    """Return (a launch of the step's graph, why a rank has none)."""
     launch, why = None, None
     try:
         launch = captured(step, ranks.stream)
-    except Exception as error:          # The step itself is timed all the same.
+    except Exception as error:          # the step itself is timed all the same
         why = f"no graph: {type(error).__name__}: {str(error)[:200]}"
     why = ranks.problem(why)
     return (launch, None) if why is None else (None, why)
@@ -98,7 +98,7 @@ def graph_of(ranks: Ranks, step: Call) -> tuple[Call | None, str | None]:
 
 def timed(ranks: Ranks, step: Call, check: Callable[[Call], bool], *, nbytes: int | None = None,
           queued: bool = True, no_graph: str | None = None) -> Row:
-    """Eager and from a graph. nbytes: of the busiest rank. no_graph: why there can be none."""
+    """Time a step eagerly and from a graph. nbytes: of the busiest rank. no_graph: why there can be none."""
     checks, problems = {"again": check(step)}, []
     time = ranks.time(step, queued=queued)
     row: Row = {"us": round(time.us, 2), "spread_percent": round(time.spread, 2),
@@ -120,8 +120,8 @@ def timed(ranks: Ranks, step: Call, check: Callable[[Call], bool], *, nbytes: in
 
 
 def finished(ranks: Ranks, row: Row, first: Row | None) -> Row:
-    """A row with what is wrong, and its times beside those of its group's first row: that of its graph, or if
-    it has none the eager one, beside that of the first one's graph."""
+    """Return a row with its problems, and its times relative to its group's first row: of the eager step, and
+    of the graph (without one, of the eager step) relative to the first row's graph."""
     wrong = [row["problem"]] if "problem" in row else []
     wrong += [f"other bytes: {name}" for name, right in row.get("checks", {}).items() if not right]
     noted = ranks.problem("; ".join(device_errors(clear=True)) or None)
@@ -135,7 +135,7 @@ def finished(ranks: Ranks, row: Row, first: Row | None) -> Row:
 
 def group(ranks: Ranks, section: str, size: dict[str, int],
           ways: Sequence[tuple[str, Callable[[], Row]]]) -> Iterator[Row]:
-    """Rows that stand beside the first of them."""
+    """Yield rows that are compared with the first of them."""
     first: Row | None = None
     for variant, measured in ways:
         row = finished(ranks, {"op": "dispatch", "section": section, "variant": variant,
@@ -147,7 +147,7 @@ def group(ranks: Ranks, section: str, size: dict[str, int],
 
 # ---- the exchange alone ----
 def exchange_rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName]) -> Iterator[Row]:
-    """Rows that go to one rank each: data, scales and probs."""
+    """Yield the rows of tokens that go to one rank each: data, scales and probs."""
     for count in sizes.sent:
         yield from group(ranks, "exchange", {"rows": count}, [
             (str(way), partial(_exchange, ranks, sizes, way, count))
@@ -171,7 +171,7 @@ def _exchange_timed(ranks: Ranks, ep: ExpertParallel, routing: RankRouting, to: 
 
 def _arrives(ranks: Ranks, region: int, routing: RankRouting, parts: Sequence[Part | None], exchange: Call,
              step: Call) -> bool:
-    """Whether a step brings what the others send, by samples. exchange: tells where it comes."""
+    """Whether a step delivers what the others send, by samples. exchange: returns where it arrives."""
     came = [Part.rows(a) for a in exchange() if a is not None]
     _meet(ranks)
     for part in came:
@@ -179,7 +179,7 @@ def _arrives(ranks: Ranks, region: int, routing: RankRouting, parts: Sequence[Pa
     _meet(ranks)
     made = step()
     _meet(ranks)
-    if ranks.stream is None:                # NumPy arrays come in new ones.
+    if ranks.stream is None:                # NumPy arrays are new ones each time
         came = [Part.rows(a) for a in made if a is not None]
     sent, counts = routing.sent, asnumpy(routing.counts)
     offsets, splits, sources = (asnumpy(a) for a in (sent.offsets, sent.splits, sent.sources))
@@ -226,7 +226,7 @@ class Whole:
 
 
 def dispatch_rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName]) -> Iterator[Row]:
-    """From ids and quantised tokens to the rows of experts, beside the exchange alone."""
+    """Yield the rows from ids and quantised tokens to the rows of experts, beside the exchange alone."""
     ways = [way for way in (Way("p2p", True), Way("nccl", True), Way("nccl", False))
             if way.transport in transports]
     to = uniform(ranks, sizes.tokens, sizes.experts, sizes.topk)
@@ -269,7 +269,7 @@ def beside(ranks: Ranks, results: Any, first: list[Array]) -> dict[str, bool]:
 
 # ---- the way back ----
 def combine_rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName]) -> Iterator[Row]:
-    """Rows of experts in bfloat16 to tokens."""
+    """Yield the rows of sending experts' rows in bfloat16 back to tokens."""
     to = uniform(ranks, sizes.tokens, sizes.experts, sizes.topk)
     ways: list[tuple[str, Callable[[], Row]]] = []
     for reduce in ("rank", "exact"):

@@ -1,4 +1,4 @@
-"""What `bench dispatch` sends: how much, where to, and by what."""
+"""What `bench dispatch` sends: how much, where to, and by which transport."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..ranks import Ranks
 
 RECIPE = BlockScaling()
 _TIMEOUT = 60.0                     # seconds: ranks compile kernels before they come
-_SPARE = 1.25                       # of a rank's rows, over the mean
+_SPARE = 1.25                       # a rank's rows, relative to the mean
 
 
 class Sizes(NamedTuple):
     """sent: rows that a rank sends; tokens: of a rank, for the whole dispatch and the way back; forward,
-    step: those of layers. experts: of all ranks; weak: of each rank, where all are the more the more ranks
-    there are."""
+    step: tokens of the layers. experts: of all ranks; weak: of each rank, where their number grows with the
+    ranks (weak scaling)."""
 
     sent: tuple[int, ...] = (64, 4096, 32768)
     tokens: int = 8192
@@ -61,8 +61,8 @@ class Destinations(NamedTuple):
     own: Array
 
     def busiest(self, *, slots: bool = False) -> int:
-        """Tokens that a rank sends to others, or that come to it from others: the most of any rank. slots:
-        one for each expert there."""
+        """Return the most tokens that any rank sends to others or receives from them. slots: count one for
+        each expert there."""
         ranks = range(len(self.chosen))
         counts = np.zeros((len(ranks), len(ranks)), np.int64)
         for rank, chosen in enumerate(self.chosen):
@@ -74,7 +74,7 @@ class Destinations(NamedTuple):
 
 
 def balanced(ranks: Ranks, count: int, topk: int) -> Destinations:
-    """Tokens that go to one rank each, to every rank as many: all experts are of one rank."""
+    """Send each token to one rank, and equally many to every rank: all experts of a token are on one rank."""
     size = ranks.world.size
     chosen = []
     for rank in range(size):
@@ -84,7 +84,7 @@ def balanced(ranks: Ranks, count: int, topk: int) -> Destinations:
 
 
 def uniform(ranks: Ranks, tokens: int, experts: int, topk: int) -> Destinations:
-    """Each token goes to experts that are as likely as any others."""
+    """Send each token to uniformly drawn experts."""
     chosen = []
     for rank in range(ranks.world.size):
         drawn = np.random.default_rng((rank, tokens)).random((tokens, experts)).argsort(1)[:, :topk]
@@ -93,7 +93,7 @@ def uniform(ranks: Ranks, tokens: int, experts: int, topk: int) -> Destinations:
 
 
 def drawn(ranks: Ranks, *shape: int) -> Array:
-    """Normal values, others on each rank."""
+    """Return normal values, different on each rank."""
     if ranks.xp is np:
         return np.random.default_rng(ranks.world.rank).standard_normal(shape, np.float32)
     ranks.xp.random.seed(ranks.world.rank)
@@ -101,7 +101,7 @@ def drawn(ranks: Ranks, *shape: int) -> Array:
 
 
 def tokens_of(ranks: Ranks, count: int, sizes: Sizes, fp8: bool) -> tuple[Any, Array]:
-    """(tokens in FP8 or bfloat16, probs)"""
+    """Return (tokens in FP8 or bfloat16, probs)."""
     values = astype(drawn(ranks, count, sizes.hidden), bfloat16)
     return RECIPE.quantize(values).rowwise if fp8 else values, abs(drawn(ranks, count, sizes.topk))
 
@@ -117,7 +117,8 @@ def token_bytes(parts: Sequence[Part | None]) -> int:
 
 
 def bound(ranks: Ranks, tokens: int, experts: int, topk: int, align: int) -> int:
-    """A rank's rows: a quarter more than there are on average, whole groups of 128, or all that can come."""
+    """Return the bound of a rank's rows: a quarter more than the mean, in whole groups of 128, or all that
+    can come."""
     size = ranks.world.size
     local = experts // size
     most = padded_rows(size * tokens * min(topk, local), local, align)

@@ -24,14 +24,14 @@ from .layer_rows import Row, torch_problem
 
 
 class Task(NamedTuple):
-    """tokens: of a rank; experts: of all ranks; both: forward and backward, else forward alone."""
+    """tokens: of a rank; experts: of all ranks; both: forward and backward, otherwise forward alone."""
 
     tokens: int
     experts: int
     both: bool
 
     def shape(self, ranks: Ranks, sizes: Sizes) -> Shape:
-        """What a rank computes, on average."""
+        """Return what a rank computes, on average."""
         return Shape(self.experts // ranks.world.size, self.tokens, sizes.topk, sizes.hidden, sizes.inner)
 
     def align(self, fp8: bool) -> int:
@@ -41,8 +41,8 @@ class Task(NamedTuple):
 
 
 class _Steps:
-    """Steps whose results outside the experts are written again: route, dispatch, experts, combine, and back
-    the same way. name: of what computes them."""
+    """Steps that overwrite their results outside the experts: route, dispatch, experts, combine, and back the
+    same way. name: of the implementation."""
 
     name = ""
 
@@ -56,15 +56,15 @@ class _Steps:
         return made
 
     def meet(self) -> None:
-        """An exchange that has no name among the calls."""
+        """Run an exchange to synchronise the ranks, which is not among the named calls."""
         self._ep.route(self._chosen, out=self._made["route"])
 
     def forward(self) -> Any:
-        """The outputs of this rank's tokens."""
+        """Return the outputs of this rank's tokens."""
         return self._forward()[0]
 
     def both(self) -> tuple[Any, ...]:
-        """(y, dx, dprobs, d_up, d_down)"""
+        """Return (y, dx, dprobs, d_up, d_down)."""
         y, saved = self._forward()
         return (y, *self._backward(saved))
 
@@ -84,7 +84,7 @@ class _Steps:
         return (*dx, *weights)
 
     def _sent(self, name: str, x: Array) -> Any:
-        """Tokens as they are dispatched."""
+        """Return tokens in the form in which they are dispatched."""
         return x
 
     def _experts(self, rows: Any, splits: Array, row_probs: Array) -> tuple[Any, Any]:
@@ -132,7 +132,8 @@ class OfTorch(_Steps):
 
 # ---- rows ----
 def layer_rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName]) -> Iterator[Row]:
-    """Forward passes of experts that ranks share, and a step of as many experts on each rank."""
+    """Yield forward passes of experts shared by the ranks, and a step with the same number of experts on each
+    rank."""
     tasks = [Task(tokens, sizes.experts, False) for tokens in sizes.forward]
     for task in [*tasks, Task(sizes.step, sizes.weak * ranks.world.size, True)]:
         to = uniform(ranks, task.tokens, task.experts, sizes.topk)
@@ -178,7 +179,7 @@ def _timed(ranks: Ranks, sizes: Sizes, ep: ExpertParallel, way: Way, task: Task,
 
 
 def _of_fp8(ranks: Ranks, step: Callable[[], Any]) -> Row:
-    """As a program sees it that does nothing else: the host's time counts."""
+    """Time a step as in a program that does nothing else: host time counts."""
     results = step()
     return timed(ranks, step, same_bytes(ranks, lambda: results), queued=False)
 

@@ -1,4 +1,4 @@
-"""Samples of the gate: tokens, which do not depend on each other; and counts of what was chosen."""
+"""Samples of the gate: tokens, which are independent of each other; and counts of what was chosen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _compare_backward(args: tuple[Any, ...], options: dict[str, Any], out: Any) 
 
 
 def _compare_z_loss(args: tuple[Any, ...], options: dict[str, Any], out: tuple[Any, Any]) -> None:
-    """Gradients; factors are exact, since numbers of rows and of tokens are powers of two."""
+    """Compare gradients; factors are exact, since numbers of rows and of tokens are powers of two."""
     (logits, coeff), rows = args, sample(len(args[0]), _ROWS)
     assert_bytes_equal(part(out[1], rows),
                        reference.z_loss(part(logits, rows), coeff * len(rows) / len(logits))[1])

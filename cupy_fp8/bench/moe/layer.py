@@ -20,13 +20,13 @@ from ...ops.moe.route import route
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from ..measure import Call
 
-#: Calls of a step that have no buffers of a layer.
+#: calls of a step without a layer's buffers
 CALL = Calls(None)
 RECIPES: dict[str, Recipe] = {"1×128": BlockScaling(), "one scale": CurrentScaling(),
                               "delayed": DelayedScaling()}
-#: What stands beside other implementations.
+#: recipe and dataflow that are compared with other implementations
 FIRST = "1×128", DATAFLOWS[0]
-_CALIBRATING_STEPS = 2              # the first finds the scales of weights, the second those that follow
+_CALIBRATING_STEPS = 2              # the first finds the scales of weights, the second those of what follows
 
 
 class Shape(NamedTuple):
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Those of the forward pass. A step has three times as many."""
+        """FLOPs of the forward pass. A step has three times as many."""
         return 6 * self.tokens * self.topk * self.hidden * self.inner
 
     def __str__(self) -> str:
@@ -49,13 +49,14 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(8, 16384, 2), Shape(64, 4096, 8))
-#: Of so few tokens the forward pass alone is timed.
+#: with so few tokens only the forward pass is timed
 FEW_TOKENS = tuple(Shape(64, tokens, 8) for tokens in (128, 16, 1))
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The arrays of a step in bfloat16: tokens and gradients of unlike magnitudes, experts of unlike size."""
+    """The arrays of a step in bfloat16: tokens and gradients of different magnitudes, experts of different
+    sizes."""
 
     shape: Shape
     up: Array
@@ -67,7 +68,7 @@ class Problem:
 
 
 def problem(shape: Shape, xp: Any, seed: int = 0) -> Problem:
-    """xp: NumPy or CuPy, which draws the large arrays."""
+    """Make a problem. xp: NumPy or CuPy, which draws the large arrays."""
     rng = np.random.default_rng(seed)
     if xp is not np and hasattr(xp.random, "seed"):
         xp.random.seed(seed)
@@ -90,7 +91,8 @@ def problem(shape: Shape, xp: Any, seed: int = 0) -> Problem:
 
 
 def routed(shape: Shape, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The experts of each token and their probs: the largest of a softmax that favours some experts."""
+    """Return the experts of each token and their probs: the largest of a softmax that favours some
+    experts."""
     logits = (rng.standard_normal((shape.tokens, shape.experts))
               + rng.standard_normal(shape.experts) / 2).astype(np.float32)
     chosen = np.argsort(-logits, axis=1, kind="stable")[:, :shape.topk]
@@ -132,11 +134,11 @@ class Layer:
                     align=self.experts._flow.align(keep), out=out)
 
     def allocating(self) -> tuple[Any, ...]:
-        """(y, dx, dprobs, d_up, d_down)"""
+        """Run a step that allocates: (y, dx, dprobs, d_up, d_down)."""
         return self._step(None, None)
 
     def in_place(self) -> tuple[Any, ...]:
-        """The same with `out=`."""
+        """Run a step with `out=`; returns the same."""
         return self._step(self._routing, self._buffers)
 
     def _step(self, routing: Any, buffers: Buffers | None) -> tuple[Any, ...]:
@@ -146,13 +148,13 @@ class Layer:
         return (y, *self.experts.backward(given.grad, saved, out=buffers))
 
     def forward(self) -> Any:
-        """The forward pass alone, which keeps nothing, with `out=`."""
+        """Run the forward pass alone, which keeps nothing, with `out=`."""
         routing = self._route(self._forward_routing, None)
         return self.experts.forward(self.given.x, routing, self.given.probs, keep=None,
                                     out=self._forward_buffers)[0]
 
     def kept(self) -> dict[str, float]:
-        """Bytes a token that each way to keep leaves for the backward pass."""
+        """Return the bytes per token that each `keep` saves for the backward pass."""
         found: dict[str, float] = {}
         for keep in KEEPS:
             _, saved = self.experts.forward(self.given.x, self._route(None), self.given.probs, keep=keep)
@@ -162,7 +164,7 @@ class Layer:
 
 
 def captured(step: Call, stream: Any) -> Call:
-    """A launch of the step's graph. stream: the current one, on which the step has run before."""
+    """Return a launch of the step's graph. stream: the current one, on which the step has run before."""
     stream.synchronize()
     stream.begin_capture()
     try:
@@ -173,13 +175,13 @@ def captured(step: Call, stream: Any) -> Call:
 
 
 def poisoned(results: tuple[Any, ...]) -> None:
-    """Results are overwritten, so that the next step has to write them."""
+    """Overwrite results, so that the next step has to write them."""
     for a in results:
         poison(a)
 
 
 def relative_error(made: Iterable[Array], wanted: Iterable[Array]) -> float:
-    """‖made - wanted‖ / ‖wanted‖ of matrices, one at a time."""
+    """Return ‖made - wanted‖ / ‖wanted‖ of matrices, one at a time."""
     off = norm = 0.0
     for mine, other in zip(made, wanted, strict=True):
         a, b = astype(mine, float32), astype(other, float32)

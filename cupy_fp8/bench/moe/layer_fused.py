@@ -1,5 +1,5 @@
-"""DeepGEMM's forward pass of the whole layer on Hopper: a launch that quantises tokens, and one for all
-else. This process is the only rank."""
+"""DeepGEMM's forward pass of the whole layer on Hopper: a launch that quantises tokens, and one for
+everything else. This process is the only rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAME = "forward: DeepGEMM's fp8_mega_moe"
 
 
 def library() -> Any:
-    """The module, or why there is none."""
+    """Return the module, or why there is none."""
     problems = []
     for name in _MODULES:
         try:
             module = import_module(name)
-        except Exception as error:      # A build for another PyTorch or CUDA raises errors of several types.
+        except Exception as error:      # a build for another PyTorch or CUDA raises several types
             problems.append(f"{name}: {type(error).__name__}: {str(error)[:120]}")
             continue
         missing = [need for need in _NEEDED if not hasattr(module, need)]
@@ -39,7 +39,7 @@ def library() -> Any:
 
 @contextmanager
 def fused(module: Any, given: Problem, up: Quantized, down: Quantized) -> Iterator[Call]:
-    """The forward pass of a problem. up, down: its weights in blocks of 128 x 128."""
+    """Yield the forward pass of a problem. up, down: its weights in blocks of 128 x 128."""
     import torch
 
     shape = given.shape
@@ -64,7 +64,7 @@ def fused(module: Any, given: Problem, up: Quantized, down: Quantized) -> Iterat
 
 
 def _operand(weights: Quantized) -> tuple[Any, Any]:
-    """Codes, and one float32 scale for each block."""
+    """Return codes, and one float32 scale for each block."""
     import torch
 
     compact = weights.rowwise.to_layout("compact")
@@ -73,7 +73,7 @@ def _operand(weights: Quantized) -> tuple[Any, Any]:
 
 @contextmanager
 def _alone() -> Iterator[Any]:
-    """A process group of this process."""
+    """Make a process group of this process alone."""
     import torch.distributed as dist
 
     with socket.socket() as found:

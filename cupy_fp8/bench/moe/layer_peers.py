@@ -1,5 +1,5 @@
-"""The same layer by others' means: in bfloat16 by PyTorch, and in FP8 as it is composed where only a dispatch
-in FP8 is known, with columns that are dequantised and quantised again."""
+"""The same layer by other means: in bfloat16 with PyTorch, and in FP8 as composed where only a dispatch in
+FP8 exists, with columns that are dequantised and quantised again."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from .layer import CALL, Problem
 
 _COMPACT = BlockScaling((1, GROUP), scale_layout="compact")
 _ROWS, _WEIGHTS = BlockScaling((1, GROUP)), BlockScaling((GROUP, GROUP))
-#: `torch._grouped_mm` wants groups that begin at multiples of 16 bytes.
+#: `torch._grouped_mm` needs groups that begin at multiples of 16 bytes
 BF16_ALIGN = 16
 
 
 def tensor(a: Array) -> Any:
-    """A tensor of PyTorch in the same memory."""
+    """Return a PyTorch tensor in the same memory."""
     import torch
 
     return torch.from_dlpack(to_dlpack(a))
 
 
 class Bf16:
-    """The layer in bfloat16: `torch._grouped_mm`, SwiGLU in Triton, this package's routing, permutation."""
+    """The layer in bfloat16: `torch._grouped_mm`, SwiGLU in Triton, this package's routing and
+    permutation."""
 
     def __init__(self, given: Problem) -> None:
         import torch
@@ -44,18 +45,18 @@ class Bf16:
             try:
                 from .. import triton_swiglu
             except ImportError:
-                pass                    # SwiGLU is then PyTorch's operations, and its name says so
+                pass                    # SwiGLU then uses PyTorch's operations, and its name says so
             else:
                 self._kernels = triton_swiglu
         self.name = "bf16 torch._grouped_mm, SwiGLU by " + ("Triton" if self._kernels else "PyTorch's ops")
 
     def __call__(self) -> tuple[Any, ...]:
-        """(y, dx, dprobs, d_up, d_down)"""
+        """Run a step: (y, dx, dprobs, d_up, d_down)."""
         y, saved = self._forward()
         return (y, *self._backward(saved))
 
     def forward(self) -> Any:
-        """The forward pass alone."""
+        """Run the forward pass alone."""
         return self._forward()[0]
 
     def _forward(self) -> tuple[Any, Any]:
@@ -75,7 +76,7 @@ class Bf16:
         return dx, dprobs, from_dlpack(d_up), from_dlpack(d_down)
 
     def forward_rows(self, rows: Any, ends: Any, row_probs: Any) -> tuple[Any, Any]:
-        """(what the experts make of rows that are permuted, what `backward_rows` needs), as tensors. ends: of
+        """Return (the experts' outputs for permuted rows, what `backward_rows` needs), as tensors. ends: of
         the experts' rows, int32."""
         product = self._torch._grouped_mm
         h = CALL("h", product, rows, self._up.transpose(-2, -1), ends)
@@ -84,7 +85,7 @@ class Bf16:
         return out, (ends, rows, h, activation, row_probs)
 
     def backward_rows(self, grads: Any, saved: Any) -> tuple[Any, Any, Any, Any]:
-        """(gradients of the rows, of their probs, d_up, d_down), as tensors."""
+        """Return (gradients of the rows, of their probs, d_up, d_down), as tensors."""
         product = self._torch._grouped_mm
         ends, rows, h, activation, row_probs = saved
         d_activation = CALL("activation grad", product, grads, self._down, ends)
@@ -126,7 +127,7 @@ class Requantising:
         self._up, self._down = (_WEIGHTS.quantize(w, columnwise=True) for w in (given.up, given.down))
 
     def __call__(self) -> tuple[Any, ...]:
-        """(y, dx, dprobs, d_up, d_down)"""
+        """Run a step: (y, dx, dprobs, d_up, d_down)."""
         given = self._given
         r = CALL("route", route, given.chosen, num_experts=given.shape.experts, align=GROUP)
         splits = r.aligned_splits

@@ -1,8 +1,8 @@
-"""The rows of `bench moe`: what a step of the layer takes by each recipe and dataflow, beside the same in
+"""The rows of `bench moe`: the time of a step of the layer by each recipe and dataflow, beside the same in
 bfloat16 and a layer that quantises again; and the forward pass alone, beside DeepGEMM's in one kernel.
 
 Every row is checked: in place, allocating and from a graph a step gives the same bytes, twice, and its weight
-gradients are those of bfloat16 but for rounding. A row that fails has a `problem`; the others are measured.
+gradients equal those of bfloat16 up to rounding. A row that fails has a `problem`; the others are measured.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .layer_peers import Bf16, Requantising
 
 Row = dict[str, Any]
 _MOST_ERROR = 0.12                  # of weight gradients, relative to those of bfloat16
-_UP, _DOWN = 3, 4                   # where a step's results have the weight gradients
+_UP, _DOWN = 3, 4                   # indices of the weight gradients among a step's results
 
 
 @contextmanager
 def on_gpu() -> Iterator[tuple[Any, Events]]:
-    """(a stream that can be captured, its clock). It is the current one of CuPy and of PyTorch."""
+    """Make current for CuPy and PyTorch: (a stream that can be captured, its clock)."""
     cp = backend.cupy()
     stream = cp.cuda.Stream(non_blocking=True)
     with ExitStack() as entered:
@@ -59,16 +59,16 @@ def on_gpu() -> Iterator[tuple[Any, Events]]:
 
 
 def torch_problem() -> str | None:
-    """Why nothing of PyTorch can stand beside the layer; None: it can."""
+    """Return why PyTorch cannot be compared with, or None."""
     try:
         torch = import_module("torch")
-    except Exception as error:          # A broken installation raises errors of several types.
+    except Exception as error:          # a broken installation raises errors of several types
         return f"torch: {error}"
     return None if hasattr(torch, "_grouped_mm") else f"torch {torch.__version__} has no _grouped_mm"
 
 
 def step_rows(clock: Clock, stream: Any, xp: Any, shapes: Iterable[Shape] = SHAPES) -> Iterator[Row]:
-    """A row for each layer. stream: None: there are no graphs."""
+    """Yield a row for each layer. stream: None: there are no graphs."""
     for shape in shapes:
         given = problem(shape, xp)
         others: dict[str, float] = {}
@@ -88,16 +88,16 @@ def step_rows(clock: Clock, stream: Any, xp: Any, shapes: Iterable[Shape] = SHAP
 
 
 def attempt(shape: Shape, variant: str, measure: Callable[[], Row]) -> Row:
-    """A row, or what its measurement raised."""
+    """Return a row, or what its measurement raised."""
     row: Row = {"op": "moe", "variant": variant, "shape": list(shape)}
     try:
         return row | measure()
-    except Exception as error:          # The other rows are measured all the same.
+    except Exception as error:          # the other rows are measured all the same
         return row | {"problem": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
 def release() -> None:
-    """Give back the memory of the row before."""
+    """Give back the memory of the previous row."""
     gc.collect()
     if "cupy" in sys.modules and hasattr(backend.cupy(), "get_default_memory_pool"):
         backend.cupy().get_default_memory_pool().free_all_blocks()
@@ -151,17 +151,17 @@ def _graph_timed(launch: Call | None, clock: Clock) -> Row:
 
 
 def _graph(step: Call, stream: Any) -> tuple[Call | None, str | None]:
-    """(a launch of the step's graph, why there is none)"""
+    """Return (a launch of the step's graph, why there is none)."""
     if stream is None:
         return None, None
     try:
         return captured(step, stream), None
-    except Exception as error:          # The step itself is timed all the same.
+    except Exception as error:          # the step itself is timed all the same
         return None, f"no graph: {type(error).__name__}: {str(error)[:200]}"
 
 
 def _checks(layer: Layer, in_place: tuple[Any, ...], launch: Call | None) -> dict[str, bool]:
-    """Whether the bytes are the same each time."""
+    """Return whether the bytes are the same each time."""
     first = layer.allocating()
     found = {"again": bytes_equal(layer.allocating(), first)}
     poisoned(in_place)
@@ -174,7 +174,7 @@ def _checks(layer: Layer, in_place: tuple[Any, ...], launch: Call | None) -> dic
 
 
 def _errors(results: tuple[Any, ...], wanted: list[Array]) -> Row:
-    """The relative errors of the weight gradients of both products."""
+    """Return the relative errors of the weight gradients of both products."""
     if not wanted:
         return {}
     return {"error": {name: round(relative_error(results[at], of), 4)
@@ -182,7 +182,7 @@ def _errors(results: tuple[Any, ...], wanted: list[Array]) -> Row:
 
 
 def _problem(row: Row, why: str | None = None) -> Row:
-    """What the checks found wrong. why: there is no graph."""
+    """Return a row with the failed checks. why: there is no graph."""
     wrong = [] if why is None else [why]
     wrong += [f"other bytes: {name}" for name, same in row["checks"].items() if not same]
     wrong += [f"the gradient of {name} is off by {error:.1%}" for name, error in row.get("error", {}).items()
@@ -192,8 +192,8 @@ def _problem(row: Row, why: str | None = None) -> Row:
 
 def forward_rows(clock: Clock, stream: Any, xp: Any, shapes: Sequence[Shape] = (*SHAPES, *FEW_TOKENS)
                  ) -> Iterator[Row]:
-    """The forward pass alone: routing, quantisation of the tokens, experts; eager and from a graph. DeepGEMM
-    comes last, since an error of its kernel may end everything on the GPU."""
+    """Yield the forward pass alone: routing, quantisation of the tokens, experts; eager and from a graph.
+    DeepGEMM comes last, since an error of its kernel may end everything on the GPU."""
     usable = torch_problem() is None and xp is not np
     module = layer_fused.library() if usable else "it needs PyTorch and a GPU"
     ours: dict[Shape, Row] = {}

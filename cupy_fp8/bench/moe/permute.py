@@ -1,4 +1,4 @@
-"""Samples of what is summed from, or sent to, each token's rows: some tokens."""
+"""Samples of sums over, or copies to, the rows of some tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..data import part, sample
 
 
 def _sampled(routing: Routing) -> tuple[list[int], list[int], Routing]:
-    """(tokens, their rows, a routing of these tokens to these rows alone in the same order). Every slot has a
-    row."""
+    """Return (tokens, their rows, a routing of these tokens to these rows alone in the same order). Every
+    slot has a row."""
     tokens = sample(routing.tokens)
     rows = asnumpy(routing.row_map)[tokens]
     made = reference.route(np.zeros(rows.shape, np.int32), num_experts=1)

@@ -15,7 +15,7 @@ from .tiles import EDGE, assert_tile, corners, of_a_tile
 
 def _compare(quantised: Callable[..., Any], of_gated: Callable[..., None], args: tuple[Any, ...],
              options: dict[str, Any], out: Any) -> None:
-    """quantised: the reference."""
+    """Compare tiles. quantised: the reference."""
     if options["kind"] in GATED:
         of_gated(quantised, args, options, out)
         return

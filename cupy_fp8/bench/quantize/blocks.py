@@ -9,11 +9,11 @@ from ...results import Quantized, Scaled
 from ...testing import assert_bytes_equal
 from ..data import part
 
-_EDGE = 128                                 # the side of the compared tiles
+_EDGE = 128                                 # side of the compared tiles
 
 
 def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> None:
-    """Compares tiles at the corners and at some places between."""
+    """Compare tiles at the corners and at some places between."""
     (x,), (rows, columns) = args, out.shape
     rule = {name: value for name, value in options.items() if name not in ("rowwise", "columnwise")}
     middle = rows // 2 // _EDGE * _EDGE, columns // 4 // _EDGE * _EDGE
@@ -30,7 +30,7 @@ def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> 
 
 
 def _scales(made: Scaled, r: int, c: int) -> Any:
-    """The scales of a tile, by rows and columns of blocks."""
+    """Return the scales of a tile, by rows and columns of blocks."""
     assert made.block is not None
     flipped = made.block[0] == 1 and made.scale_layout != "compact" if 1 in made.block else made.transposed
     scales = made.scale_inv.T if flipped else made.scale_inv

@@ -1,4 +1,4 @@
-"""Samples of group_quantize: groups, which are compared with what the recipe makes of each by itself."""
+"""Samples of group_quantize: groups, compared with the recipe's result for each separately."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> 
 
 
 def _of_matrix(made: Scaled, e: int) -> tuple[Any, np.ndarray]:
-    """(data, scales) of one matrix as bytes, lines of blocks first."""
+    """Return (data, scales) of one matrix as bytes, lines of blocks first."""
     columnwise = made.block == (32, 1)
     data, scales = (bits(a)[e] if len(made.shape) == 3 else bits(a) for a in made)
     lines, length = made.shape[-2:][::-1] if columnwise else made.shape[-2:]

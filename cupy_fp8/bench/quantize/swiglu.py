@@ -19,7 +19,7 @@ from .tiles import EDGE, assert_tile, corners, of_a_tile
 
 def compare(quantised: Callable[..., Quantized], args: tuple[Any, ...], options: dict[str, Any],
             out: Quantized) -> None:
-    """Compares the codes of tiles at the corners and of one between. quantised: the reference."""
+    """Compare the codes of tiles at the corners and of one between. quantised: the reference."""
     x, recipe = args
     recipe, given = of_a_tile(recipe, options, out)
     for r, c in corners(out.shape):
@@ -32,7 +32,7 @@ def compare(quantised: Callable[..., Quantized], args: tuple[Any, ...], options:
 
 def compare_backward(quantised: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any],
                      out: Any) -> None:
-    """Compares whole rows: the first blocks of each direction. quantised: the reference."""
+    """Compare whole rows: the first blocks of each direction. quantised: the reference."""
     (grad, x, recipe), few = args, slice(0, EDGE)
     made, sums = out if isinstance(out, tuple) else (out, None)
     want, wanted_sums = quantised(
@@ -50,7 +50,7 @@ def _joined(a: Any, rows: slice, columns: list[slice]) -> np.ndarray:
 
 
 def _of_rows(options: dict[str, Any], first: int, columns: list[slice]) -> dict[str, Any]:
-    """The reference's options for some columns of a tile's rows, from `first` on."""
+    """Return the reference's options for some columns of a tile's rows, from `first` on."""
     given = dict(options)
     if "scale" in given:
         given["scale"] = asnumpy(given["scale"])

@@ -29,7 +29,7 @@ def _compare(args: tuple[Any, ...], options: dict[str, Any], out: Quantized) -> 
 
 
 def compare_rows(x: Any, out: Quantized, scale: np.ndarray, to: np.dtype[Any]) -> None:
-    """Compares sampled rows in each direction."""
+    """Compare sampled rows in each direction."""
     picked = sample(x.shape[0])
     want = reference.quantize_tensor(part(x, picked), scale, dtype=to)
     if out._row is not None:

@@ -43,14 +43,14 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 _MX_BLOCKS = ((1, 32), (32, 1))
 _OTHER_BLOCKS: tuple[Any, ...] = ((1, 128), (128, 1), (128, 128), (1, None), (None, 1), (1, 64), (32, 32),
                                   (64, 256))
-#: The last shape has no tail of a block of 32.
+#: the last shape has no tail of a block of 32
 _TAILS: tuple[tuple[int, ...], ...] = (MATRIX, ALIGNED_MATRIX, (160, 288))
 _BATCHES: tuple[tuple[int, ...], ...] = ((2, 3, 40, 96), (300, 160), (6, 1056))
 _ANY: tuple[tuple[int, ...], ...] = (MATRIX, (256, 384), (2, 133, 144))
 
 
 def _inputs(case: Case) -> Arguments:
-    """The case's array is the data as stored. Scales of blocks have any bits. scales='view': they are not
+    """The case's array is the data as stored. Scales of blocks have arbitrary bits. scales='view': not
     contiguous, as `.T` makes them."""
     options = dict(case.options)
     transposed, block = options.pop("transposed", False), options.pop("block", None)
@@ -135,7 +135,7 @@ def _timed() -> Iterator[Timed]:
 
 def _timed_with_one_size(case: Callable[..., Case], shape: tuple[int, int], row: dict[str, Any],
                          column: dict[str, Any]) -> Iterator[Timed]:
-    """Rows of other layouts, types and blocks."""
+    """Yield rows of other layouts, types and blocks."""
     stored = shape[::-1]
     for name, options in (("row", row), ("column", column)):
         yield Timed(f"e4m3→bf16 MX {name} swizzled",

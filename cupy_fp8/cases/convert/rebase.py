@@ -1,4 +1,4 @@
-"""Cases of rebase_scales: blocks of powers of two that become other blocks, in every layout."""
+"""Cases of rebase_scales: power-of-two scales for other blocks, in every layout."""
 
 from __future__ import annotations
 
@@ -22,37 +22,36 @@ from ..registry import Arguments, Registration, Timed, register
 _MX: Any = (1, 32)
 _ROW: Any = (1, 128)
 _SQUARE: Any = (128, 128)
-#: These have tails of every tile, rows with and without wide accesses, several matrices, or no elements.
+#: tails of every tile, rows with and without wide accesses, several matrices, or no elements
 _SHAPES: tuple[tuple[int, ...], ...] = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (33, 640),
                                         (127, 129), (130, 257), (144, 272), (2, 3, 40, 24), (3, 0, 4),
                                         (2, 133, 144))
 _TIMED_SHAPES = ((4096, 7168), (16384, 8192))
-#: Exponents are equal, differ by block, make values vanish beside others, span the whole range, or are those
-#: that only f32 has.
+#: Ranges of exponents: all equal; different by block; so far apart that values vanish; the whole range; and
+#: those that only f32 has.
 _EXPONENTS = {"same": (-3, -3), "near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
-#: New blocks of MX data take other tiles if they have a few rows, are larger than a tile, or are whole rows.
+#: New blocks of MX data. A few rows, blocks larger than a tile, and whole rows take other tiles.
 _BLOCKS: tuple[Any, ...] = ((1, 32), (1, 64), (1, 256), (1, 2048), (1, None), (32, 32), (64, 64), (32, 256),
                             (256, 32), (256, 256), (1024, 32), (128, 4096))
 
 
 def _inputs(case: Case) -> Arguments:
-    """The case's array is the data as stored, with some zeros. before: the blocks of q, of data not stored
-    transposed; scales: a name of _EXPONENTS, or
-    'quantised', for those of a quantiser; held, layout: the dtype and the layout of q's scales; view: they
-    are not contiguous."""
+    """The case's array is the data as stored, with some zeros. before: the blocks of q, of data not
+    stored transposed; scales: a name of _EXPONENTS, or 'quantised', for those of a quantiser; held, layout:
+    the dtype and the layout of q's scales; view: they are not contiguous."""
     options = dict(case.options)
     before, transposed = options.pop("before", _MX), options.pop("transposed", False)
     held, layout = options.pop("held", float8_e8m0fnu), options.pop("layout", "compact")
     scales, view = options.pop("scales", "near"), options.pop("view", False)
     data = source(case)
     if case.layout != "strided":
-        bits(data)[..., 5::11, :] &= 0x80                   # Some rows are zeros, like padding.
+        bits(data)[..., 5::11, :] &= 0x80                   # some rows are zeros, like padding
     rng, (low, high) = np.random.default_rng(data.size), _EXPONENTS.get(scales, QUANTISED)
     grid = (1,) if before is None else scale_shape(data.shape, before, "compact")
     exponents = rng.integers(low, high, grid, endpoint=True)
     scale_inv = powers_of_two(exponents, held)
     if scales in _EXPONENTS and held == float8_e8m0fnu:
-        bits(scale_inv).reshape(-1)[11::29] = 255                   # This is NaN.
+        bits(scale_inv).reshape(-1)[11::29] = 255                   # NaN
     elif scales in _EXPONENTS:
         scale_inv.reshape(-1)[7::31] = 0
     if layout != "compact":
@@ -92,7 +91,7 @@ def _cases() -> Iterator[Case]:
         yield case(float8_e5m2, (2, 65, 100), block=block)
     for block in ((1, None), (1, 65536), (1, 8192), (32, 4096)):
         yield case(float8_e4m3fn, (33, 17000), "normal", block=block)
-    # Old blocks may be larger, of other kinds, or the whole tensor.
+    # larger old blocks, of other kinds, or the whole tensor
     for before, block in product((_ROW, _SQUARE, (1, None), (32, 64), None),
                                  (_MX, _ROW, (64, 32), (1, None))):
         for transposed in (False, True):
@@ -106,7 +105,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _layouts(case: Callable[..., Case]) -> Iterator[Case]:
-    """Every layout that has the scales, before and after."""
+    """Yield every layout that has the scales, before and after."""
     for transposed in (False, True):
         for layout in ("swizzled", "deepgemm_sm100"):
             for block, after in ((_ROW, "gemm_ready"), (_SQUARE, "gemm_ready"), (_ROW, layout)):

@@ -23,20 +23,20 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128),
            (272, 520), (144, 264), (33, 640),
            (500, 272))
-#: A pair is (rows, experts). Some experts are empty. There is one, or more of them than rows, or enough for
-#: several rounds of the search. Some columns end in half a sector.
+#: (rows, experts): empty experts, one expert, more experts than rows, and enough for several rounds of the
+#: search. Some columns end in half a sector.
 _EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (40, 0), (512, 3), (1281, 1),
             (1296, 1), (2700, 2))
 _TIMED_SHAPES = ((16384, 8192), (32768, 7168))
-#: Exponents differ little by row, differ much (by one more than f16 has halvings, without and with e4m3's
-#: lift), span the whole range, or go beyond it.
+#: Ranges of exponents by row: close; far apart (by one more than f16 has halvings, without and with e4m3's
+#: lift); the whole range; and beyond it.
 _EXPONENTS = {"near": (-9, -5), "halvings": (-25, 0), "wide": (-32, 0), "all": (-127, 127),
               "tiny": (-149, -120)}
 
 
 def _inputs(case: Case) -> Arguments:
-    """The case's array is the data. scales: a name of _EXPONENTS, where some rows are zeros, or 'quantised',
-    for those of a quantiser. held: their layout. multiple: of the sizes of all experts."""
+    """The case's array is the data. scales: a name of _EXPONENTS (with some rows of zeros), or
+    'quantised', for a quantiser's. held: their layout. multiple: divides the sizes of all experts."""
     options = dict(case.options)
     block, experts = options.pop("block", 128), options.pop("experts", None)
     scales, narrow = options.pop("scales", "near"), options.pop("narrow", False)
@@ -48,23 +48,23 @@ def _inputs(case: Case) -> Arguments:
         options["splits"] = splits.astype(np.int32 if narrow else np.int64)
     data = source(case)
     if case.layout != "strided" and scales in _EXPONENTS:
-        bits(data)[5::11] &= 0x80                   # Some rows are zeros, like padding.
+        bits(data)[5::11] &= 0x80                   # some rows are zeros, like padding
     rng = np.random.default_rng(rows + columns)
     low, high = _EXPONENTS.get(scales, QUANTISED)
     exponents = rng.integers(low, high, (rows, cdiv(columns, block)), endpoint=True)
     exponents[7::11] = exponents[:1]
     scale_inv = powers_of_two(exponents, float8_e8m0fnu if block == 32 else float32)
     if block == 32 and scales in _EXPONENTS:
-        bits(scale_inv)[11::29] = 255                                   # This is NaN.
+        bits(scale_inv)[11::29] = 255                                   # NaN
     if held != "compact":
         scale_inv = stored(scale_inv, held, (1, block))
-        scale_inv[:, rows:] = np.nan                                    # Padding is not read.
+        scale_inv[:, rows:] = np.nan                                    # padding is not read
     return (Scaled(data, asarray(scale_inv, like=data), case.shape, False, (1, block), held),), options
 
 
 def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quantized:
-    """Calls the op. A result belongs to the memory of its q, so with `out` the new values go into that
-    memory."""
+    """Call the op again. A result belongs to the memory of its q, so with `out` the new values are copied
+    into that memory."""
     if out is not None and out.rowwise.data is not q.data:
         kept = q.scale_inv if out.rowwise.scale_layout == "gemm_ready" else out.rowwise.scale_inv
         for mine, given in ((out.rowwise.data, q.data), (kept, q.scale_inv)):
@@ -75,7 +75,7 @@ def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quanti
 
 def _cases() -> Iterator[Case]:
     case = maker("scaling_aware_transpose")
-    # The first cases launch each kind of kernel on a few blocks, for callers that take only a few cases.
+    # few blocks first, for callers that take only a few cases: each kind of kernel
     for block in (128, 32):
         for target in scaling_aware.TARGETS:
             yield case(float8_e4m3fn, (144, 272), "normal", block=block, target=target)
@@ -95,7 +95,7 @@ def _cases() -> Iterator[Case]:
                 yield case(float8_e4m3fn, (rows, 144), "normal", block=block, target=target, experts=experts)
                 yield case(float8_e5m2, (rows, 45), block=block, target=target, experts=experts, narrow=True,
                            scale_layout="compact")
-            # These are small: a tile has several strips of them.
+            # small: a tile has several strips of them
             for rows, columns, experts in ((500, 400, 24), (600, 272, 14), (31, 648, 1), (64, 528, 1)):
                 yield case(float8_e4m3fn, (rows, columns), "normal", block=block, target=target,
                            experts=experts)
@@ -106,8 +106,8 @@ def _cases() -> Iterator[Case]:
 
 
 def _cases_of_other_layouts() -> Iterator[Case]:
-    """Cases of gemm_ready scales and their like. Rows are no multiples of 4 or of a tile, tiles follow one
-    another down and across, and experts begin anywhere."""
+    """Yield cases of gemm_ready scales and the like. Rows are not multiples of 4 or of a tile, there are
+    several tiles in both directions, and experts begin anywhere."""
     case = maker("scaling_aware_transpose", "normal")
     for shape in ((1, 1), (5, 130), (0, 5), (5, 0), (127, 129), (128, 128), (144, 264), (33, 640),
                   (500, 1300)):
@@ -148,8 +148,8 @@ def _timed_row(label: str, shape: tuple[int, int], dtype: np.dtype[Any] = float8
 
 
 def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """The data and the scales are read, and written column-wise. float32 scales are also written row-wise.
-    Padding of scales is not counted."""
+    """Data and scales are read, and written column-wise. float32 scales are also written row-wise. Padding of
+    scales is not counted."""
     (q,), _ = arguments
     return 2 * nbytes(q.data) + (3 if q.scale_inv.dtype == float32 else 2) * nbytes(q.scale_inv)
 

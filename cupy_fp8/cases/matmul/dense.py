@@ -21,10 +21,9 @@ from ..registry import Arguments, Registration, register
 BLOCKS: dict[str, Any] = {"tensor": None, "row": (1, None), "vector": (1, 128), "block": (128, 128)}
 _PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"),
           ("vector", "vector"))
-#: cuBLASLt does not take these pairs.
+#: pairs that cuBLASLt does not support
 _OTHER_PAIRS = (("block", "block"), ("tensor", "row"), ("row", "block"), ("tensor", "vector"))
-#: Shapes are [M, N, K] or [B, M, N, K]. The odd ones, which cuBLASLt does not take, have tails of blocks and
-#: tiles.
+#: [M, N, K] or [B, M, N, K]. The odd shapes, which cuBLASLt does not support, have tails of blocks and tiles.
 _ALIGNED: tuple[tuple[int, ...], ...] = ((16, 8, 16), (128, 128, 128), (68, 72, 272), (4, 264, 400))
 _ODD: tuple[tuple[int, ...], ...] = ((1, 1, 1), (7, 5, 3), (33, 17, 129), (130, 9, 130), (5, 64, 256))
 _EMPTY: tuple[tuple[int, ...], ...] = ((0, 8, 16), (8, 0, 16), (5, 8, 0))
@@ -33,8 +32,8 @@ _BATCHES: tuple[tuple[int, ...], ...] = ((2, 16, 24, 144), (3, 5, 3, 7), (0, 4, 
 
 def operand(shape: tuple[int, ...], dtype: np.dtype[Any], scaling: str, layout: ScaleLayout,
             scale: np.dtype[Any], kind: str, seed: int) -> Scaled:
-    """FP8 data (see `values`) under scales below 1, so that float16 holds the products; powers of two where
-    they are E8M0."""
+    """Return FP8 data (see `values`) with scales below 1, so that float16 holds the products; E8M0 scales are
+    powers of two."""
     block, rng = BLOCKS[scaling], np.random.default_rng(seed + 77)
     data = values(kind, shape, dtype, seed)
     if block is None:
@@ -88,7 +87,7 @@ def _cases() -> Iterator[Case]:
         yield case((2, 16, 24, 144), pair, bias=bfloat16, accumulate=True)
         yield case((33, 17, 129), pair, bias=float32)
         yield case((5, 8, 0), pair, bias=float16, accumulate=True)
-    # These rows are copied to where tensor copies can read them, for tiles of several parts.
+    # rows that are copied to where tensor copies can read them, for tiles of several parts
     for pair in (("tensor", "tensor"), ("vector", "block")):
         yield case((1, 300, 236, 130), pair, bias=float32)
         yield case((2, 257, 256, 68), pair, dtype=float32)

@@ -22,13 +22,12 @@ from ..groups import sizes
 from ..registry import Arguments, Registration, register
 from .dense import BLOCKS, operand
 
-#: a and b of "m" can have these scalings.
+#: scalings of a and b for "m"
 _ROWS = (("vector", "block"), ("tensor", "tensor"), ("row", "row"), ("vector", "vector"), ("row", "block"),
          ("tensor", "vector"))
 _OF_GROUPS = ("tensor", "row", "vector", "block")
 _COLUMNS = (("vector", "vector"), ("tensor", "tensor"), ("row", "row"), ("vector", "row"))
-#: Shapes are [all rows or columns, N, K or M]. Tiles and blocks have tails, and some rows are at odd
-#: addresses.
+#: [all rows or columns, N, K or M]: tails of tiles and blocks, and some rows at odd addresses
 _SHAPES = ((300, 72, 272), (260, 136, 144), (137, 9, 131), (40, 5, 3))
 
 
@@ -40,9 +39,9 @@ def _scales(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], scaling: str,
            layout: ScaleLayout, kind: str, seed: int, columnwise: bool) -> Grouped:
-    """A Grouped with data in one direction."""
+    """Return a Grouped with data in one direction."""
     rng, block, n = np.random.default_rng(seed + 55), BLOCKS[scaling], len(splits)
-    splits = splits.copy()                              # Every result has its own.
+    splits = splits.copy()                              # every result has its own
     data = values(kind, (shape[0] * shape[1],), dtype, seed)
     offsets = np.concatenate([[0], np.cumsum(splits.astype(np.int64))]) * shape[1]
     row = None if columnwise else data
@@ -57,7 +56,7 @@ def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], sca
 
 def _flat(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], layout: str, kind: str, seed: int,
           columnwise: bool) -> Quantized:
-    """What scaling_aware_transpose returns for groups of rows of a matrix [rows, columns]."""
+    """Return the result of scaling_aware_transpose for groups of rows of a matrix [rows, columns]."""
     rng, (rows, columns), groups = np.random.default_rng(seed + 66), shape, len(splits)
     splits = splits.copy()
     if columnwise:
@@ -72,12 +71,12 @@ def _flat(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], layo
 
 
 def _placed(scales: np.ndarray, where: str) -> np.ndarray:
-    """The same scales at an address that is an odd multiple of 4 bytes, or with their columns adjacent."""
+    """Return the same scales at an address that is an odd multiple of 4 bytes, or with adjacent columns."""
     return laid_out(scales, "offset" if where == "offset" else "strided")
 
 
 def _misplaced(operand: Any) -> Any:
-    """The same operand with data at an odd address."""
+    """Return the same operand with data at an odd address."""
     if isinstance(operand, Grouped):
         assert isinstance(operand.columnwise, np.ndarray)
         moved: Any = laid_out(operand.columnwise, "offset")
@@ -89,29 +88,30 @@ def _misplaced(operand: Any) -> Any:
 
 
 def _splits(total: int, groups: int, division: str, spare: int) -> np.ndarray:
-    """Sizes of groups, `spare` less than there is room for."""
+    """Return sizes of groups that leave `spare` rows unused."""
     used = max(total - spare, 0)
-    if division == "blocks":                                        # All but the last are multiples of 128.
+    if division == "blocks":                                        # all but the last are multiples of 128
         found = np.diff(np.round(np.linspace(0, used // 128, groups + 1)).astype(np.int64) * 128)
         found[-1:] += used % 128
         return found
-    if division == "ascending":                                     # 1, 2, … of so many groups
+    if division == "ascending":                                     # 1, 2, … for this many groups
         return np.arange(1, groups + 1)
-    if division == "mixed":                                         # Every other one is a multiple of 16.
+    if division == "mixed":                                         # every other one is a multiple of 16
         found = sizes(used // 16, groups, seed=used) * 16
         found[1::2] -= np.minimum(found[1::2], 1 + np.arange(groups // 2) % 15)
         return found
     if division == "even":
         return np.full(groups, used // max(groups, 1), np.int64)
     found = sizes(used, groups, seed=used)
-    if division == "empty" and groups > 2:                          # Three groups become empty.
+    if division == "empty" and groups > 2:                          # three groups become empty
         found[groups // 2 - 1] += found[0] + found[-1] + found[groups // 2]
         found[0] = found[groups // 2] = found[-1] = 0
     return found
 
 
 def _inputs(case: Case) -> Arguments:
-    """The case's shape is (all rows, N, K) of "m", or (all columns, N, M) of "k"; its dtype is that of a."""
+    """The case's shape is (all rows, N, K) of "m", or (all columns, N, M) of "k"; its dtype is that of
+    a."""
     options = dict(case.options)
     total, n, other = case.shape
     first, second = options.pop("scaling")
@@ -155,7 +155,8 @@ def _inputs(case: Case) -> Arguments:
 
 # ---- cases ----
 def _cases() -> Iterator[Case]:
-    # A few blocks of threads with more of K than there are stages, for callers that take only a few cases.
+    # few blocks of threads first (for callers that take only a few cases), with more of K than there are
+    # stages
     for given in ("Scaled", "Grouped"):
         yield _case((16, 4, 432), ("vector", "block"), groups=3, given=given)
         yield _case((13, 4, 421), ("vector", "block"), groups=3, given=given)
@@ -194,7 +195,7 @@ def _row_cases() -> Iterator[Case]:
         for total, groups in ((300, 1), (90, 40), (5, 64), (33, 32), (0, 3), (0, 0), (40, 0), (130, 33)):
             yield _case((total, 40, 144), pair, groups=groups)
             yield _case((total, 40, 144), pair, groups=groups, spare=3, wide=False)
-        # A last tile of 833 rows has more than 64. That of 400 would have 16, so another one gives it rows.
+        # A last tile of 833 rows has more than 64. That of 400 would have 16, so another tile gives it rows.
         for total, n, groups in ((2500, 24, 3), (1200, 24, 3), (400, 264, 1)):
             yield _case((total, n, 32), pair, division="even", groups=groups)
         for shape in ((20, 0, 16), (20, 8, 0)):
@@ -208,7 +209,7 @@ def _row_cases() -> Iterator[Case]:
 
 
 def _bias_cases() -> Iterator[Case]:
-    """Rows of no group get none, and a bias is all that there is without K."""
+    """Rows of no group get no bias, and without K there is nothing but a bias."""
     for i, (pair, shape) in enumerate(product((("vector", "block"), ("row", "row"), ("vector", "vector")),
                                               (*_SHAPES, (20, 8, 0), (500, 300, 48)))):
         for j, dtype in enumerate(INPUT_DTYPES):
@@ -223,7 +224,8 @@ def _bias_cases() -> Iterator[Case]:
 
 
 def _added_column_cases() -> Iterator[Case]:
-    """What groups of few columns are added to comes into shared memory, by programs of its own."""
+    """Groups of few columns that are accumulated: the old values are loaded into shared memory by separate
+    programs."""
     for pair, (of, other) in product((("vector", "vector"), ("row", "row")),
                                      product((float8_e4m3fn, float8_e5m2), repeat=2)):
         yield _case((240, 72, 200), pair, "normal", of, other=other, groups=5, division="even",
@@ -237,15 +239,15 @@ def _column_cases() -> Iterator[Case]:
     for layout, shape in product(("gemm_ready", "compact"), _SHAPES):
         yield _case(shape, ("vector", "vector"), given="flat", scale_layout=layout, spare=5, wide=False,
                     **of_k)
-    # All groups begin at multiples of 16 bytes, as tensor copies need.
+    # all groups begin at multiples of 16 bytes, as tensor copies need
     for pair, (of, other) in product((("vector", "vector"), ("tensor", "row")),
                                      product((float8_e4m3fn, float8_e5m2), repeat=2)):
         yield _case((288, 208, 144), pair, "normal", of, other=other, groups=3, division="even",
                     given="Grouped" if pair[0] == "vector" else "Scaled", **of_k)
-    for given in ("flat", "Grouped"):               # Lines of scales do not begin at multiples of 16 bytes.
+    for given in ("flat", "Grouped"):               # lines of scales do not begin at multiples of 16 bytes
         yield _case((288, 22, 26), ("vector", "vector"), given=given, groups=3, division="even",
                     scale_layout="compact", **of_k)
-    for shape in ((288, 24, 208), (288, 264, 272)):                # M exceeds a tile, then N does too.
+    for shape in ((288, 24, 208), (288, 264, 272)):                # M exceeds a tile, then N does too
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", **of_k)
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", accumulate=True,
                     **of_k)
@@ -273,7 +275,7 @@ def _column_cases() -> Iterator[Case]:
 
 
 def _copied_column_cases() -> Iterator[Case]:
-    """Groups that begin anywhere, in products that are worth copies of them (ops/matmul/align_rows.py)."""
+    """Groups that begin anywhere, in products large enough to copy them first (ops/matmul/align_rows.py)."""
     for given, pair in (("flat", ("vector", "vector")), ("Grouped", ("vector", "row")),
                         ("Grouped", ("tensor", "tensor")), ("Scaled", ("row", "tensor"))):
         of_k: dict[str, Any] = {"group": "k", "given": given}
@@ -281,18 +283,18 @@ def _copied_column_cases() -> Iterator[Case]:
                 (170, 17, "ascending"), (200, 4, "mixed"), (900, 6, "mixed"),
                 (700, 40, "uneven"), (640, 70, "mixed"), (300, 9, "empty"), (2100, 1, "uneven")):
             yield _case((total, 72, 130), pair, groups=groups, division=division, spare=3, **of_k)
-        for at in ("a", "b", "ab"):                     # Of no group, or of all.
+        for at in ("a", "b", "ab"):                     # of no group, or of all
             yield _case((288, 64, 80), pair, groups=3, division="even", data_at=at, **of_k)
             yield _case((231, 65, 67), pair, groups=4, division="mixed", data_at=at, **of_k)
         yield _case((450, 130, 64), pair, groups=5, accumulate=True, spare=9, **of_k)
-    for total in (384, 397):                            # Rows begin anywhere, and groups at blocks of 128.
+    for total in (384, 397):                            # rows begin anywhere, and groups at blocks of 128
         yield _case((total, 72, 130), ("vector", "vector"), division="blocks", group="k")
         yield _case((total, 72, 130), ("vector", "row"), division="blocks", data_at="b", group="k")
 
 
 def _cases_past_constants() -> Iterator[Case]:
-    """One past what a kernel has at once: a round of 32 groups, a band of row tiles, a scale's alignment. The
-    kernels for rows at multiples of 16 bytes and for all others."""
+    """One more than a kernel handles at once: a round of 32 groups, a band of row tiles, a scale's alignment;
+    for the kernels for rows at multiples of 16 bytes and for all others."""
     pair = "vector", "block"
     for k in (144, 100):
         for groups, total in ((1, 2), (31, 40), (32, 40), (33, 40), (64, 70), (70, 90)):

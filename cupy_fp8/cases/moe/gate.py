@@ -18,19 +18,19 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
-#: Numbers of experts: each kind of lane, tails, rows without wide loads, and the most.
+#: numbers of experts: each kind of lane, tails, rows without wide loads, and the largest number
 _EXPERTS = (1, 2, 8, 13, 32, 33, 60, 64, 72, 128, 160, 256, 264, 384, 512, 1000, 1024)
 
 
 def turn(choices: tuple[Any, ...], i: int) -> Any:
-    """The choices, one after the other."""
+    """Return the choices in turn."""
     return choices[i % len(choices)]
 
 
 def _logits(case: Case) -> np.ndarray:
-    """'normal': without the large columns that others have, which would leave one expert of a row to softmax.
-    'equal': few different values, so that there are ties. 'masked': NaN and -Inf among normal ones, and rows
-    that have nothing else. 'wide': from -200 to 200."""
+    """Return logits. 'normal': without the large columns of other cases, with which softmax would choose one
+    expert in every row. 'equal': few different values, so that there are ties. 'masked': NaN and -Inf among
+    normal ones, and rows of nothing else. 'wide': from -200 to 200."""
     kinds = {"normal": _even, "equal": _equal, "masked": _masked, "wide": _wide}
     if case.values not in kinds:
         return source(case)
@@ -62,13 +62,13 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _bias(experts: int, kind: str = "normal") -> np.ndarray:
-    """'normal': of the size of scores; 'bits': any pattern."""
+    """Return biases. 'normal': of the size of scores; 'bits': any pattern."""
     bias = values(kind, (experts,), _FLOAT32, 5)
     return bias * np.float32(0.25) if kind == "normal" else bias
 
 
 def _replayed(tokens: int, k: int, experts: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Any experts, also none or the same one again."""
+    """Return arbitrary experts, also none or repeated ones."""
     return np.random.default_rng(4).integers(-1, experts, (tokens, k)).astype(dtype)
 
 
@@ -84,7 +84,8 @@ def _inputs(case: Case) -> Arguments:
 
 
 def _gate_of(case: Case) -> Gate:
-    """With indices that do not depend on logits, and what its gradient does not read left empty."""
+    """Return a Gate with indices that do not depend on logits; what its gradient does not read is left
+    empty."""
     given = {"k": 1, "score": "softmax", "normalize": True, "factor": 1.0, "sequences": None, **case.options}
     (tokens, experts), k = case.shape, given["k"]
     if "indices" in given:
@@ -120,7 +121,7 @@ def _z_inputs(case: Case) -> Arguments:
 
 def _cases() -> Iterator[Case]:
     case = maker("topk_gate", "normal")
-    # The first cases launch every kind of score on a few blocks, for callers that take only a few cases.
+    # few blocks first, for callers that take only a few cases: every kind of score
     for i, score in enumerate(SCORES):
         yield case(INPUT_DTYPES[i], (70, 64), k=4, score=score, sequences=2, return_scores=True)
         yield case(float32, (40, 24), "masked", k=6, score=score, bias="normal", groups=4, group_topk=2)
@@ -143,7 +144,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _selection_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of many slots, and of groups."""
+    """Yield cases of many slots, and of groups."""
     for score in SCORES:
         for k in (31, 32, 33, 64):
             yield case(float32, (9, 200), k=k, score=score, sequences=1)
@@ -159,8 +160,8 @@ def _selection_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 def _sum_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of sums over tokens, and of what else there is once."""
-    # Segments, parts of them, and sums of many parts.
+    """Yield cases of sums over tokens, and of steps that occur once."""
+    # segments, parts of them, and sums of many parts
     for tokens, sequences in ((1, 1), (2, 2), (31, 1), (32, 1), (33, 1), (511, 1), (513, 1), (1030, 2),
                               (700, 7), (96, 96)):
         yield case(bfloat16, (tokens, 8), k=2, sequences=sequences)

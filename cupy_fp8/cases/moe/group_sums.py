@@ -1,5 +1,5 @@
-"""Cases of sums of the rows of each group. A case's shape is x's; its options are `groups`, how many there
-are, and `sizes`, how x is divided (see cases.groups)."""
+"""Cases of sums of the rows of each group. A case's shape is x's; its options are `groups` (their number) and
+`sizes`, how x is divided (see cases.groups)."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _inputs(case: Case) -> Arguments:
     return (x, splits), options
 
 
-#: Columns are a lane's chunks, a strip or several; rows are those of a few segments.
+#: columns: a lane's chunks, a strip or several; rows: those of a few segments
 _SHAPES: tuple[tuple[int, ...], ...] = ((300, 264), (77, 5), (1000, 40), (130, 513), (600, 256), (1, 1))
 
 
 def _cases() -> Iterator[Case]:
     case, blocks = maker("group_sums", "normal"), {"scale_layout": "gemm_ready"}
-    # The first cases take a few blocks of threads, for callers that take only a few cases.
+    # few blocks of threads first, for callers that take only a few cases
     yield case(float8_e4m3fn, (140, 40), groups=3, **blocks)
     yield case(bfloat16, (70, 24), groups=2, weighted=True)
     yield case(float8_e5m2, (300, 37), groups=2, sizes="one")
@@ -68,12 +68,12 @@ def _cases() -> Iterator[Case]:
         yield case(dtype, shape, "bits", groups=3, scale_layout=layout, scales="bits", weighted=i % 4 < 2)
     for dtype, division in product((bfloat16, float8_e4m3fn), DIVISIONS):
         yield case(dtype, (700, 72), groups=5, sizes=division, weighted=True)
-    # A round of 32 groups and one more, more groups than rows, and none.
+    # a round of 32 groups and one more, more groups than rows, and none
     for groups, rows in ((31, 90), (32, 90), (33, 90), (129, 600), (1000, 40), (1, 0), (5, 0), (0, 9),
                          (0, 0)):
         yield case(float8_e4m3fn, (rows, 24), groups=groups, **blocks)
         yield case(float16, (rows, 24), groups=groups, weighted=True)
-    # Exactly a warp's rows, a segment's, and those of 32 segments; one more and one less.
+    # exactly a warp's rows, a segment's, and those of 32 segments; one more and one less
     for rows, more in product((32, 64, 256, 2048, 8192), (-1, 0, 1)):
         yield case(float8_e4m3fn, (rows + more, 16), groups=1, scale_layout="compact")
         yield case(bfloat16, (rows + more, 8), groups=1 + rows // 100, sizes="one", weighted=True)

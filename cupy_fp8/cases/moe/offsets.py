@@ -15,23 +15,22 @@ from ..base import Case, laid_out
 from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
-#: An expert layer needs these offsets: ends, starts, and element starts of three matrices.
+#: offsets that an expert layer needs: ends, starts, and element starts of three matrices
 TYPICAL: dict[str, Any] = {"strides": (1, 1, 7168, 2048, 4096),
                            "include_leading_zero": (False, True, True, True, True),
                            "dtypes": ("int32", "int64", "int64", "int64", "int64")}
 _TWO: dict[str, Any] = {"strides": (1, 3), "include_leading_zero": (True, False),
                         "dtypes": ("int64", "int32")}
-#: These are the sizes of warps, of tiles, and of as many tiles as each block adds up itself, and one more or
-#: less of each.
+#: sizes of warps, of tiles, and of as many tiles as each block sums itself; and one more or less of each
 _NUMBERS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193,
             10007)
-#: Sizes have these upper bounds, and a third of them are 0. Two bounds are around the limit of the kernel's
-#: 32-bit sums. None stands for the largest sizes.
+#: Upper bounds of sizes, a third of which are 0. Two bounds are around the limit of the kernel's 32-bit sums.
+#: None: the largest sizes.
 _SIZES = {"few": 300, "zeros": 0, "below 2**26": 2**26 - 1, "around 2**26": 2**26 + 5, "most": None}
 
 
 def sizes(number: int, values: str, dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
-    """Sizes of `number` groups, whose sum int64 holds."""
+    """Return sizes of `number` groups, whose sum fits int64."""
     rng = np.random.default_rng(seed)
     bound = _SIZES[values]
     high = min(np.iinfo(dtype).max, (2**63 - 1) // max(number, 1)) if bound is None else bound
@@ -58,8 +57,7 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("splits_to_offsets", dtype, (number,), values, layout, options)
 
-    # The first cases have one tile, a few and many on a few blocks of threads, for callers that take only a
-    # few cases.
+    # one tile, a few and many on a few blocks of threads first, for callers that take only a few cases
     yield case(_INT32, 64, **TYPICAL)
     yield case(_INT64, 1024, "around 2**26")
     yield case(_INT64, 1500, **_TWO)
@@ -102,7 +100,7 @@ def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
 
 
 def _host_calls(x: Array) -> Iterator[HostCalls]:
-    """Their offsets have a leading zero."""
+    """Yield calls with a leading zero."""
     five = functools.partial(offsets.splits_to_offsets, asarray([4, 12], np.int64, like=x),
                              strides=TYPICAL["strides"], dtypes=TYPICAL["dtypes"])
     yield HostCalls("five outputs", functools.partial(five, out=five()),

@@ -1,5 +1,5 @@
-"""Cases of groups of rows. A case's shape is x's without padding. Its options are `groups`, how many there
-are, and `sizes`, how x is divided (see cases.groups)."""
+"""Cases of groups of rows. A case's shape is x's without padding. Its options are `groups` (their number) and
+`sizes`, how x is divided (see cases.groups)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 
 def _source(case: Case, options: dict[str, Any]) -> Any:
-    """The case's array, or with the option `scales` (their dtype) a Scaled with blocks (1, n) or one
+    """Return the case's array, or with the option `scales` (their dtype) a Scaled with blocks (1, n) or one
     scale."""
     data, dtype, block = source(case), options.pop("scales", None), options.pop("block", None)
     if dtype is None:
@@ -58,7 +58,7 @@ def _unpad_inputs(case: Case) -> Arguments:
 
 
 def _spread(rows: Any, used: np.ndarray) -> Any:
-    """The rows where `used` is 1, and other bytes between them."""
+    """Return an array with the rows where `used` is 1, and other bytes between them."""
     y = empty_like(rows, shape=(len(used), *rows.shape[1:]))
     poison(y)
     bits(y)[np.flatnonzero(used).tolist()] = bits(rows)
@@ -72,8 +72,8 @@ def _sort_inputs(case: Case) -> Arguments:
     return (_source(case, options), splits, order), options
 
 
-#: Rows have from one byte to several blocks of threads. Some are no multiple of 4 or 16 bytes, and some
-#: arrays have more rows than a block takes.
+#: rows from one byte to several blocks of threads, some not multiples of 4 or 16 bytes; some arrays have more
+#: rows than a block handles
 _SHAPES: tuple[tuple[Any, tuple[int, ...]], ...] = (
     (float8_e4m3fn, (300, 64)), (bfloat16, (77, 264)), (float32, (700,)), (float8_e5m2, (1000,)),
     (bfloat16, (130, 129)), (float32, (65, 3, 5)), (float8_e4m3fn, (9, 4, 7)), (float8_e4m3fn, (5, 40_000)),
@@ -88,8 +88,8 @@ _SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
 
 
 def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
-    # The first cases do everything that the kernel does on a few blocks of threads, for callers that take
-    # only a few cases.
+    # few blocks of threads first (for callers that take only a few cases), for everything that the kernel
+    # does
     case = maker(op)
     for shape, block, scales in (_SCALED[1], _SCALED[4]):
         yield case(float8_e4m3fn, shape, groups=4, block=block, scales=scales, **options[0])
@@ -103,9 +103,9 @@ def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
             yield case(float8_e4m3fn, (300, 48), groups=7, sizes=division, **given)
         for number in (0, 1, 4):
             yield case(bfloat16, (0, 24), groups=number, **given)
-    for number in (127, 128, 129, 1023, 1025, 3000):            # Scans take several rounds and windows.
+    for number in (127, 128, 129, 1023, 1025, 3000):            # scans take several rounds and windows
         yield case(bfloat16, (650, 8), groups=number, **options[0])
-    # These rows take four to eight loads of a thread, or are shared by blocks.
+    # rows that take four to eight loads of a thread, or are shared by blocks
     for columns in (16384, 10240, 24576, 14336, 32768, 40960):
         yield case(float8_e4m3fn, (9, columns), groups=3, **options[0])
     for layout in ("offset", "strided"):
@@ -156,7 +156,7 @@ def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
 
 
 def _unpad_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """Rows that are no padding are read and written."""
+    """Rows other than padding are read and written."""
     return 2 * nbytes(*written.values())
 
 

@@ -1,5 +1,5 @@
-"""Cases of tokens that go to their experts' rows and back. A case's shape is that of the tokens; its options
-say how they are routed (see cases.moe.route)."""
+"""Cases of permuting tokens to their experts' rows and back. A case's shape is that of the tokens; its
+options say how they are routed (see cases.moe.route)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 
 
 def routed(case: Case) -> tuple[Routing, dict[str, Any]]:
-    """(the routing of the case's tokens, its other options)."""
+    """Return (the routing of the case's tokens, its other options)."""
     options = dict(case.options)
     names = options.keys() & {"topk", "experts", "kind", "align", "form", "rows"}
     taken = {name: options.pop(name) for name in names}
@@ -49,7 +49,7 @@ def routed(case: Case) -> tuple[Routing, dict[str, Any]]:
 
 
 def probs_of(routes: Routing, by: str | None, kind: str = "normal") -> dict[str, np.ndarray]:
-    """Probs by slot, or by expert if that is another shape."""
+    """Return probs by slot, or by expert."""
     if by is None:
         return {}
     columns = routes.num_experts if by == "expert" and routes.experts is not None else routes.topk
@@ -64,15 +64,15 @@ def _inputs(case: Case) -> Arguments:
     block = options.get("block")
     layout = {name: options[name] for name in ("scale_layout",) if name in options}
     if block is not None:
-        held = options.get("held", "compact")           # the layout of the tokens' scales
+        held = options.get("held", "compact")           # layout of the tokens' scales
         scale_inv = values("bits", scale_shape(case.shape, block, held), options["scales"], 1)
         x = Scaled(x, asarray(scale_inv, like=x), case.shape, False, block, held)
     return (x, routes), probs_of(routes, options.get("probs"), "bits") | layout
 
 
 def _rows_inputs(case: Case) -> tuple[np.ndarray, Routing, dict[str, Any]]:
-    """(rows, the routing, other options). Unused rows have Inf and NaN too, since no result may depend on
-    them."""
+    """Return (rows, the routing, other options). Unused rows contain Inf and NaN, since no result may depend
+    on them."""
     routes, options = routed(case)
     rows = Case(case.op, case.dtype, (routes.rows, *case.shape[1:]), case.values, case.layout)
     return source(rows, 2), routes, options
@@ -96,11 +96,11 @@ def _unpermute_backward_inputs(case: Case) -> Arguments:
 
 def _cases_of(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | None, ...],
            kinds: tuple[str, ...]) -> Iterator[Case]:
-    """Cases whose shapes, types, routings, probs and values take turns."""
+    """Yield cases whose shapes, types, routings, probs and values take turns."""
     def turn(choices: Any, i: int) -> Any:
         return choices[i % len(choices)]
 
-    # The first cases take a few blocks of threads, for callers that take only a few cases.
+    # few blocks of threads first, for callers that take only a few cases
     for i, shape in enumerate(((5, 40), (7, 9), (3, 300), (6, 64), (4, 2, 11), (5, 264), (0, 8), (3, 7))):
         yield Case(op, turn(dtypes, i), shape, turn(kinds, i),
                    options={**turn(_FEW, i), "probs": turn(probs, i + i // 3)})
@@ -111,7 +111,7 @@ def _cases_of(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | Non
     for i, routed in enumerate((*ROUTED, *_OTHERS)):
         for by in probs:
             yield Case(op, turn(dtypes, i), (50, 40), turn(kinds, i), options={**routed, "probs": by})
-    # Rows whose bytes are more than a block's threads load at once; and more routes than a block has threads.
+    # rows with more bytes than a block's threads load at once; and more routes than a block has threads
     yield Case(op, dtypes[1], (3, 3001), turn(kinds, 0), options={**ROUTED[0], "probs": probs[-1]})
     for topk in (256, 257, 1000):
         yield Case(op, dtypes[0], (2, 24), turn(kinds, 0),
@@ -134,9 +134,9 @@ def _cases() -> Iterator[Case]:
 
 
 def _cases_of_scale_layouts() -> Iterator[Case]:
-    """Cases of scales before and after. A warp moves gemm_ready ones of 32 rows and 16 columns, four columns
-    at once or one. Rows are no multiples of 4 or 32, or are padding alone. Blocks for data come after the
-    last one for scales, or none does."""
+    """Yield cases of scales before and after. A warp moves gemm_ready scales of 32 rows and 16 columns, four
+    columns at once or one. Rows are not multiples of 4 or 32, or are padding alone. Blocks for data follow
+    the last one for scales, or there are none."""
     few: dict[str, Any] = {"topk": 2, "experts": 5}
     f32: dict[str, Any] = {"block": (1, 32), "scales": float32}
     for tokens, columns, rows in (
@@ -156,12 +156,12 @@ def _cases_of_scale_layouts() -> Iterator[Case]:
 
 def _unpermute_cases() -> Iterator[Case]:
     yield from _cases_of("unpermute", INPUT_DTYPES, (None, "slot", "expert"), ("normal", "bits", "edges"))
-    # Programs exist for some numbers of routes, if tokens have all of them; other numbers share one.
+    # Some numbers of routes have programs of their own, if all tokens have them; other numbers share one.
     for i, (topk, dtype) in enumerate(product((1, 2, 4, 6, 8), INPUT_DTYPES)):
         for kind in ("distinct", "any"):
             options = {"topk": topk, "experts": 11, "kind": kind, "probs": (None, "slot")[i % 2]}
             yield Case("unpermute", dtype, (21, 40), "normal", options=options)
-    # A block has more chunks than its threads add up in one turn.
+    # more chunks than the threads of a block sum in one turn
     yield Case("unpermute", bfloat16, (265, 8248), "normal",
                options={"topk": 2, "experts": 11, "kind": "distinct"})
 
@@ -173,16 +173,16 @@ def _permute_backward_cases() -> Iterator[Case]:
 def _unpermute_backward_cases() -> Iterator[Case]:
     yield from _cases_of("unpermute_backward", INPUT_DTYPES, ("slot", "expert", None),
                       ("normal", "bits", "edges"))
-    for columns in (2047, 2048, 4097, 8192, 8200):                    # Sums take one tile or several.
+    for columns in (2047, 2048, 4097, 8192, 8200):                    # sums take one tile or several
         yield Case("unpermute_backward", float32, (3, columns), "normal",
                    options={**ROUTED[0], "probs": "slot"})
     yield Case("unpermute_backward", bfloat16, (3, 24_579), "normal", options={**ROUTED[0], "probs": "slot"})
-    # Several tiles, for more slots than are loaded at once.
+    # several tiles, for more slots than are loaded at once
     yield Case("unpermute_backward", float32, (2, 4100), "normal",
                options={"topk": 40, "experts": 50, "probs": "slot"})
 
 
-#: The timed layer has 64 experts, 8 for each of 8192 tokens.
+#: the timed layer: 64 experts, 8 for each of 8192 tokens
 _LAYER: dict[str, Any] = {"topk": 8, "experts": 64, "kind": "distinct"}
 _TOKENS = (8192, 7168)
 
@@ -229,21 +229,21 @@ def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
 
 
 def _moves_of_sums(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """Each token's rows are read, and tokens are written. Probs, their gradients and the routing are not
-    counted."""
+    """Each token's rows are read, and tokens are written. Probs, their gradients and the routing are
+    not counted."""
     (rows, _), _ = arguments
     return nbytes(rows, written.get("result", written.get("[0].result")))
 
 
 def _unpermute_backward_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
-    """The gradient and each token's rows are read, and all rows are written. Probs, their gradients and the
-    routing are not counted."""
+    """The gradient and each token's rows are read, and all rows are written. Probs, their gradients
+    and the routing are not counted."""
     (grad, _, routes), _ = arguments
     return nbytes(grad) * (1 + routes.topk) + nbytes(written["[0].result"])
 
 
 def small_routing(x: Array) -> Routing:
-    """Each row of x goes to both of two experts."""
+    """Send each row of x to both of two experts."""
     return route.route(asarray([[0, 1]] * len(x), np.int32, like=x), num_experts=2)
 
 

@@ -1,4 +1,4 @@
-"""Cases of tokens that go to their experts' rows, in both directions. A case's shape is that of the tokens;
+"""Cases of permuting tokens to their experts' rows in both directions. A case's shape is that of the tokens;
 its options say how they are routed (see cases.moe.route)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 from .permute import ROUTED, probs_of, routed, small_routing
 
 #: Experts have many rows, whole tiles of them, or few; begin at multiples of 128 or anywhere, are empty, or
-#: leave rows to nobody.
+#: leave rows unused.
 _ROUTINGS: tuple[dict[str, Any], ...] = (
     *ROUTED, {"topk": 2, "experts": 3, "align": 128}, {"topk": 2, "experts": 3},
     {"topk": 2, "experts": 5, "rows": 400}, {"topk": 2, "experts": 5, "align": 16, "rows": 1003},
@@ -31,7 +31,7 @@ _ROUTINGS: tuple[dict[str, Any], ...] = (
 
 def _inputs(case: Case) -> Arguments:
     routes, options = routed(case)
-    held = options.get("held", "compact")               # the layout of the tokens' scales
+    held = options.get("held", "compact")               # layout of the tokens' scales
     data = source(case)
     tokens, columns = case.shape
     rng = np.random.default_rng(tokens + columns)
@@ -44,7 +44,7 @@ def _inputs(case: Case) -> Arguments:
 
 def _cases() -> Iterator[Case]:
     case = maker("permute_transpose", "normal")
-    # The first cases launch every program on a few blocks, for callers that take only a few cases.
+    # few blocks first (for callers that take only a few cases), for every program
     for dtype, columns in product(FP8_DTYPES, (144, 40, 45)):
         yield case(dtype, (8, columns), topk=2, experts=3, align=16, probs="slot")
     for topk, experts in ((1, 2), (2, 3)):

@@ -1,5 +1,5 @@
-"""Cases of tokens that are quantised and go to their experts' rows. A case's shape is that of the tokens; its
-options say how they are routed (see cases.moe.route), and the recipe."""
+"""Cases of quantising tokens while permuting them to their experts' rows. A case's shape is that of the
+tokens; its options say how they are routed (see cases.moe.route), and the recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 from .permute import ROUTED, probs_of, routed, small_routing
 
 _VLLM = {"profile": "vllm"}
-#: More slots than a warp has lanes for a block; tokens that are nowhere; rows that nobody has.
+#: more slots than a warp has lanes for a block; tokens without rows; unused rows
 _ROUTINGS: tuple[dict[str, Any], ...] = (
     *ROUTED, {"topk": 2, "experts": 3, "kind": "none", "align": 2}, {"topk": 0, "experts": 3, "align": 4},
     {"topk": 40, "experts": 50}, {"topk": 9, "experts": 12}, {"topk": 2, "experts": 5, "rows": 401})
@@ -36,10 +36,10 @@ def _inputs(case: Case) -> Arguments:
 
 def _cases() -> Iterator[Case]:
     case = maker("quantize_permute")
-    # The first cases launch every program on a few blocks, for callers that take only a few cases.
+    # few blocks first (for callers that take only a few cases), for every program
     for dtype, to, profile in product(INPUT_DTYPES, FP8_DTYPES, ({}, _VLLM)):
         yield case(dtype, (4, 272), "normal", dtype=to, topk=2, experts=3, align=2, probs="slot", **profile)
-    yield case(bfloat16, (3, 272), "normal", topk=4, experts=5, probs="slot")    # scales move apart
+    yield case(bfloat16, (3, 272), "normal", topk=4, experts=5, probs="slot")    # scales move separately
     for i, (dtype, to, profile) in enumerate(product(INPUT_DTYPES, FP8_DTYPES, ({}, _VLLM))):
         for j, columns in enumerate((288, 37)):
             yield case(dtype, (33, columns), ("edges", "bits")[(i + j) % 2], dtype=to,

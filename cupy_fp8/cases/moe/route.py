@@ -1,5 +1,5 @@
-"""Cases of route, and the routings of other cases. A case of route has the assignment's shape, [T, topk] for
-indices or [T, E] for a mask."""
+"""Cases of route, and the routings of other cases. The shape of a case of route is the assignment's, [T,
+topk] for indices or [T, E] for a mask."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..base import Case, laid_out, maker
 from ..registry import Arguments, Registration, Timed, all_but, register
 
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
-#: Routes of 'any' go to any expert, also twice to one, or nowhere. Those of 'distinct' go to different
-#: experts, those of 'one' all to the same one, and those of 'none' nowhere.
+#: Routes of 'any' go to any expert, also twice to one, or nowhere; of 'distinct' to different experts; of
+#: 'one' all to the same one; of 'none' nowhere.
 KINDS = ("any", "distinct", "one", "none")
 
 
 def indices(tokens: int, topk: int, experts: int, kind: str = "any", dtype: np.dtype[Any] = _INT32,
             seed: int = 0) -> np.ndarray:
-    """Experts of each token's slots. -1 means dropped, as an eighth of 'any' is."""
+    """Return the experts of each token's slots. -1 means dropped, which an eighth of 'any' is."""
     rng = np.random.default_rng(seed)
     if kind == "distinct":
         return np.argsort(rng.random((tokens, experts)), axis=1)[:, :topk].astype(dtype)
@@ -33,7 +33,7 @@ def indices(tokens: int, topk: int, experts: int, kind: str = "any", dtype: np.d
 
 
 def mask(tokens: int, experts: int, most: int, kind: str = "any", seed: int = 0) -> np.ndarray:
-    """Up to `most` experts of each token."""
+    """Return a mask with up to `most` experts for each token."""
     chosen = np.zeros((tokens, experts), bool)
     if kind == "one":
         chosen[:, experts // 2] = True
@@ -46,8 +46,8 @@ def mask(tokens: int, experts: int, most: int, kind: str = "any", seed: int = 0)
 
 def routing(tokens: int, topk: int, experts: int, kind: str = "any", align: int = 1,
             form: str = "indices", rows: int | None = None) -> Routing:
-    """The reference's routing. form: the kind of assignment: 'indices', a 'mask' with at most topk experts
-    for a token, or a 'mask of any' number of them."""
+    """Return the reference's routing. form: the kind of assignment: 'indices', a 'mask' with at most topk
+    experts per token, or a 'mask of any' number of them."""
     if form == "indices":
         return reference.route(indices(tokens, topk, experts, kind), num_experts=experts, align=align,
                                rows=rows)
@@ -79,8 +79,8 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("route", dtype, (tokens, extent), "bits", layout, {"kind": kind, **options})
 
-    # The first cases have one block of threads and several, indices and masks, for callers that take only a
-    # few cases.
+    # few blocks first, for callers that take only a few cases: one block of threads and several, indices and
+    # masks
     yield case(_INT32, 5, 2, num_experts=4, align=4)
     yield case(_INT64, 150, 8, num_experts=16, align=16)
     yield case(_BOOL, 40, 12, topk=3, align=8)
@@ -94,14 +94,14 @@ def _cases() -> Iterator[Case]:
             if kind != "distinct" or topk <= experts:
                 dtype = _INT64 if tokens % 2 else _INT32
                 yield case(dtype, tokens, topk, kind, num_experts=experts, align=16)
-    for experts in (31, 32, 33, 255, 256, 257, 1023, 1024):          # Scans take several warps and rounds.
+    for experts in (31, 32, 33, 255, 256, 257, 1023, 1024):          # scans take several warps and rounds
         yield case(_INT32, 200, 4, num_experts=experts, align=8)
         yield case(_BOOL, 60, experts, topk=6, align=32)
-    # A warp holds 128 routes between its two passes.
+    # a warp holds 128 routes between its two passes
     for topk in (0, 32, 33, 63, 64, 65, 127, 128, 129, 200):
         yield case(_INT32, 70, topk, num_experts=40)
     yield case(_INT32, 2, 1024, num_experts=9, align=64)
-    # These are more routes than a warp holds at once, in as many blocks as there can be.
+    # more routes than a warp holds at once, in the most blocks
     yield case(_INT32, 9000, 3, num_experts=12, align=16)
     yield case(_INT32, 70_000, 1, num_experts=64)
     yield case(_BOOL, 9000, 8, topk=2, align=16)

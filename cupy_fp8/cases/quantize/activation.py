@@ -36,7 +36,7 @@ _GATED_OPTIONS: tuple[dict[str, Any], ...] = (
     {"bias": "normal"}, {"clamp": 0.75}, {"interleaved": True},
     {"bias": "normal", "experts": 3, "narrow": True},
     {"clamp": 7.0, "interleaved": True, "probs": "edges", "bias": "normal", "experts": 5})
-#: One tile or several, tails of every kind, rows with and without wide accesses, or no elements.
+#: one tile or several, tails of every kind, rows with and without wide accesses, or no elements
 _SHAPES = ((1, 1), (1, 3), (0, 8), (5, 0), (0, 0), (3, 37), (16, 8), (130, 257), (144, 136), (129, 264),
            (300, 16))
 
@@ -49,7 +49,7 @@ def _backward_inputs(case: Case) -> Arguments:
 
 
 def _alone(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Of gated kinds without probs the gradient of x alone, since the checks compare arrays."""
+    """For gated kinds without probs return the gradient of x alone, since the checks compare arrays."""
     def run(*args: Any, **options: Any) -> Any:
         if options["kind"] not in activation.GATED or "probs" in options:
             return backward(*args, **options)
@@ -69,7 +69,7 @@ def _cases(op: str) -> Iterator[Case]:
 
 
 def _cases_of(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of every program, and of what depends on the activation."""
+    """Yield cases of every program, and of what depends on the activation."""
     for recipe, shape in product(_RECIPES, ((70, 104), (35, 57))):
         yield case(bfloat16, shape, "normal", **recipe, **_BOTH)
     for i, (dtype, to) in enumerate(product(INPUT_DTYPES, FP8_DTYPES)):
@@ -78,13 +78,13 @@ def _cases_of(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(dtype, (67, 101), "edges", **recipes[(i + 1) % 4], **_BOTH)
     for how in (*_of_type(FP8_DTYPES[0]), *_of_type(FP8_DTYPES[1])):
         yield case(bfloat16, (24, 136), "edges", **how)
-    # Codes of eight bits hide roundings that the amax of short rows shows.
+    # 8-bit codes hide rounding differences that the amax of short rows shows
     for row in range(10):
         yield case(float32, (1, 1 + row), "normal", **_DELAYED)
 
 
 def _gated_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of every program, and of every option, which path any has."""
+    """Yield cases of every program, and of every option on each path."""
     for recipe in _RECIPES:
         yield case(bfloat16, (50, 512), "normal", **recipe, probs="normal", **_BOTH)
         yield case(bfloat16, (133, 512), "edges", **recipe)
@@ -106,7 +106,7 @@ def _of_type(to: np.dtype[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _cases_of_silu(case: Callable[..., Case]) -> Iterator[Case]:
-    # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
+    # few blocks first (for callers that take only a few cases), for every kernel
     for recipe, shape in product(_RECIPES, ((70, 104), (35, 57))):
         yield case(bfloat16, shape, "normal", **recipe, **_BOTH)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
@@ -126,14 +126,14 @@ def _cases_of_silu(case: Callable[..., Case]) -> Iterator[Case]:
             yield case(bfloat16, (700, 72), "bits", **recipe, **directions)
         for shape in _SHAPES:
             yield case(bfloat16, shape, "normal", **recipe, **_BOTH)
-    # Codes of eight bits hide roundings that the amax of short rows shows.
+    # 8-bit codes hide rounding differences that the amax of short rows shows
     for row in range(12):
         yield case(float32, (1, 1 + row), "normal", **_DELAYED)
     yield from _scale_cases(case)
 
 
 def _scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of every profile and layout of scales."""
+    """Yield cases of every profile and layout of scales."""
     profiles: Any = BLOCK_PROFILES
     for profile, layout, block in product(profiles, BLOCK_SCALE_LAYOUTS, ((1, 128), (1, 64), (1, 32))):
         blocks = BlockScaling(block, profile=profile, scale_layout=layout)

@@ -22,11 +22,11 @@ _SQUARE: dict[str, Any] = {"block": (128, 128)}
 _WHOLE_ROWS: dict[str, Any] = {"block": (1, None)}
 _COMPACT = {"scale_layout": "compact"}
 _VLLM = {"profile": "vllm"}
-#: These options launch every kernel with wide accesses.
+#: options that launch every kernel with wide accesses
 _WIDE: tuple[dict[str, Any], ...] = (_ROW, {**_ROW, **_VLLM}, _COLUMN, _BOTH, {**_BOTH, **_COMPACT},
                                      _COLUMN_AS_IS, _AS_IS, {**_ROW, **_SQUARE}, {**_COLUMN, **_SQUARE},
                                      {**_BOTH, **_SQUARE})
-#: These have short blocks, one warp tile or several, tails of every tile, no elements, or a batch.
+#: short blocks, one warp tile or several, tails of every tile, no elements, or a batch
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (128, 128), (130, 257), (260, 132), (129, 64), (1, 640),
     (640, 1), (48, 1100),
@@ -35,7 +35,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 
 def _cases() -> Iterator[Case]:
     case = maker("quantize_block")
-    # The first cases launch every kind of kernel on a few blocks, for callers that take only a few cases.
+    # few blocks first (for callers that take only a few cases), for every kind of kernel
     for options in _WIDE:
         yield case(bfloat16, (288, 136), "normal", **options)
     yield case(bfloat16, (37, 256), "normal", **_ROW)
@@ -70,8 +70,8 @@ def _cases() -> Iterator[Case]:
 
 
 def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of blocks along rows alone, of whole rows and columns, and of other memory orders."""
-    # In rows of whole blocks a warp has eight blocks down or across, or fewer.
+    """Yield cases of blocks along rows alone, of whole rows and columns, and of other memory orders."""
+    # in rows of whole blocks a warp has eight blocks down or across, or fewer
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for options in (_ROW, {**_ROW, **_VLLM}):
             yield case(dtype, (21, 384), "edges", dtype=to, **options)
@@ -87,11 +87,11 @@ def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(dtype, (21, 384), "normal", "offset", **_ROW)
     for options in _WIDE:
         yield case(bfloat16, (160, 144), "normal", "strided", **options)
-    # Whole rows and columns take the quick division in one step or several, or do without it.
+    # whole rows and columns take the quick division in one step or several, or do without it
     for dtype, to, direction in product((bfloat16, float32), FP8_DTYPES, (_BOTH, _AS_IS)):
         yield case(dtype, (67, 1101), "normal", dtype=to, **direction, **_WHOLE_ROWS, **_VLLM)
         yield case(dtype, (300, 21), "bits", dtype=to, **direction, **_WHOLE_ROWS, **_VLLM)
-    # Squares take the quick division or do without it.
+    # squares take the quick division or do without it
     for values, direction in product(("normal", "bits"), (_ROW, _COLUMN, _BOTH, _AS_IS)):
         yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)
 

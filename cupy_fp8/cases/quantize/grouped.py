@@ -1,4 +1,4 @@
-"""Cases of groups quantised as tensors of their own. A case's shape is x's. Its options say how it is divided
+"""Cases of groups quantised as separate tensors. A case's shape is x's. Its options say how it is divided
 (see cases.groups), and how many rows belong to no group (`spare`)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
 _BOTH: dict[str, Any] = _DIRECTIONS[2]
-#: Timed calls have these options.
+#: options of timed calls
 _BLOCKS: dict[str, Any] = {"family": "block"}
 _MX: dict[str, Any] = {"family": "mx", "scale_layout": "swizzled"}
 _WHOLE_ROWS: dict[str, Any] = {"family": "block", "block": (1, None), "scale_layout": "compact"}
@@ -52,7 +52,7 @@ def _inputs(case: Case) -> Arguments:
 
 
 def _in_blocks(options: dict[str, Any]) -> Any:
-    """The class of the recipe in blocks that the options name, or None. Its options are taken out of them."""
+    """Remove from the options those that name a recipe in blocks, and return its class, or None."""
     family = options.pop("family", None)
     if family is None:
         return None
@@ -74,8 +74,8 @@ def _reference(x: np.ndarray, splits: np.ndarray, recipe: Any, *, amax: np.ndarr
 def _cases() -> Iterator[Case]:
     both = {"rowwise": True, "columnwise": True}
     case = maker("group_quantize", "normal")
-    # The first cases have few tiles, every type, and everything that the kernel does, for callers that take
-    # only a few cases.
+    # few tiles first (for callers that take only a few cases), for every type and everything that the kernel
+    # does
     yield case(bfloat16, (140, 136), groups=3, **both)
     yield case(bfloat16, (150, 48), groups=3, sizes="aligned", spare=10, **both)
     yield case(float32, (40, 37), groups=2, spare=7, wide=False, **both)
@@ -104,13 +104,13 @@ def _cases() -> Iterator[Case]:
 
 def _small_cases(case: Callable[..., Case], shapes: Iterable[tuple[int, int]],
                  each: Iterable[dict[str, Any]]) -> Iterator[Case]:
-    """No group, one, and three, with each of some options."""
+    """Yield cases of no group, one, and three, with each of some options."""
     for shape, number, options in product(shapes, (0, 1, 3), each):
         yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, **options)
 
 
 def _edge_cases(case: Callable[..., Case], **options: Any) -> Iterator[Case]:
-    """Rows of no group alone, offsets that are given, and x in other memory orders."""
+    """Yield cases where all rows belong to no group, offsets are given, or x has other memory orders."""
     yield case(bfloat16, (30, 40), groups=3, spare=30, **options)
     yield case(bfloat16, (130, 36), groups=3, with_offsets=True, **options)
     for layout in ("offset", "strided"):
@@ -118,7 +118,7 @@ def _edge_cases(case: Callable[..., Case], **options: Any) -> Iterator[Case]:
 
 
 def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of per-tensor recipes with every kind of shape, division and layout."""
+    """Yield cases of per-tensor recipes with every kind of shape, division and layout."""
     both = {"rowwise": True, "columnwise": True}
     for directions in DIRECTIONS[:2]:
         for shape in ((300, 144), (77, 130)):
@@ -126,7 +126,7 @@ def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
     yield from _small_cases(case, (*_SMALL, (257, 16)), (both, {"current": ()}))
     for division in ("even", "one"):
         yield case(bfloat16, (512, 128), groups=4, sizes=division, **both)
-    for number in (127, 128, 129, 400):                              # The scan takes several rounds.
+    for number in (127, 128, 129, 400):                              # the scan takes several rounds
         yield case(bfloat16, (200, 16), groups=number, spare=3, **both)
         yield case(bfloat16, (200, 16), groups=number, spare=3, current=(0.0, True),
                    with_amax=number % 2 == 0)
@@ -140,8 +140,7 @@ def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
     layouts = {"block": ("gemm_ready", "compact", "deepgemm_sm90"), "mx": ("compact", "swizzled")}
-    # These launch every program: some rows allow wide accesses, and some groups allow them for transposed
-    # rows.
+    # every program: some rows allow wide accesses, and some groups allow them for transposed rows
     for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), _DIRECTIONS):
         for columns in (264, 133):
             described = {"groups": 4, "dtype": dtype, **options}
@@ -159,7 +158,7 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
                                                           ((1, 128), (128, 128))):
         yield case(source_dtype, (1344, 36), "bits", groups=2, sizes=division, family="block", block=block,
                    **options)
-    # The kernel gets these options at run time.
+    # options that the kernel gets at run time
     for family, options in product(layouts, _DIRECTIONS):
         for layout in layouts[family]:
             for shape in ((272, 144), (150, 40)):
@@ -177,17 +176,17 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 def _block_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of blocks with every kind of shape and division."""
+    """Yield cases of blocks with every kind of shape and division."""
     both = {"columnwise": True}
     for family in ("block", "mx"):
         yield from _small_cases(case, _SMALL, ({"family": family, **both},))
-        for number in (128, 129, 400):                               # The scan takes several rounds.
+        for number in (128, 129, 400):                               # the scan takes several rounds
             yield case(bfloat16, (200, 16), groups=number, spare=3, family=family, wide=False, **both)
         yield from _edge_cases(case, family=family, **both)
 
 
 def _whole_row_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of whole rows and columns."""
+    """Yield cases of whole rows and columns."""
     rows: dict[str, Any] = {"family": "block", "block": (1, None)}
     columns: dict[str, Any] = {"family": "block", "block": (None, 1)}
     for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), _DIRECTIONS):
@@ -204,7 +203,7 @@ def _whole_row_cases(case: Callable[..., Case]) -> Iterator[Case]:
                                         (False, True), (rows, columns)):
         yield case(bfloat16, (70, 40), "edges", groups=3, profile=profile, pow2_scale=pow2, columnwise=True,
                    **block)
-    # One, two, four or eight warps hold such a row, or blocks share it.
+    # one, two, four or eight warps hold such a row, or blocks share it
     for source_dtype, widths in ((float16, (1032, 1027, 3000, 6000, 17_000)),
                                  (float32, (520, 1500, 4100, 9001))):
         for width in widths:
@@ -213,24 +212,24 @@ def _whole_row_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for block in (rows, columns):
         yield from _small_cases(case, _SMALL, [{**block, **options} for options in _DIRECTIONS])
         for options in _DIRECTIONS[::2]:
-            for number in (128, 129, 400):                           # Scans take several rounds.
+            for number in (128, 129, 400):                           # scans take several rounds
                 yield case(bfloat16, (200, 16), groups=number, spare=3, wide=False, **block, **options)
             yield from _edge_cases(case, **block, **options)
         for options in _DIRECTIONS:
-            for width, align in ((136, 16), (35, 128)):              # Lines end in padding.
+            for width, align in ((136, 16), (35, 128)):              # lines end in padding
                 yield case(bfloat16, (150, width), "edges", groups=4, spare=5, align=align, **block,
                            **options)
         yield case(bfloat16, (0, 8), groups=3, align=16, columnwise=True, **block)
 
 
 def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    # Some tiles have no padding, some end in padding, and some are padding alone.
+    # some tiles have no padding, some end in padding, and some are padding alone
     for source_dtype, columns in product(INPUT_DTYPES, (264, 133)):
         yield case(source_dtype, (300, columns), "bits", groups=4, spare=9, align=256, columnwise=True)
     for columns in (136, 35):
         yield case(bfloat16, (150, columns), "edges", groups=4, align=32, current=(), wide=False,
                    columnwise=True)
-    # Some blocks, and their scales, end in padding.
+    # some blocks, and their scales, end in padding
     for options in _DIRECTIONS:
         for columns, layout, recipe in ((136, "gemm_ready", {}), (35, "compact", {"block": (128, 128)}),
                                         (136, "deepgemm_sm90", {}),
@@ -242,14 +241,14 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
             yield case(float32, (150, columns), "edges", groups=4, family="mx", scale_layout=layout,
                        align=128, **recipe, **options)
     yield case(float16, (150, 136), groups=4, family="block", profile="vllm", align=2)
-    for block, columns in product(((1, 128), (1, None)), (136, 21)):  # Divisors have any size.
+    for block, columns in product(((1, 128), (1, None)), (136, 21)):  # divisors of any size
         values = "edges" if columns > 64 else "bits"
         yield case(bfloat16, (150, columns), values, groups=4, family="block", block=block, profile="vllm",
                    align=16, columnwise=True)
     for options in _DIRECTIONS:
         yield case(bfloat16, (150, 35), "bits", groups=4, family="block", block=(128, 128), profile="vllm",
                    align=16, **options)
-    # A block of threads has several tiles that end in padding, or are padding alone.
+    # a block of threads has several tiles that end in padding, or are padding alone
     for block, align in product(((1, 128), (128, 128)), (256, 512)):
         yield case(float32, (300, 36), groups=2, sizes="even", family="block", block=block, align=align,
                    columnwise=True)
@@ -258,9 +257,9 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for family in families:
         for shape, number in (((0, 8), 0), ((0, 8), 3), ((3, 20), 4)):
             yield case(bfloat16, shape, groups=number, align=16, columnwise=True, **family)
-        # The kernel's scan takes more than one round.
+        # the kernel's scan takes more than one round
         yield case(bfloat16, (200, 16), groups=300, spare=3, align=4, columnwise=True, **family)
-        # No padding is added.
+        # no padding is added
         yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)
 
 
@@ -279,7 +278,7 @@ def _timed_row(label: str, shape: tuple[int, int], division: str = "ragged", **o
 
 
 def _timed_per_tensor(shape: tuple[int, int]) -> Iterator[Timed]:
-    amaxes: dict[str, Any] = {"starts": (0,)}                       # Amaxes start from these and are raised.
+    amaxes: dict[str, Any] = {"starts": (0,)}                       # initial amaxes, which calls raise
     yield _timed_row("both, 64 groups", shape, "even", **_BOTH, **amaxes)
     yield _timed_row("both, ragged, 64 groups", shape, **_BOTH, **amaxes)
     yield _timed_row("both, ragged in multiples of 16, 64 groups", shape, "aligned", **_BOTH, **amaxes)

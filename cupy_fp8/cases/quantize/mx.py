@@ -28,8 +28,8 @@ from ..registry import HostCalls, Registration, Timed, register
 MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]),
                  *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
 _SQUARE = {"block": (32, 32)}
-#: These have short blocks, one warp tile or several, rows with and without wide accesses, tails of the
-#: swizzled layout's tiles, no elements, or a batch.
+#: short blocks, one warp tile or several, rows with and without wide accesses, tails of the swizzled layout's
+#: tiles, no elements, or a batch
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (31, 33), (32, 32), (33, 31), (64, 96),
            (128, 128), (130, 257), (144, 264),
            (160, 132), (260, 128), (129, 64), (1, 640), (640, 1), (2, 40, 64), (3, 0, 4), (2, 133, 144),
@@ -38,7 +38,7 @@ _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (31, 33), (32, 32), 
 
 def _cases() -> Iterator[Case]:
     case = maker("quantize_mx")
-    # The first cases launch every kind of kernel on a few blocks, for callers that take only a few cases.
+    # few blocks first (for callers that take only a few cases), for every kind of kernel
     swizzled = {"scale_layout": "swizzled"}
     for directions in MX_DIRECTIONS:
         yield case(bfloat16, (288, 128), "normal", **swizzled, **directions)
@@ -46,8 +46,8 @@ def _cases() -> Iterator[Case]:
     yield case(bfloat16, (133, 259), "normal", **swizzled, **MX_DIRECTIONS[4])
     yield case(bfloat16, (133, 259), "normal", "strided", **_SQUARE, **MX_DIRECTIONS[4])
     for directions in MX_DIRECTIONS:
-        # These launch the programs for wide accesses (rows of whole blocks, whole warp tiles) in both memory
-        # orders, and the program for any shape.
+        # the programs for wide accesses (rows of whole blocks, whole warp tiles) in both memory orders, and
+        # the program for any shape
         for dtype in INPUT_DTYPES:
             for to in FP8_DTYPES:
                 for layout in ("contiguous", "strided"):
@@ -74,7 +74,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _rule_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of every mode and profile, and of padded swizzled scales."""
+    """Yield cases of every mode and profile, and of padded swizzled scales."""
     for mode in MX_MODES:
         for profile in MX_PROFILES:
             for to in FP8_DTYPES:
@@ -83,15 +83,15 @@ def _rule_cases(case: Callable[..., Case]) -> Iterator[Case]:
                 yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True)
                 yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True,
                            transposed=True, **_SQUARE)
-    # Swizzled scales of row-wise results have padding below and beside, in one matrix and in several.
+    # swizzled scales of row-wise results have padding below and beside, in one matrix and in several
     for shape in ((127, 96), (129, 96), (300, 160), (256, 128), (3, 130, 32), (2, 256, 64)):
         yield case(bfloat16, shape, "normal", dtype=float8_e5m2, scale_layout="swizzled")
         yield case(float32, shape, "normal", dtype=float8_e4m3fn, scale_layout="swizzled")
 
 
-#: Experts' weights have shape (N, K) and are quantised along N.
+#: shapes (N, K) of experts' weights, which are quantised along N
 _EXPERTS = ((8192, 5120), (5120, 8192), (2048, 7168))
-#: Labels of timed calls name the directions so.
+#: names of directions in the labels of timed calls
 _TIMED = {"row": MX_DIRECTIONS[0], "column": MX_DIRECTIONS[1], "column stored transposed": MX_DIRECTIONS[3],
           "both": MX_DIRECTIONS[2], "both, column stored transposed": MX_DIRECTIONS[4]}
 

@@ -1,5 +1,5 @@
 """Cases of SwiGLU with quantisation. A case's shape is x's, [M, 2 H]. Its options `probs` and `bias` name
-their values (a number: all are that number), and `experts` is how many experts have biases of their own."""
+their values (a number: all equal it), and `experts` is the number of experts with biases of their own."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ..groups import sizes
 from ..registry import Arguments, HostCalls, Registration, Timed, all_but, register
 
 _BOTH = DIRECTIONS[2]
-#: So many experts share 133 rows and have biases of their own. There is one, or more than rows, or enough for
-#: several rounds of the search, or none. Some experts are empty.
+#: Numbers of experts with biases of their own that share 133 rows: one, more than rows, enough for several
+#: rounds of the search, or none. Some experts are empty.
 _EXPERTS = (1, 3, 9, 200, 0)
 _DELAYED: dict[str, Any] = {"recipe": DelayedScaling(), "scale": 0.37, "amax": 0.0}
 _RECIPES: tuple[dict[str, Any], ...] = (
@@ -39,11 +39,10 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"probs": "normal"}, {"bias": "normal"}, {"clamp": 0.75}, {"form": "gpt_oss", "clamp": 7.0},
     {"interleaved": True}, {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "probs": "edges",
                             "bias": "normal"})
-#: x has short rows, one tile or several, tails of every kind, rows with and without wide accesses, or no
-#: elements.
+#: short rows, one tile or several, tails of every kind, rows with and without wide accesses, or no elements
 _SHAPES = ((1, 2), (1, 6), (5, 2), (0, 8), (5, 0), (0, 0), (3, 74), (16, 16), (128, 256), (130, 514),
            (144, 272), (129, 264), (1, 1280), (300, 16))
-_ALIGNED = (144, 528)                           # It has wide accesses, and tails of the tile.
+_ALIGNED = (144, 528)                           # wide accesses, and tails of the tile
 _GPT_OSS = _OPTIONS[-1]
 #: Gradients of these shapes have wide accesses, and their halves are whole tiles (paths rows and tiles). Rows
 #: end with a patch of the tile, or within one.
@@ -53,7 +52,7 @@ _SCALES: tuple[Any, ...] = (
       layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS)),
     *(MXScaling(mode=mode, profile=profile, scale_layout=layout)
       for mode, profile, layout in product(MX_MODES[:1], MX_PROFILES, MX_SCALE_LAYOUTS)))
-#: Most cases of gradients have this option.
+#: option of most cases of gradients
 _WEIGHTED = {"probs": "normal"}
 
 
@@ -61,7 +60,7 @@ def inputs(case: Case) -> Arguments:
     options = dict(case.options)
     rows, width = case.shape
     experts = options.pop("experts", None)
-    if isinstance(options.get("scale"), tuple):                 # A GPU reads it from an array.
+    if isinstance(options.get("scale"), tuple):                 # a GPU reads it from an array
         options["scale"] = np.array(options["scale"], np.float32)
     of_bias = (width,) if experts is None else (experts, width)
     if experts is not None:
@@ -85,7 +84,7 @@ def backward_inputs(case: Case) -> Arguments:
 
 
 def _scale(recipe: Any) -> dict[str, float]:
-    """The scale that a recipe needs, if it needs one."""
+    """Return the scale that a recipe needs, if any."""
     return {"scale": 3.5} if isinstance(recipe, DelayedScaling) else {}
 
 
@@ -94,7 +93,7 @@ def _in_blocks(to: np.dtype[Any]) -> tuple[BlockScaling | MXScaling, ...]:
 
 
 def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator[Case]:
-    """Cases of experts with biases of their own, for rows with and without wide accesses."""
+    """Yield cases of experts with biases of their own, for rows with and without wide accesses."""
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             yield case(dtype, (133, 2 * 136), "edges", recipe=how, **_scale(how), **_GPT_OSS, **_BOTH,
@@ -105,7 +104,7 @@ def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator
                 yield case(bfloat16, (133, 2 * half), "normal", **_RECIPES[(i + j) % 4], **weighted,
                            **directions, bias="normal", interleaved=interleaved, experts=experts,
                            narrow=bool(i % 2))
-    # Several blocks of threads find whose each row is.
+    # several blocks of threads find the expert of each row
     yield case(bfloat16, (1100, 2 * 24), "normal", **_RECIPES[0], **_BOTH, bias="normal", experts=5)
     for recipe in _RECIPES:
         yield case(bfloat16, (700, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=40)
@@ -113,7 +112,7 @@ def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator
 
 
 def _backward(*args: Any, out: Any = None, **options: Any) -> Any:
-    """The pair if there are probs, else the gradient of x alone, since the checks compare arrays."""
+    """Return the pair if there are probs, else the gradient of x alone, since the checks compare arrays."""
     if "probs" in options:
         return swiglu.swiglu_backward_quantize(*args, out=out, **options)
     return swiglu.swiglu_backward_quantize(*args, out=None if out is None else (out, None), **options)[0]
@@ -126,7 +125,7 @@ def _backward_reference(*args: Any, **options: Any) -> Any:
 
 def _backward_cases() -> Iterator[Case]:
     case = maker("swiglu_backward_quantize")
-    # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
+    # few blocks first (for callers that take only a few cases), for every kernel
     for recipe in _RECIPES:
         yield case(bfloat16, (50, 512), "normal", **recipe, **_WEIGHTED, **_BOTH)
     yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **_WEIGHTED, **_BOTH)
@@ -140,10 +139,10 @@ def _backward_cases() -> Iterator[Case]:
                                      ("bits", _HALVES[0], _WEIGHTED), ("edges", _HALVES[1], {})):
             for how in (DelayedScaling(to), CurrentScaling(to, eps=1e-3, pow2_scale=True), *_in_blocks(to)):
                 yield case(dtype, shape, kind, recipe=how, **_scale(how), **weights, **_BOTH)
-        # Row-wise results alone have programs of their own.
+        # row-wise results alone have separate programs
         for how in _in_blocks(to):
             yield case(dtype, _HALVES[0], "edges", recipe=how, **_WEIGHTED)
-    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # Recipes take turns.
+    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
         yield case(dtype, (20, 528), "normal", **_RECIPES[(i + 2) % 4], **{**_WEIGHTED, **options})
@@ -152,7 +151,7 @@ def _backward_cases() -> Iterator[Case]:
 
 
 def _backward_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of every direction, shape and combination of options."""
+    """Yield cases of every direction, shape and combination of options."""
     for recipe in _RECIPES:
         for directions in DIRECTIONS[:3]:
             yield case(bfloat16, _ALIGNED, "normal", **recipe, **_WEIGHTED, **directions)
@@ -168,34 +167,35 @@ def _backward_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(float32, (21, 768), "normal", **recipe, **_WEIGHTED)
         for options in _OPTIONS[2:]:
             yield case(bfloat16, _HALVES[1], "normal", **recipe, **options, **_BOTH)
-            for directions in DIRECTIONS[:2]:                                     # Halves are no whole tiles.
+            for directions in DIRECTIONS[:2]:                                     # halves are not whole tiles
                 yield case(bfloat16, (133, 2 * 200), "normal", **recipe, **{**_WEIGHTED, **options},
                            **directions)
 
 
 def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of tiles that da and db share, wide rows with all options, experts, and sums of many tiles."""
+    """Yield cases of tiles that da and db share, wide rows with all options, experts, and sums of many
+    tiles."""
     for scaling in _SCALES:
         yield case(bfloat16, (133, 256), "normal", recipe=scaling, **_BOTH)
         yield case(bfloat16, (37, 512), recipe=scaling, **_WEIGHTED)
-        # The columns of da end, and those of db start, within a tile.
+        # the columns of da end, and those of db start, within a tile
         for half in (160, 192, 224):
             yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **_WEIGHTED, **_BOTH)
         yield case(bfloat16, (133, 2 * 200), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
-        # The second tile does not exist.
+        # the second tile does not exist
         yield case(bfloat16, (133, 2 * 72), "edges", recipe=scaling, interleaved=True, **_BOTH)
-    # Wide rows get all options at once.
+    # wide rows get all options at once
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             yield case(dtype, (130, 2 * 136), "edges", recipe=how, **_scale(how), **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, _WEIGHTED)
-    # Rows past the end repeat this row, times 0.
+    # rows past the end repeat this row, times 0
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 512), "normal", **how, probs=0.25, **_BOTH)
-    for interleaved in (False, True):                                               # Sums take many tiles.
+    for interleaved in (False, True):                                               # sums take many tiles
         yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
         yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
-        # These are as many as a block adds up, and one more.
+        # as many as a block sums, and one more
         for half in (8192, 8200):
             yield case(bfloat16, (9, 2 * half >> interleaved), "normal", **_DELAYED, **_WEIGHTED,
                        interleaved=interleaved)
@@ -203,7 +203,7 @@ def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 def _cases() -> Iterator[Case]:
     case = maker("swiglu_quantize")
-    # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
+    # few blocks first (for callers that take only a few cases), for every kernel
     for recipe in _RECIPES:
         yield case(bfloat16, (144, 208), "normal", **recipe, **_BOTH)
     yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), probs="normal", **_BOTH)
@@ -214,10 +214,10 @@ def _cases() -> Iterator[Case]:
         for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
             for how in (DelayedScaling(to), CurrentScaling(to, eps=1e-3, pow2_scale=True), *_in_blocks(to)):
                 yield case(dtype, shape, kind, recipe=how, **_scale(how), **_BOTH)
-        # Row-wise results alone have programs of their own.
+        # row-wise results alone have separate programs
         for how in (DelayedScaling(to), *_in_blocks(to)):
             yield case(dtype, (133, 272), "edges", recipe=how, probs="normal", **_scale(how))
-    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # Recipes take turns.
+    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
     for recipe in _RECIPES:
@@ -235,7 +235,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Cases of every profile, mode and layout, wide rows with all options, and experts."""
+    """Yield cases of every profile, mode and layout, wide rows with all options, and experts."""
     profiles: Any = BLOCK_PROFILES
     for profile, pow2, block in product(profiles, (False, True), ((1, 128), (1, 64), (1, 32))):
         blocks = BlockScaling(block, float8_e5m2 if pow2 else float8_e4m3fn, profile=profile, pow2_scale=pow2)
@@ -244,7 +244,7 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS):
         for shape in (_ALIGNED, (133, 290)):
             yield case(bfloat16, shape, "normal", recipe=BlockScaling(block, scale_layout=layout), **_BOTH)
-    # Wide rows get all options at once.
+    # wide rows get all options at once
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             yield case(dtype, (133, 272), "edges", recipe=how, **_scale(how), **_GPT_OSS, **_BOTH)
@@ -254,12 +254,12 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for scaling in _SCALES:
         yield case(bfloat16, (133, 272), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, {"probs": "edges"})
-    # Rows past the end repeat this row, times 0.
+    # rows past the end repeat this row, times 0
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 272), "normal", **how, probs=0.25)
     # Rows past the end, whose weight is 1, have a larger amax, which comes from biases alone.
     yield case(bfloat16, (133, 272), "normal", **_DELAYED, bias="normal", probs=2.0**-20, **_BOTH)
-    # Zeros times weights that are Inf or NaN do not reach scales in the padding.
+    # zeros times weights that are Inf or NaN do not reach scales in the padding
     yield case(bfloat16, (133, 272), "edges", recipe=MXScaling(profile="torchao", scale_layout="swizzled"),
                probs="edges", **_BOTH)
     for mode, profile, scale_layout in product(MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS):
@@ -275,7 +275,7 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
 _PER_TENSOR: dict[str, Any] = {"recipe": DelayedScaling(), "scale": (4.0,)}
 _BLOCKS: dict[str, Any] = {"recipe": BlockScaling()}
 _MX: dict[str, Any] = {"recipe": MXScaling()}
-#: The layer of gpt-oss has one bias for all rows, or one for each expert.
+#: the layer of gpt-oss has one bias for all rows, or one for each expert
 _OF_GPT_OSS: dict[str, dict[str, Any]] = {
     label: {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "bias": "normal", **experts}
     for label, experts in (("gpt-oss", {}), ("gpt-oss, biases of 32 experts", {"experts": 32, "spare": 0}))}
@@ -283,7 +283,7 @@ _GPT_OSS_SHAPE = (16384, 2880)
 
 
 def timed_row(op: str) -> Callable[..., Timed]:
-    """Returns timed(label, shape of y, dtype, **options), for x [M, 2 H]."""
+    """Return timed(label, shape of y, dtype, **options), for x [M, 2 H]."""
     case = maker(op, "normal")
 
     def timed(label: str, shape: tuple[int, int], dtype: np.dtype[Any] = bfloat16, **options: Any) -> Timed:
@@ -331,7 +331,7 @@ def _host_calls(x: Array) -> Iterator[HostCalls]:
     yield HostCalls.both("", swiglu.swiglu_quantize, x, MXScaling())
 
 
-#: These arrays are too small to count. "[1].result" is the gradient of probs.
+#: arrays too small to count; "[1].result" is the gradient of probs
 MOVES = all_but("probs", "bias", "splits", "[1].result")
 
 register(

@@ -44,7 +44,7 @@ def _cases() -> Iterator[Case]:
         yield from _given_scale_cases(case, directions)
         yield from _current_cases(case, directions)
         yield from _dbias_cases(case, directions)
-    # This array has more tiles than a launch sums at once.
+    # more tiles than a launch sums at once
     yield case(bfloat16, (33000, 3), "normal", dbias=True)
     for start in (-1.0, float("inf"), float("nan"), 2.0**-149):
         yield case(float32, (9, 11), "normal", amax=start)

@@ -1,4 +1,4 @@
-"""Cases of tensor lists. A case's shape is how many arrays there are. Its option `group` names their shapes
+"""Cases of tensor lists. A case's shape is the number of arrays. Its option `group` names their shapes
 (GROUPS)."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import Case, laid_out, values
 from ..registry import Arguments, HostCalls, Registration, Timed, all_but, register
 
-#: Lists have a few blocks of threads, also with chunked access; whole patches only; tails of every tile and
+#: Lists with a few blocks of threads, also with chunked access; whole patches only; tails of every tile and
 #: every alignment; no arrays; many arrays; arrays of one shape with several blocks each; as many arrays as
 #: fit into a launch's arguments; or two.
 GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -34,12 +34,12 @@ GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "eight": (*((9, 24),) * 7, (130, 24)),
     "two": ((24, 16), (9, 24)),
 }
-#: Lists of matrices and batches, for recipes that take both, with and without wide accesses.
+#: lists of matrices and batches, for recipes that take both, with and without wide accesses
 BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "batches": ((3, 5, 9), (130, 150), (2, 33, 72), (2, 0, 7)),
     "wide": ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8)),
 }
-#: `bench` times these experts' weights. Small ones show the time for finding each block's matrix.
+#: timed weights of experts. Small ones show the time for finding each block's matrix.
 _WEIGHTS = {f"{number} of {rows}×{columns}": ((rows, columns),) * number for number, rows, columns in (
     (8, 2048, 5120), (32, 2048, 5120), (64, 2048, 5120), (8, 4096, 7168), (256, 2048, 1408), (128, 256, 256))}
 _SCALES = (0.37, 1.0, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
@@ -47,8 +47,8 @@ _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
 def arrays(case: Case) -> list[np.ndarray]:
-    """The arrays of the case's group. Every second one starts one element into its buffer ('offset') or is a
-    transposed view ('strided')."""
+    """Return the arrays of the case's group. Every second one starts one element into its buffer ('offset')
+    or is a transposed view ('strided')."""
     found = []
     for i, shape in enumerate(_shapes(case.options["group"])):
         x = values(case.values, shape, case.dtype, i)
@@ -94,7 +94,7 @@ def _case(op: str, dtype: np.dtype[Any], group: str, values: str = "bits", layou
 
 
 def _cast_cases() -> Iterator[Case]:
-    # The first cases are lists with a few blocks of threads, for callers that take only a few cases.
+    # few blocks of threads first, for callers that take only a few cases
     for dtype in (bfloat16, float32):
         yield _case("multi_cast_transpose", dtype, "few", "normal", amax=0.0)
     for group in ("one", "empty", "none"):

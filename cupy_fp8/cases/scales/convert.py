@@ -21,20 +21,20 @@ _SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 
 
 
 def layouts_of(block: Block) -> tuple[str, ...]:
-    """The layouts that scales of such blocks can have."""
+    """Return the layouts that scales of such blocks can have."""
     return tuple(SCALE_DTYPES) if 1 in block else ("compact", "gemm_ready", "deepgemm_sm100")
 
 
 def _inputs(case: Case) -> Arguments:
-    """Scales and padding have any bits. f32 scales that become E8M0 are powers of two, with some NaN. Compact
-    scales of a 'strided' case are a transposed view."""
+    """Scales and padding have arbitrary bits. f32 scales that become E8M0 are powers of two, with some NaN.
+    Compact scales of a 'strided' case are a transposed view."""
     source, target, block = (case.options[name] for name in ("source", "target", "block"))
     stored = scale_shape(case.shape, block, source)
     if case.dtype == int32:
         scales = values("bits", stored, float32).view(int32)
     elif case.dtype == float32 and case.options.get("dtype", scale_dtype(case.dtype, target)) != float32:
         scales = reference.astype(values("bits", stored, float8_e8m0fnu), float32)
-        if source != "compact":  # Padding has a 3, which E8M0 does not have.
+        if source != "compact":  # padding contains a 3, which E8M0 does not have
             used = scale_shape(case.shape, block, "compact")
             scales[..., used[-2] if block[0] == 1 else used[-1]:] = 3
     else:
@@ -49,8 +49,7 @@ def _cases() -> Iterator[Case]:
         return Case("convert_scales", held or SCALE_DTYPES[source][-1], shape, "bits", layout,
                     {"source": source, "target": target, "block": block, **options})
 
-    # The first cases launch every variant of the kernel on a few blocks: they convert f32 or E8M0 to f32 or
-    # E8M0.
+    # few blocks first (for callers that take only a few cases), for every variant: f32 or E8M0 to f32 or E8M0
     for source, target in (("gemm_ready", "swizzled"), ("compact", "gemm_ready"),
                            ("swizzled", "deepgemm_sm90"),
                            ("deepgemm_sm100", "swizzled")):
@@ -75,7 +74,7 @@ def _cases() -> Iterator[Case]:
         yield case(target, "compact", (20, 500), (None, 1), dtype=float32)
 
 
-#: A model has these conversions (block, layouts) between its quantisers and its matrix products.
+#: conversions (block, layouts) of a model between its quantisers and its matrix products
 _CONVERSIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
     (_ROW, "compact", "gemm_ready"), (_ROW, "compact", "deepgemm_sm100"),
     (_COLUMN, "compact", "deepgemm_sm100"), (_ROW, "gemm_ready", "compact"),

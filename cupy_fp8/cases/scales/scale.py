@@ -24,8 +24,8 @@ def _cases() -> Iterator[Case]:
         for pow2 in (False, True):
             for kind in ("bits", "edges", "normal"):
                 yield case(float32, MATRIX, kind, dtype=to, pow2_scale=pow2)
-            # These margins make large scales overflow, small ones subnormal or 0, and the target itself Inf
-            # or 0.
+            # margins that make large scales overflow, small ones subnormal or 0, and the target itself Inf or
+            # 0
             for margin in (1, -3, -130, 12, 140, 1 << 40):
                 yield case(float32, (9, 64), "edges", dtype=to, pow2_scale=pow2, margin=margin)
     for eps in (2.0**-149, 1e-39, 1e-12, 0.1, 3e38):
@@ -44,8 +44,8 @@ def _timed() -> Iterator[Timed]:
 
 
 def _update_inputs(case: Case) -> Arguments:
-    """The case's array is the history; a third of the tensors have a zero in its row 0, half in the reduced
-    amax."""
+    """The case's array is the history; a third of the tensors have a zero in its row 0, half in the
+    reduced amax."""
     options = dict(case.options)
     history, n = source(case), case.shape[1]
     history[:1, ::3] = 0
@@ -66,8 +66,8 @@ def _update_cases() -> Iterator[Case]:
             for kind in ("bits", "edges", "normal"):
                 for length in (1, 2, 3, 19):
                     yield case(float32, (length, 131), kind, **e4m3, algo=algo, amax=reduced)
-    # Columns take one round of loads or several, and row segments have one row or many. A block has every
-    # number of columns, and tails of each.
+    # Columns take one round of loads or several, and row segments have one row or many. Blocks of every
+    # number of columns, with tails of each.
     for shape in ((1, 1), (2, 1), (16, 512), (1024, 1), (1025, 2), (513, 3), (700, 5), (1030, 17), (6000, 1),
                   (9001, 3), (300, 70),
                   (16, 0)):
@@ -96,7 +96,7 @@ def _host_calls(x: Array) -> Iterator[HostCalls]:
 
 
 def _host_calls_of_update(x: Array) -> Iterator[HostCalls]:
-    """They update a state, as training does."""
+    """Yield calls that update a state, as training does."""
     amax = zeros(1, float32, like=x)
     state = DelayedScalingState(1, DelayedScaling(history_len=16), like=amax)
     yield HostCalls("", state.update)

@@ -21,14 +21,14 @@ from ..registry import Arguments, HostCalls, Registration, Timed, register
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5),
            (256, 32), (257, 33), (31, 130),
            (1000, 7), (272, 48), (1, 3, 2), (2, 140, 33), (3, 0, 4), (3, 128, 32), (0, 9, 9))
-#: A pair is (extent of the groups' axis, groups). Some groups are empty. There is one, or more of them than
-#: lines, or about as many as a round of the search takes, or enough for several rounds.
+#: (extent of the groups' axis, groups): empty groups, one, more of them than lines, about as many as a round
+#: of the search takes, and enough for several rounds
 _GROUPED = ((300, 1), (700, 4), (90, 40), (5, 64), (1500, 300), (0, 3), (0, 0),
             *((700, groups) for groups in (31, 32, 127, 128, 129, 300, 1025)))
 
 
 def _stored(s: np.ndarray, stored: str) -> np.ndarray:
-    """Scales as an op gets them: 'rows' are [lines, blocks]; 'columns' are a view of an array [blocks,
+    """Return scales as an op gets them: 'rows' are [lines, blocks]; 'columns' are a view of an array [blocks,
     lines]."""
     return s if stored == "rows" else contiguous(s.swapaxes(-1, -2))
 
@@ -54,8 +54,8 @@ def _unswizzle_reference(s: np.ndarray, *, shape: tuple[int, ...], stored: str =
 
 
 def sizes_along(total: int, groups: int, axis: int, seed: int = 0) -> np.ndarray:
-    """Sizes of groups that have `total` lines (axis 0) or blocks (axis 1, in elements) together. About a
-    third are 0."""
+    """Return sizes of groups with `total` lines (axis 0) or blocks (axis 1, in elements). About a third are
+    0."""
     rng = np.random.default_rng(seed)
     counts = sizes(total, groups, seed=rng)
     return counts if axis == 0 else np.where(counts, counts * 32 - rng.integers(0, 32, len(counts)), 0)
@@ -90,7 +90,7 @@ def _unswizzle_inputs(case: Case) -> Arguments:
 
 
 def _cases(op: str) -> Iterator[Case]:
-    # The first cases launch every variant of the kernels on a few blocks.
+    # few blocks first, for every variant of the kernels
     case = functools.partial(maker(op), float8_e8m0fnu)
     for stored, blocks in (("rows", 37), ("columns", 37), ("rows", 36)):
         for grouping in ({}, {"groups": 3, "axis": 0}, {"groups": 3, "axis": 1}):

@@ -10,10 +10,10 @@ from .. import numerics
 
 
 def astype(a: np.ndarray, dtype: Any, *, saturate: bool = True) -> np.ndarray:
-    """The elements, exact in f32, rounded to dtype."""
+    """Round the elements, exact in f32, to dtype."""
     return numerics.narrow(numerics.widen(a), np.dtype(dtype), saturate)
 
 
 def transpose(a: np.ndarray) -> np.ndarray:
-    """The array with its last two axes swapped, C-contiguous."""
+    """Swap the last two axes; the result is C-contiguous."""
     return np.swapaxes(a, -1, -2).copy(order="C")

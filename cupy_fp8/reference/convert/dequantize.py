@@ -22,13 +22,13 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = np.float32) -> np.ndarray:
 
 
 def element_scales(s: Scaled) -> np.ndarray:
-    """The scale_inv of every element's block, as f32 in the logical shape."""
+    """Return the scale_inv of every element's block, as f32 in the logical shape."""
     assert s.block is not None
     return on_elements(numerics.widen(block_scales(s)), s.block, s.shape)
 
 
 def on_elements(scales: np.ndarray, block: Block, shape: tuple[int, ...]) -> np.ndarray:
-    """Repeats the value of each block for all of its elements."""
+    """Repeat the value of each block for all of its elements."""
     for axis, extent in zip((-2, -1), block, strict=True):
         length = shape[axis]
         whole = max(length, 1)
@@ -37,10 +37,10 @@ def on_elements(scales: np.ndarray, block: Block, shape: tuple[int, ...]) -> np.
 
 
 def block_scales(s: Scaled) -> np.ndarray:
-    """scale_inv by rows and columns of blocks of the logical matrix."""
+    """Return scale_inv as rows and columns of blocks of the logical matrix."""
     assert s.block is not None
     shape, block, swapped = s.shape, s.block, s.block[1] == 1
-    if s.transposed and 1 not in block:  # These scales follow the order in which data are stored.
+    if s.transposed and 1 not in block:  # scales in the order of the stored data
         shape, block, swapped = swap_last(shape), (block[1], block[0]), True
     scales = lines_by_blocks(s.scale_inv, str(s.scale_layout), shape, block)
     return transpose(scales) if swapped else scales

@@ -1,5 +1,5 @@
-"""Reference of cupy_fp8.ops.convert.rebase: blocks with power-of-two scales become other such blocks
-(docs/numerics.md, section 4)."""
+"""Reference of cupy_fp8.ops.convert.rebase: new blocks for data with power-of-two scales (docs/numerics.md,
+section 4)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .scaling_aware import Exponents, exponents, magnitudes, moved, stored_scale
 
 def rebase_scales(q: Scaled | Quantized, *, block: Block, scale_dtype: Any = None,
                   scale_layout: str = "compact", changed: np.ndarray | None = None) -> Scaled:
-    """out = narrow(v * s / t), where t is the power of two for the values of a new block. Values that are not
-    what they were are added to `changed`."""
+    """out = narrow(v * s / t), where t is the power of two for the values of a new block. The number of
+    values that changed is added to `changed`."""
     s = row_wise(q)
     data = transpose(s.data) if s.transposed else s.data
     v = numerics.widen(data)
@@ -36,7 +36,7 @@ def rebase_scales(q: Scaled | Quantized, *, block: Block, scale_dtype: Any = Non
 
 
 def _of_elements(s: Scaled) -> Exponents:
-    """What the scale of every element is, in the logical shape."""
+    """Return the scale of every element in the logical shape."""
     if s.block is None:
         return Exponents(*(np.full(s.shape, a.reshape(-1)[0], a.dtype) for a in exponents(s.scale_inv)))
     return Exponents(*(on_elements(a, s.block, s.shape) for a in exponents(block_scales(s))))
@@ -44,7 +44,7 @@ def _of_elements(s: Scaled) -> Exponents:
 
 def _differing(v: np.ndarray, out: np.ndarray, exponent: np.ndarray, power: np.ndarray, exists: np.ndarray,
                zero: np.ndarray) -> int:
-    """How many values are not what they were, exactly. NaN counts as unchanged."""
+    """Count the values that changed. NaN counts as unchanged."""
     with np.errstate(invalid="ignore"):
         before = np.select([exists, zero], [np.ldexp(v.astype(np.float64), power.astype(np.int32)), v * 0.0],
                            np.nan)
@@ -53,16 +53,16 @@ def _differing(v: np.ndarray, out: np.ndarray, exponent: np.ndarray, power: np.n
 
 
 def _dtype_of_scales(s: Scaled, dtype: Any, layout: str) -> np.dtype[Any]:
-    """The dtype of the new scales before they are packed into words."""
+    """Return the dtype of the new scales before they are packed into words."""
     held = scale_dtype(s.scale_inv.dtype, layout) if dtype is None else np.dtype(dtype)
     return scale_dtype(held, "compact")
 
 
 def _laid_out(scales: np.ndarray, s: Scaled, block: Block, layout: str) -> np.ndarray:
-    """Scales by rows and columns of blocks of the logical matrix, as a layout stores them."""
+    """Store scales, given as rows and columns of blocks of the logical matrix, in a layout."""
     rows = s.shape[-2]
     if block[1] == 1:
         scales = transpose(scales)
-    elif s.transposed and 1 not in block:       # These scales follow the order in which data are stored.
+    elif s.transposed and 1 not in block:       # scales in the order of the stored data
         scales, block, rows = transpose(scales), (block[1], block[0]), s.shape[-1]
     return convert.stored(scales, layout, block, rows)

@@ -19,8 +19,8 @@ _NOTHING = np.iinfo(np.int64).min
 
 
 class Exponents(NamedTuple):
-    """Scales as powers of two: 2^power where `exists`, 0 where `zero`, and neither where `wrong`. An E8M0 NaN
-    is none of the three."""
+    """Scales as powers of two: 2^power where `exists`, 0 where `zero`, anything else `wrong`. An E8M0 NaN
+    sets none of the three."""
 
     power: np.ndarray
     exists: np.ndarray
@@ -64,7 +64,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 
 
 def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
-    """Square blocks, whose codes and scales are the same in both directions."""
+    """Transpose square blocks, whose codes and scales are the same in both directions."""
     data, blocks = np.swapaxes(s.data, -1, -2).copy(order="C"), cdiv(s.shape[-1], 128)
     scales = np.swapaxes(s.scale_inv[..., :blocks], -1, -2).copy(order="C")
     scale_inv = padded(scales) if scale_layout == "gemm_ready" else scales
@@ -72,8 +72,8 @@ def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
 
 
 def _row_scales(scales: np.ndarray, ranges: list[tuple[int, int]] | None) -> np.ndarray:
-    """The row-wise scales in gemm_ready; for groups a flat array of each group's scales, one group after the
-    other."""
+    """Return the row-wise scales in gemm_ready; for groups a flat array with the scales of one group after
+    another."""
     if ranges is None:
         return padded(np.ascontiguousarray(scales.T))
     out = np.zeros(scales.shape[1] * row_scale_rows(len(scales), len(ranges)), np.float32)
@@ -84,12 +84,12 @@ def _row_scales(scales: np.ndarray, ranges: list[tuple[int, int]] | None) -> np.
 
 
 def exponents(scale_inv: np.ndarray) -> Exponents:
-    """The exponents of f32 scales or E8M0 bytes."""
+    """Return the exponents of f32 scales or E8M0 bytes."""
     if scale_inv.dtype == float8_e8m0fnu:
         e = scale_inv.view(np.uint8).astype(np.int64)
         return Exponents(e - 127, e != 255, np.zeros(e.shape, bool), np.zeros(e.shape, bool))
     fraction, exponent = np.frexp(scale_inv)
-    # This is False for 0, negative values, Inf and NaN.
+    # False for 0, negative values, Inf and NaN
     right = fraction == 0.5
     zero = scale_inv.view(np.uint32) == 0
     return Exponents(np.where(right, exponent - 1, 0).astype(np.int64), right, zero, ~(right | zero))
@@ -113,20 +113,20 @@ def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str,
 
 
 def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """log2 of the smallest power of two not below max(|v| * s) / fp8_max, for v [blocks, rows, columns]:
-    [blocks, columns]."""
+    """Return log2 of the smallest power of two not below max(|v| * s) / fp8_max, for v [blocks, rows,
+    columns]: [blocks, columns]."""
     return target_exponent(magnitudes(v, power, exists).max(axis=1), dtype)
 
 
 def magnitudes(v: np.ndarray, power: np.ndarray, exists: np.ndarray) -> np.ndarray:
-    """|v| * s, which is exact in f64, or 0 where the element counts for no target."""
+    """|v| * s, exact in f64; 0 where the element affects no target."""
     counts = exists & ~np.isnan(v)
     return np.ldexp(np.where(counts, np.abs(v), 0).astype(np.float64), power.astype(np.int32))
 
 
 def moved(v: np.ndarray, k: np.ndarray, exists: np.ndarray, zero: np.ndarray,
           dtype: np.dtype[Any]) -> np.ndarray:
-    """narrow(v * 2^k); narrow(v * 0) where the scale is 0, NaN where it is no power of two."""
+    """narrow(v * 2^k); narrow(v * 0) where the scale is 0, NaN where it is not a power of two."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values = np.select([exists, zero], [np.ldexp(v, k.astype(np.int32)), v * np.float32(0)],
                            np.float32(np.nan))
@@ -134,34 +134,34 @@ def moved(v: np.ndarray, k: np.ndarray, exists: np.ndarray, zero: np.ndarray,
 
 
 def target_exponent(top: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """log2 of the smallest power of two not below top / fp8_max, within -127 and 127; 0 where top is 0. top:
-    f64."""
+    """Return log2 of the smallest power of two not below top / fp8_max, within -127 and 127; 0 where top is
+    0. top: f64."""
     fraction, exponent = np.frexp(np.where(np.isinf(top), 0, top))
-    # fp8_max is 1.75 * 2^emax. A product with a mantissa of up to 1.75 needs its own exponent; any other
-    # needs the next one.
+    # fp8_max is 1.75 * 2^emax. A product with a mantissa of at most 1.75 needs its own exponent, any other
+    # the next one.
     t = exponent - 1 - int(np.log2(FORMATS[dtype].max)) + (fraction > 0.875)
     return np.where(top == 0, 0, np.clip(np.where(np.isinf(top), 127, t), -127, 127)).astype(np.int64)
 
 
 def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, block: int) -> np.ndarray:
-    """log2 of the largest scale among rows that are not all zeros in the columns of a row-wise block; 0 if
-    there are none."""
-    not_zero = numerics.in_blocks((v != 0) & exists, (1, block)).any(axis=(-3, -1))      # NaN is not 0.
+    """Return log2 of the largest scale among rows with a nonzero value in the columns of a row-wise block; 0
+    if there are none."""
+    not_zero = numerics.in_blocks((v != 0) & exists, (1, block)).any(axis=(-3, -1))      # NaN is not 0
     anything = np.repeat(not_zero, block, axis=-1)[..., :v.shape[-1]]
     top = np.max(np.where(anything, power, _NOTHING), axis=1, initial=_NOTHING)
     return np.where(top == _NOTHING, 0, top)
 
 
 def _spread(a: np.ndarray, blocks: int, block: int, columns: int) -> np.ndarray:
-    """Repeats values of row-wise blocks [rows, ceil(K / block)] for every element [blocks, block, K], with 0
-    in rows that do not exist."""
+    """Repeat values of row-wise blocks [rows, ceil(K / block)] for every element [blocks, block, K], with 0
+    in rows beyond the end."""
     out = np.zeros((blocks * block, columns), a.dtype)
     out[:len(a)] = np.repeat(a, block, axis=1)[:, :columns]
     return out.reshape(blocks, block, columns)
 
 
 def stored_scales(t: np.ndarray, wrong: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """2^t as E8M0 or f32, with NaN where a scale of the block was wrong."""
+    """2^t as E8M0 or f32, with NaN where the block has a wrong scale."""
     if dtype == float8_e8m0fnu:
         return np.where(wrong, 255, t + 127).astype(np.uint8).view(float8_e8m0fnu)
     return numerics.one_nan(np.where(wrong, np.float32(np.nan), np.ldexp(np.float32(1), t.astype(np.int32))))

@@ -12,7 +12,7 @@ from ...results import Quantized, Scaled, row_wise
 from .. import numerics
 from ..convert.dequantize import block_scales
 
-_STRIP = 1 << 22                    # values of an operand that are widened to f64 at a time
+_STRIP = 1 << 22                    # values of an operand widened to f64 at a time
 
 
 def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bfloat16,
@@ -29,7 +29,7 @@ def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bflo
 
 def magnitudes(a: Scaled | Quantized, b: Scaled | Quantized, *, bias: np.ndarray | None = None,
                accumulate: np.ndarray | None = None) -> np.ndarray:
-    """Σ_k |a[m, k]| · |b[n, k]| + |bias[n]| + |accumulate[m, n]|, which the error bound is relative to."""
+    """Σ_k |a[m, k]| · |b[n, k]| + |bias[n]| + |accumulate[m, n]|: what the error bound is relative to."""
     total = product(row_wise(a), row_wise(b), np.abs)
     with np.errstate(invalid="ignore"):
         for addend in (bias, accumulate):
@@ -40,7 +40,7 @@ def magnitudes(a: Scaled | Quantized, b: Scaled | Quantized, *, bias: np.ndarray
 
 def product(a: Scaled, b: Scaled, of: Any = np.asarray) -> np.ndarray:
     """Σ_k of(a[m, k]) · of(b[n, k]) in f64, for each matrix of a batch. A product of two FP8 values has at
-    most 8 significant bits, so nothing but scales and sums is rounded."""
+    most 8 significant bits, so only scales and sums are rounded."""
     m, n, k = a.shape[-2], b.shape[-2], a.shape[-1]
     out = np.zeros((prod(a.shape[:-2]), m, n))
     rows = max(1, _STRIP // max(k, 1))
@@ -54,7 +54,7 @@ def product(a: Scaled, b: Scaled, of: Any = np.asarray) -> np.ndarray:
 
 
 def scaled_values(s: Scaled, matrix: int, start: int, end: int) -> np.ndarray:
-    """Rows of one matrix as f64, each value times its scale."""
+    """Return rows of one matrix as f64, each value times its scale."""
     k = s.shape[-1]
     batch = prod(s.shape[:-2])
     data = numerics.widen(s.data.reshape(batch, *s.shape[-2:])[matrix, start:end]).astype(np.float64)

@@ -24,8 +24,8 @@ def grouped_matmul_nt(a: _Operand, b: _Operand, splits: Any = None, *, group: st
                       bias_weights: np.ndarray | None = None,
                       accumulate: np.ndarray | None = None, align: int = 1) -> np.ndarray:
     """narrow(Σ_k a[m, k] · b[n, k] + bias_weights[m] · bias[n] + accumulate), for the rows of each expert, or
-    for its part of K."""
-    nothing = 0.0 if accumulate is None else -0.0       # Adding -0 changes no value.
+    for each expert's part of K."""
+    nothing = 0.0 if accumulate is None else -0.0       # adding -0 changes no value
     total = grouped_sums(a, b, splits, group, nothing=nothing, align=align)
     with np.errstate(invalid="ignore"):
         if bias is not None:
@@ -38,7 +38,7 @@ def grouped_matmul_nt(a: _Operand, b: _Operand, splits: Any = None, *, group: st
 def grouped_magnitudes(a: _Operand, b: _Operand, splits: Any = None, *, group: str = "m",
                        bias: np.ndarray | None = None, bias_weights: np.ndarray | None = None,
                        accumulate: np.ndarray | None = None) -> np.ndarray:
-    """Σ_k |a[m, k]| · |b[n, k]| + |bias_weights[m] · bias[n]| + |accumulate|, which the error bound is
+    """Σ_k |a[m, k]| · |b[n, k]| + |bias_weights[m] · bias[n]| + |accumulate|: what the error bound is
     relative to."""
     total = grouped_sums(a, b, splits, group, np.abs)
     if bias is not None:
@@ -49,7 +49,7 @@ def grouped_magnitudes(a: _Operand, b: _Operand, splits: Any = None, *, group: s
 def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
                  of: Callable[[np.ndarray], np.ndarray] = np.asarray, nothing: float = 0.0,
                  align: int = 1) -> np.ndarray:
-    """The sums in f64, with `of` of every value; `nothing` where there is no product."""
+    """Return the sums in f64, with `of` applied to every value; `nothing` where there is no product."""
     sizes = _sizes(a, b, splits)
     with np.errstate(invalid="ignore", over="ignore"):
         if group == "k":
@@ -58,7 +58,7 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
             total = np.full((len(ranges), m, n), nothing)
             whole_blocks = _of_whole_blocks(a) or _of_whole_blocks(b)
             for e, (left, right) in enumerate(zip(_columns(a, ranges), _columns(b, ranges), strict=True)):
-                # Scales of groups that begin within a block would not be theirs, and a promise is a promise.
+                # skip groups that begin within a block of scales, or break the promise of align
                 start, end = ranges[e]
                 if left.size and (not whole_blocks or start % 128 == 0) and (start | end) % align == 0:
                     total[e] = of(left) @ of(right).T
@@ -76,7 +76,7 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
 
 
 def biases_of_rows(bias: np.ndarray, weights: np.ndarray | None, sizes: Any, rows: int) -> np.ndarray:
-    """Each row's bias times its weight, in f64, where that is exact; 0 of rows of no group."""
+    """Return each row's bias times its weight, exact in f64; 0 for rows of no group."""
     added = np.zeros((rows, bias.shape[1]))
     with np.errstate(invalid="ignore"):
         for e, (start, end) in enumerate(group_ranges(sizes, rows, 0)):
@@ -90,7 +90,7 @@ def _sizes(a: _Operand, b: _Operand, splits: Any) -> Any:
 
 
 def _own_sizes(a: _Operand) -> np.ndarray | None:
-    """The sizes that an operand is laid out by, if it is."""
+    """Return the sizes by which an operand is laid out, or None."""
     parts = [a._row, a._column] if isinstance(a, Quantized) else [a]
     return next((part.splits for part in parts if part is not None and part.splits is not None), None)
 
@@ -99,13 +99,13 @@ _Ranges = list[tuple[int, int]]
 
 
 def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
-    """The rows of each group, each value times its scale."""
+    """Yield the rows of each group, each value times its scale."""
     if isinstance(a, Grouped):
         for member in _members(a, ranges):
             yield scaled_values(member.rowwise, 0, 0, member.shape[0])
         return
     s = row_wise(a)
-    padded = 0                                          # So many rows of scales lie before the group.
+    padded = 0                                          # rows of scales before the group
     for start, end in ranges:
         if s.splits is not None:
             blocks, pitch = cdiv(s.shape[1], 128), round_up(end - start, 4)
@@ -119,14 +119,14 @@ def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
 
 
 def _members(g: Grouped, ranges: _Ranges) -> Iterator[Any]:
-    """Its members, found by sizes alone."""
+    """Yield the members, found from the sizes alone."""
     sizes = np.array([end - start for start, end in ranges], np.int64)
     own: dict[str, Any] = {"splits": sizes, "offsets": np.concatenate([[0], np.cumsum(sizes)]) * g.shape[1]}
     return iter(replace(g, **own))
 
 
 def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
-    """The columns of each group, [rows, columns], each value times its scale."""
+    """Yield the columns of each group, [rows, columns], each value times its scale."""
     if isinstance(a, Grouped):
         for member in _members(a, ranges):
             yield scaled_values(member.columnwise.T, 0, 0, a.shape[1])
@@ -148,7 +148,7 @@ def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
 
 
 def _flat_or_matrix(a: Scaled | Quantized) -> Scaled:
-    """The flat column-wise data of groups if a Quantized has them, else the row-wise matrix."""
+    """Return the flat column-wise data of groups if a Quantized has them, else the row-wise matrix."""
     if isinstance(a, Scaled):
         return a
     s = a._column if a._column is not None and a._column.splits is not None else a._row
@@ -157,7 +157,7 @@ def _flat_or_matrix(a: Scaled | Quantized) -> Scaled:
 
 
 def _of_whole_blocks(a: _Operand) -> bool:
-    """Whether groups have to begin at multiples of 128 columns: those of a matrix with scales along K."""
+    """Whether groups must begin at multiples of 128 columns: true for a matrix with scales along K."""
     if isinstance(a, Grouped):
         return False
     s = _flat_or_matrix(a)
@@ -165,7 +165,7 @@ def _of_whole_blocks(a: _Operand) -> bool:
 
 
 def _columns_total(a: _Operand) -> int:
-    """The columns of all groups together."""
+    """Return the number of columns of all groups."""
     if isinstance(a, Grouped):
         return a.shape[0]
     s = _flat_or_matrix(a)

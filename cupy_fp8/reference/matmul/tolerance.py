@@ -1,4 +1,4 @@
-"""How far a product may be from the reference's: the bound of docs/numerics.md, section 10."""
+"""How far a product may be from the reference: the bound of docs/numerics.md, section 10."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import numpy as np
 from ...arrays import asnumpy
 from ...formats import FORMATS, float32
 
-#: The error of sums, relative to the sum of magnitudes, that is promised, and that cases may have.
+#: Error of sums relative to the sum of magnitudes: the promised bound, and the one for test cases.
 PROMISED = 2.0**-6
 SUMS = 2.0**-8
 
 
 def assert_within(actual: Any, desired: np.ndarray, magnitudes: np.ndarray, name: str = "result",
                   sums: float = SUMS) -> None:
-    """Raises AssertionError unless |actual - desired| <= sums · magnitude + one unit in the last place of
+    """Raise AssertionError unless |actual - desired| <= sums · magnitude + one unit in the last place of
     desired, element by element, and actual is Inf or NaN wherever a term of the sum is. magnitudes: the sums
-    of the terms' magnitudes in f64; where one is beyond f32, sums may overflow, and anything is right."""
+    of the terms' magnitudes in f64; where one exceeds the f32 range, sums may overflow, and any result is
+    accepted."""
     __tracebackhide__ = True
     got = asnumpy(actual)
     if (got.dtype, got.shape) != (desired.dtype, desired.shape):
@@ -41,7 +42,8 @@ def assert_within(actual: Any, desired: np.ndarray, magnitudes: np.ndarray, name
 
 
 def ulp(v: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """One unit in the last place of finite values of a dtype; that of the largest one beyond."""
+    """Return one unit in the last place of finite values of a dtype; beyond the largest value, that of the
+    largest."""
     f = FORMATS[dtype]
     size = np.clip(np.nan_to_num(np.abs(v), nan=f.max, posinf=f.max), f.smallest_normal, f.max)
     _, exponent = np.frexp(size)

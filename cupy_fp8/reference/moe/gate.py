@@ -9,7 +9,7 @@ from ...gate import Gate
 from .. import numerics
 from ..numerics import F32_ONE, add, div, mul, sub, tree_sum
 
-#: What is added to sums of scores before they divide.
+#: added to sums of scores before dividing by them
 _EPSILON = np.float32(1e-20)
 
 
@@ -73,7 +73,7 @@ def load_balance_loss(gate: Gate, coeff: float) -> tuple[np.ndarray, np.ndarray]
 
 
 def balance_factor(gate: Gate, coeff: float) -> np.float32:
-    """coeff * E / (k * S * L * L) of S sequences of L tokens."""
+    """coeff * E / (k * S * L * L) for S sequences of L tokens."""
     (tokens, k), (sequences, experts) = gate.indices.shape, gate.counts.shape
     length = tokens // sequences
     with np.errstate(over="ignore", under="ignore"):
@@ -100,7 +100,7 @@ def z_factors(tokens: int, coeff: float) -> tuple[np.float32, np.float32]:
 
 # ---- scores ----
 def _exponentials(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(max, exp(l - max)) of each row's numbers."""
+    """(max, exp(l - max)) for each row of logits."""
     numbers = np.where(np.isnan(values), np.float32(-np.inf), values)
     largest = numbers.max(axis=1, initial=np.float32(-np.inf))
     difference = sub(values, largest[:, None])
@@ -125,12 +125,12 @@ def _scores(values: np.ndarray, score: str) -> np.ndarray:
 
 
 def _shares(s: np.ndarray, score: str) -> np.ndarray:
-    """Scores whose sum is one, of which the auxiliary loss has the mean."""
+    """Return scores normalised to a sum of one; the auxiliary loss uses their mean."""
     return s if score == "softmax" else div(s, add(tree_sum(s, 1), _EPSILON)[:, None])
 
 
 def _through_shares(s: np.ndarray, grads: np.ndarray, score: str) -> np.ndarray:
-    """Gradients of the scores, from those of their shares."""
+    """Return gradients of the scores from those of the normalised scores."""
     if score == "softmax":
         return grads
     total = add(tree_sum(s, 1), _EPSILON)[:, None]
@@ -138,14 +138,14 @@ def _through_shares(s: np.ndarray, grads: np.ndarray, score: str) -> np.ndarray:
 
 
 def _by_sequence(q: np.ndarray, sequences: int) -> np.ndarray:
-    """The sums over the tokens of each sequence."""
+    """Return the sums over the tokens of each sequence."""
     return tree_sum(q.reshape(sequences, -1 if q.size else 0, q.shape[1]), 1)
 
 
 # ---- selection ----
 def _selected_by(values: np.ndarray, s: np.ndarray, bias: np.ndarray | None, groups: int | None,
                  group_topk: int | None, k: int) -> np.ndarray:
-    """What selection compares; NaN: no candidate."""
+    """Return the values that selection compares; NaN: not a candidate."""
     c = s if bias is None else add(s, bias)
     c = np.where(values == -np.inf, np.float32(-np.inf), c)
     c = np.where(np.isnan(values), np.float32(np.nan), c)
@@ -163,8 +163,9 @@ def _selected_by(values: np.ndarray, s: np.ndarray, bias: np.ndarray | None, gro
 
 
 def _largest(c: np.ndarray, k: int) -> np.ndarray:
-    """The indices of the k largest of each row, of equal ones the first; -1 where there are only NaN."""
-    order = np.argsort(-c, axis=1, kind="stable")[:, :k]            # NaN comes last.
+    """Return the indices of the k largest of each row, the first of equal ones first; -1 where only NaN is
+    left."""
+    order = np.argsort(-c, axis=1, kind="stable")[:, :k]            # NaN sorts last
     return np.where(np.isnan(np.take_along_axis(c, order, 1)), -1, order).astype(np.int32)
 
 

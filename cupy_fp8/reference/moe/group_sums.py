@@ -13,7 +13,7 @@ from ..scales.swizzle import group_ranges
 
 
 def group_sums(x: Any, splits: Any, *, weights: np.ndarray | None = None) -> np.ndarray:
-    """The sum of fl(weights[r] · x[r]) over the rows r of each group, by the fixed tree."""
+    """Sum fl(weights[r] · x[r]) over the rows r of each group, by the fixed tree."""
     terms = dequantize(row_wise(x)) if isinstance(x, (Scaled, Quantized)) else numerics.widen(x)
     if weights is not None:
         terms = numerics.mul(terms, weights[:, None])

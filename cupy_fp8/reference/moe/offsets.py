@@ -10,8 +10,8 @@ import numpy as np
 
 def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,), include_leading_zero: Any = True,
                       dtypes: Any = np.int64) -> list[np.ndarray]:
-    """Uses Python's integers, which do not overflow. include_leading_zero, dtypes: one for all outputs, or
-    one for each."""
+    """Sum with Python's integers, which do not overflow. include_leading_zero, dtypes: one for all outputs,
+    or one for each."""
     n = len(strides)
     leads = include_leading_zero
     if not isinstance(leads, Sequence):
@@ -23,6 +23,6 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,), include_lea
 
 
 def offsets(values: np.ndarray, lead: bool, dtype: np.dtype[Any]) -> np.ndarray:
-    """The values in dtype, clamped to its largest value. lead: a 0 comes first."""
+    """Return the values in dtype, clamped to its largest value. lead: prepend a 0."""
     fitting = np.minimum(values, np.iinfo(dtype).max).astype(dtype)
     return np.concatenate([np.zeros(int(lead), dtype), fitting])

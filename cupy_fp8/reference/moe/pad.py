@@ -29,7 +29,7 @@ def _rows(x: Any) -> int:
 
 
 def _move_all(x: Any, rows: int, *how: Any) -> Any:
-    """Moves the rows of an array, or of a Scaled's data and of its scales if each row has its own."""
+    """Move the rows of an array, or of a Scaled's data and of its scales if each row has its own."""
     if not isinstance(x, Scaled):
         return _move(x, rows, *how)
     data, shape = _move(x.data, rows, *how), (rows, *x.shape[1:])
@@ -40,8 +40,8 @@ def _move_all(x: Any, rows: int, *how: Any) -> Any:
 
 def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
           order: np.ndarray | None = None) -> np.ndarray:
-    """Fills each row of the result with the row of x that belongs there, or with 0."""
-    sizes = np.clip(np.asarray(splits, np.int64), 0, max(len(x), rows) + 1)        # int64 holds their sum.
+    """Fill each row of the result with its row of x, or with 0."""
+    sizes = np.clip(np.asarray(splits, np.int64), 0, max(len(x), rows) + 1)        # the sum fits int64
     order = np.arange(len(sizes)) if order is None else order
     exists = (order >= 0) & (order < len(sizes))
     group = np.where(exists, order, 0)
@@ -49,7 +49,7 @@ def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
     placed = np.where(exists, sizes[group], 0) if len(sizes) else sizes
     to_start = _starts(placed, align_to)
     row = np.arange(rows)
-    # This is the last group that begins here or before.
+    # the last group that begins at or before the row
     at = np.searchsorted(to_start, row, side="right") - 1
     result = zeros((rows, *x.shape[1:]), x.dtype, like=np)
     if len(sizes) == 0:
@@ -62,6 +62,6 @@ def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
 
 
 def _starts(sizes: np.ndarray, align: int) -> np.ndarray:
-    """The exclusive sums of the rounded-up sizes."""
+    """Return the exclusive sums of the rounded-up sizes."""
     taken = -(-sizes // align) * align
     return np.cumsum(taken) - taken

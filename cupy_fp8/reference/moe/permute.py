@@ -16,7 +16,7 @@ from ..scales.convert import rows_of_scales, stored
 
 def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None,
             scale_layout: str | None = None) -> Any:
-    """Copies each token, its scales and its probs to the rows of the map. The other rows are zeros."""
+    """Copy each token, its scales and its probs to the rows of the map. The other rows are zeros."""
     if isinstance(x, Scaled):
         assert x.block is not None
         data, scales = _to_rows(x.data, routing), _to_rows(rows_of_scales(x), routing)
@@ -37,7 +37,7 @@ def unpermute(y: np.ndarray, routing: Routing, *, probs: np.ndarray | None = Non
     """narrow(sum of fl(row * prob)) over a token's rows, from the last row to the first."""
     columns = y.shape[1:]
     given = _row_map(routing)
-    order = np.argsort(-given, axis=1, kind="stable")  # Dropped slots (-1) come last.
+    order = np.argsort(-given, axis=1, kind="stable")  # dropped slots (-1) come last
     row_map = np.take_along_axis(given, order, 1)
     total = np.zeros((routing.tokens, *columns), np.float32)
     for slot in range(routing.topk):
@@ -51,7 +51,7 @@ def unpermute(y: np.ndarray, routing: Routing, *, probs: np.ndarray | None = Non
 
 
 def permute_backward(grad: np.ndarray, routing: Routing, *, probs_grad: np.ndarray | None = None) -> Any:
-    """The gradient of x, and the gradient of probs by slot if that of the permuted probs is given."""
+    """Return the gradient of x, and the gradient of probs by slot if that of the permuted probs is given."""
     x_grad = unpermute(grad, routing)
     if probs_grad is None:
         return x_grad
@@ -89,8 +89,8 @@ def unpermute_backward(grad: np.ndarray, y: np.ndarray | None, routing: Routing,
 
 
 def by_slot(probs: np.ndarray, routing: Routing) -> np.ndarray:
-    """Probs by slot, [T, topk]. Probs by expert, [T, E], give each slot its expert's, or 0 if that expert
-    does not exist."""
+    """Return probs by slot, [T, topk]. From probs by expert, [T, E], each slot takes its expert's, or 0 for
+    an index of no expert."""
     if routing.experts is None or probs.shape == routing.row_map.shape:
         return probs
     known = (routing.experts >= 0) & (routing.experts < routing.num_experts)
@@ -101,7 +101,7 @@ def by_slot(probs: np.ndarray, routing: Routing) -> np.ndarray:
 
 
 def _row_map(routing: Routing) -> np.ndarray:
-    """The row of each slot; -1 if the routing does not have that row, which drops the slot."""
+    """Return the row of each slot; -1 (dropped) if the routing has no such row."""
     return np.where((routing.row_map >= 0) & (routing.row_map < routing.rows), routing.row_map, np.int32(-1))
 
 

@@ -14,7 +14,7 @@ from .permute import permute
 
 
 def permute_transpose(x: Scaled, routing: Routing, *, probs: np.ndarray | None = None) -> Any:
-    """The rows, and their scaling-aware transpose expert by expert."""
+    """Return the rows, and their scaling-aware transpose expert by expert."""
     moved = permute(x, routing, probs=probs)
     rows = moved if probs is None else moved[0]
     transposed = scaling_aware_transpose(rows, splits=asnumpy(routing.aligned_splits))

@@ -14,5 +14,5 @@ from .permute import permute
 
 def quantize_permute(x: np.ndarray, routing: Routing, recipe: BlockScaling, *,
                      probs: np.ndarray | None = None) -> Any:
-    """The quantised tokens' rows."""
+    """Quantise the tokens and permute them."""
     return permute(quantize_block(x, **vars(recipe)).rowwise, routing, probs=probs)

@@ -13,7 +13,7 @@ from ...routing import Routing
 def route(assignment: Any, *, num_experts: int | None = None, topk: int | None = None,
           rows: int | None = None, align: int = 1) -> Routing:
     """assignment: indices [T, topk] of `num_experts` experts, or a mask [T, E], of which the first `topk`
-    experts of a token count (None: all)."""
+    experts of each token are used (None: all)."""
     assignment = np.asarray(assignment)
     mask = assignment.dtype == bool
     number = assignment.shape[1] if mask else int(num_experts or 0)
@@ -23,7 +23,7 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
         rows = padded_rows(tokens * slots, number, align)
     entry = np.flatnonzero((experts >= 0) & (experts < number))
     expert = experts.reshape(-1)[entry]
-    order = np.argsort(expert, kind="stable")           # Routes of an expert keep the order of tokens.
+    order = np.argsort(expert, kind="stable")           # routes of an expert stay in token order
     entry, expert = entry[order], expert[order]
     sizes = np.bincount(expert, minlength=number)
     ends = np.cumsum(-(-sizes // align) * align)
@@ -40,8 +40,8 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
 
 
 def slots_of(mask: np.ndarray, topk: int | None) -> np.ndarray:
-    """int64 [T, topk]: the first experts of each token in ascending order, then -1. If there is a slot for
-    every expert, each has its own."""
+    """int64 [T, topk]: the first experts of each token in ascending order, then -1. With a slot for every
+    expert, expert e takes slot e."""
     tokens, number = mask.shape
     if topk is None or topk == number:
         return np.where(mask, np.arange(number), -1)

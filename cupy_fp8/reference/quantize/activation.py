@@ -20,7 +20,7 @@ def activation_quantize(x: np.ndarray, recipe: Recipe, *, kind: str = "silu", sc
                         bias: np.ndarray | None = None, splits: np.ndarray | None = None,
                         rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
                         interleaved: bool = False) -> Quantized:
-    """Quantises act(x), or of gated kinds (act(a) * b) * p, by the recipe's rule."""
+    """Quantise act(x), or for gated kinds (act(a) * b) * p, by the recipe's rule."""
     if kind in GATED:
         y = swiglu(x, probs=probs, bias=bias, splits=splits, clamp=clamp, interleaved=interleaved, kind=kind)
     else:
@@ -36,7 +36,8 @@ def activation_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Recipe
                                  columnwise: bool = False, clamp: float | None = None,
                                  interleaved: bool = False
                                  ) -> Quantized | tuple[Quantized, np.ndarray | None]:
-    """The gradient of x, quantised by the recipe's rule; of gated kinds (that, the gradient of probs)."""
+    """Return the gradient of x, quantised by the recipe's rule; for gated kinds (that, the gradient of
+    probs)."""
     if kind in GATED:
         dx, dprobs = swiglu_backward(grad, x, probs=probs, bias=bias, splits=splits, clamp=clamp,
                                      interleaved=interleaved, kind=kind)

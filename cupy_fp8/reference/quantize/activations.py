@@ -9,9 +9,9 @@ from .. import numerics
 Pair = tuple[np.ndarray, np.ndarray]
 
 _ONE, _ZERO = numerics.F32_ONE, np.float32(0)
-#: 2 u = a * (k + k3 * a^2) of gelu_tanh, with k = 2 * sqrt(2 / pi), k3 = 0.044715 * k, and k9 = 3 * k3.
+#: gelu_tanh: 2 u = a * (k + k3 * a^2), with k = 2 * sqrt(2 / pi), k3 = 0.044715 * k, and k9 = 3 * k3
 _K, _K3, _K9 = np.array([0x3FCC422A, 0x3D922279, 0x3E5B33B6], np.uint32).view(np.float32)
-#: g(t) = 1 - t * phi(t) / Phi(-t): the coefficient of t^8 first.
+#: g(t) = 1 - t * phi(t) / Phi(-t): the coefficient of t^8 first
 _G = np.array([0xB64633A7, 0x3834635F, 0xB8D52948, 0xBB0303EE, 0x3CAF5A51, 0xBDE1D94E, 0xBF22E3B6, 0xBF4C440A,
                0x3F800000], np.uint32).view(np.float32)
 
@@ -22,7 +22,7 @@ def activation(a: np.ndarray, kind: str) -> Pair:
 
 
 def silu(a: np.ndarray, u: np.ndarray) -> Pair:
-    """a * sigma(u) and its derivative for u = a; for other u, section 9's of `gpt_oss`."""
+    """a * sigma(u) and its derivative, for u = a; other u: `gpt_oss` of section 9."""
     sigma = numerics.sigmoid(u)
     slope = numerics.mul(sigma, numerics.add(_ONE, numerics.mul(u, numerics.sub(_ONE, sigma))))
     return numerics.mul(a, sigma), slope

@@ -38,14 +38,14 @@ def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float
 
     row = direction(block, False) if rowwise else None
     if row is not None and columnwise and not transposed and block[0] == block[1]:
-        return Quantized(row, row)  # Both directions have the same bytes.
+        return Quantized(row, row)  # both directions have the same bytes
     return Quantized(row, direction((block[1], block[0]), transposed) if columnwise else None)
 
 
 def block_amax(v: np.ndarray, block: Block, nan_wins: bool = False) -> np.ndarray:
     """max |v| of each block in f32: […, M, K] -> […, blocks along M, blocks along K]. nan_wins: NaN counts as
-    more than Inf, instead of being ignored."""
-    # Magnitudes order like their bits.
+    larger than Inf, instead of being ignored."""
+    # magnitudes order like their bits
     magnitude = v.view(np.uint32) & np.uint32(0x7FFFFFFF)
     if not nan_wins:
         magnitude = np.where(np.isnan(v), np.uint32(0), magnitude)
@@ -54,7 +54,7 @@ def block_amax(v: np.ndarray, block: Block, nan_wins: bool = False) -> np.ndarra
 
 def scales_from_amax(amax: np.ndarray, target: np.float32, profile: str, eps: np.float32, pow2: bool,
                      largest: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """(what elements are multiplied by, scale_inv) of each block."""
+    """Return (what elements are multiplied by, scale_inv) of each block."""
     a = np.where(amax < eps, eps, amax)
     if profile == "te":
         scale = numerics.scale_from_amax(amax, target, eps, largest, pow2)
@@ -77,18 +77,18 @@ def scales_from_amax(amax: np.ndarray, target: np.float32, profile: str, eps: np
 
 
 def deepgemm_power_of_two(v: np.ndarray) -> np.ndarray:
-    """The exponent field, increased by 1 if the mantissa is not 0, within 1 and 254."""
+    """Return the exponent field, increased by 1 if the mantissa is not 0, within 1 and 254."""
     u = v.view(np.uint32)
     field = (u >> np.uint32(23)) + ((u & np.uint32(0x7FFFFF)) != 0)
     return (np.clip(field, 1, 254).astype(np.uint32) << np.uint32(23)).view(np.float32)
 
 
 def ceil_to_power_of_two(v: np.ndarray) -> np.ndarray:
-    """The smallest power of two that is not below v >= 0 nor below 2^-127 (rule 5's RP8). Inf stays."""
+    """Return the smallest power of two not below v >= 0 nor below 2^-127 (rule 5's RP8). Inf stays."""
     return np.where(np.isinf(v), v, numerics.widen(numerics.round_up_e8m0(v)))
 
 
 def stored_scales(scales: np.ndarray, block: Block, transposed: bool, scale_layout: str) -> np.ndarray:
-    """Stores scales, given by rows and columns of blocks, in their layout."""
+    """Store scales, given as rows and columns of blocks, in a layout."""
     by_columns = block[1] == 1 or (1 not in block and transposed)
     return stored(transpose(scales) if by_columns else scales, scale_layout, block)

@@ -1,4 +1,4 @@
-"""What a recipe makes of an array: the references of recipes' ops, for ops that take any recipe."""
+"""Quantisation by any recipe: calls the reference of the recipe's op."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .tensor import quantize_tensor
 
 def quantize_by(recipe: Recipe, x: np.ndarray, *, rowwise: bool = True, columnwise: bool = False,
                 scale: Any = None, amax: np.ndarray | None = None, source: Any = None) -> Quantized:
-    """Quantises by the rule of a recipe, whose fields are the options of its op. scale: of delayed scaling;
-    amax: of per-tensor recipes. source: the dtype whose largest value limits the scale of a block; None: x's
+    """Quantise by the rule of a recipe, whose fields are the options of its op. scale: for delayed scaling;
+    amax: for per-tensor recipes. source: the dtype whose largest value limits the scale of a block; None: x's
     dtype."""
     directions: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
     if isinstance(recipe, BlockScaling):

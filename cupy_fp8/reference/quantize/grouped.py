@@ -26,7 +26,7 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
     ends = np.minimum(np.cumsum(sizes), rows)
     starts = np.concatenate([np.zeros(1, np.int64), ends])
     if align > 1:
-        sizes = np.diff(starts)                             # Wrong sizes count as these.
+        sizes = np.diff(starts)                             # effective sizes, of wrong ones too
         aligned = (-(-sizes // align) * align).astype(getattr(splits, "dtype", np.int64))
         return group_quantize(pad_groups(x, sizes, align=align), aligned, recipe, rowwise=rowwise,
                               columnwise=columnwise, scales=scales, amaxes=amaxes)
@@ -44,7 +44,7 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
         for flat, direction in ((row, q.rowwise), (column, q.columnwise)):
             if flat is not None:
                 bits(flat)[here] = bits(direction.data).reshape(-1)
-    # Not checked: wrong sizes, which only a device can give, stay in the result.
+    # unchecked: wrong sizes, which only a device array can have, stay in the result
     return Grouped._of_fields(
         splits=np.array(splits), offsets=starts * columns if offsets is None else offsets.copy(),
         shape=(rows, columns), rowwise=row, columnwise=column, scale_inv=scale_inv,
@@ -53,7 +53,7 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
 
 def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, starts: np.ndarray,
                offsets: np.ndarray | None, rowwise: bool, columnwise: bool) -> Grouped:
-    """Each group's data go where its rows are, its scales after those of the group before."""
+    """Store each group's data where its rows are, its scales after those of the previous group."""
     rows, columns = x.shape
 
     def quantized(group: np.ndarray) -> Quantized:
@@ -69,7 +69,7 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
             here = slice(start * columns, start * columns + part.data.size)
             bits(flat[name])[here] = bits(part.data).reshape(-1)
         block = cast(Block, empty.block)
-        if block[0] is None:            # A group without rows has a line of scales too, that of zeros.
+        if block[0] is None:            # an empty group still has one line of scales, that of zeros
             parts = [part if part.shape[0] else row_of_zeros.parts[name] for part in parts]
         scales = zeros(grouped_scale_shape((rows, columns), len(groups), block, recipe.scale_layout,
                                            empty.transposed), empty.scale_inv.dtype, like=np)
@@ -79,7 +79,7 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
         flat["scale_inv" if name == "rowwise" else "columnwise_scale_inv"] = scales
     row, column = without_rows._row, without_rows._column
     if row and column and recipe.block[0] == recipe.block[1] and not column.transposed:
-        flat["columnwise"] = flat["rowwise"]                    # Both directions have the same codes.
+        flat["columnwise"] = flat["rowwise"]                    # both directions have the same codes
     row_block = row.block if row else cast(Scaled, column).T.block
     fields = {**dict.fromkeys(("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")), **flat}
     return Grouped._of_fields(

@@ -36,13 +36,13 @@ def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = Tr
                           scale_layout)
 
     row = direction((1, BLOCK), False) if rowwise else None
-    # Both directions of squares have the same bytes.
+    # both directions of square blocks have the same bytes
     same = row.data if row is not None and block[0] == BLOCK and not transposed else None
     return Quantized(row, direction((BLOCK, 1), transposed, same) if columnwise else None)
 
 
 def scale_byte(amax: np.ndarray, dtype: np.dtype[Any], mode: str, profile: str) -> np.ndarray:
-    """The E8M0 byte of each block."""
+    """Return the E8M0 byte of each block."""
     fmt = FORMATS[dtype]
     emax = int(np.log2(fmt.max))
     u = amax.view(np.uint32).astype(np.int64)

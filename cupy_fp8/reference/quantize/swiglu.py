@@ -21,9 +21,9 @@ def swiglu_quantize(x: np.ndarray, recipe: Recipe, *, scale: Any = None, amax: n
                     probs: np.ndarray | None = None, bias: np.ndarray | None = None,
                     splits: np.ndarray | None = None, rowwise: bool = True, columnwise: bool = False,
                     clamp: float | None = None, form: str = "swiglu", interleaved: bool = False) -> Quantized:
-    """Quantises y by the recipe's rule."""
+    """Quantise y by the recipe's rule."""
     y = swiglu(x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form, interleaved=interleaved)
-    # y is not rounded to x's dtype, whose largest value limits the scales of blocks all the same.
+    # y stays in f32, but x's dtype still limits the scales of blocks
     return quantize_by(recipe, y, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=amax,
                        source=x.dtype)
 
@@ -57,7 +57,7 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None
                     clamp: float | None = None, form: str = "swiglu",
                     interleaved: bool = False,
                     kind: str = "swiglu") -> tuple[np.ndarray, np.ndarray | None]:
-    """(dx in f32, laid out as x; dprobs or None)."""
+    """Return (dx in f32, laid out like x; dprobs or None)."""
     g = numerics.widen(grad)
     given_a, given_b = halves(x, bias, splits, interleaved)
     a, b = clamped(given_a, given_b, clamp)
@@ -74,7 +74,7 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None
 
 
 def _activated(a: np.ndarray, b: np.ndarray, kind: str, form: str) -> tuple[Pair, np.ndarray]:
-    """((act(a), its derivative), what act(a) is multiplied by)."""
+    """Return ((act(a), its derivative), the factor of act(a))."""
     if form == "gpt_oss":
         return silu(a, numerics.mul(a, ALPHA)), numerics.add(b, numerics.F32_ONE)
     assert form == "swiglu"
@@ -83,9 +83,9 @@ def _activated(a: np.ndarray, b: np.ndarray, kind: str, form: str) -> tuple[Pair
 
 def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None,
            interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(a, b) with bias. splits: rows of experts, each of which has a row of bias. Rows after the last expert
-    get no bias; a negative number of rows counts as 0, and an expert that goes past the last row ends
-    there."""
+    """Return (a, b) with bias. splits: rows of each expert; each expert has its own row of bias. Rows after
+    the last expert get no bias; a negative size counts as 0, and an expert that extends past the last row
+    ends there."""
     v = numerics.widen(x)
     if bias is not None and splits is None:
         v = numerics.add(v, numerics.widen(bias))
@@ -98,7 +98,7 @@ def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None,
 
 
 def clamped(a: np.ndarray, b: np.ndarray, clamp: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """(a of at most clamp, b within -clamp and clamp). NaN stays."""
+    """Return (a clamped to at most clamp, b clamped to -clamp … clamp). NaN stays."""
     if clamp is None:
         return a, b
     with np.errstate(over="ignore"):

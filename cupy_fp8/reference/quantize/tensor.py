@@ -17,7 +17,7 @@ def quantize_tensor(x: np.ndarray, scale: Any = None, *, dtype: Any = float8_e4m
                     columnwise: bool = False, transposed: bool = True, amax: np.ndarray | None = None,
                     dbias: bool = False, eps: float = 0.0, pow2_scale: bool = False) -> Quantized:
     """data = narrow(fl(x * scale)), scale_inv = fl(1 / scale). `amax` is raised to the largest |x|, which
-    determines the scale if that is None. dbias is the sum of each column of x."""
+    determines the scale if scale is None. dbias is the sum of each column of x."""
     if scale is None:
         scale = compute_scale(numerics.amax(x), dtype=dtype, eps=eps, pow2_scale=pow2_scale)
     with np.errstate(over="ignore"):
@@ -33,5 +33,5 @@ def quantize_tensor(x: np.ndarray, scale: Any = None, *, dtype: Any = float8_e4m
 
 
 def cast_transpose(x: np.ndarray, scale: Any = None, **options: Any) -> Quantized:
-    """`quantize_tensor` in both directions."""
+    """Call `quantize_tensor` in both directions."""
     return quantize_tensor(x, scale, rowwise=True, columnwise=True, **options)

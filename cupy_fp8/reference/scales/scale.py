@@ -12,7 +12,7 @@ from .. import numerics
 
 def compute_scale(amax: np.ndarray, *, dtype: Any = float8_e4m3fn, margin: int = 0, eps: float = 0.0,
                   pow2_scale: bool = False) -> np.ndarray:
-    """The scale that brings amax to the format's maximum times 2^-margin."""
+    """Return the scale that maps amax to the format's maximum times 2^-margin."""
     target = numerics.times_power_of_two(FORMATS[np.dtype(dtype)].max, -margin)
     return numerics.scale_from_amax(amax, target, np.float32(eps), numerics.F32_MAX, pow2_scale)
 
@@ -20,7 +20,7 @@ def compute_scale(amax: np.ndarray, *, dtype: Any = float8_e4m3fn, margin: int =
 def update_delayed_scaling(history: np.ndarray, scale: np.ndarray, *, dtype: Any, margin: int = 0,
                            algo: str = "max",
                            amax: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The next history and scale. Every column of the history is independent."""
+    """Return the next history and scale. The columns of the history are independent."""
     target = numerics.times_power_of_two(FORMATS[np.dtype(dtype)].max, -margin)
     reduced = np.zeros_like(scale) if amax is None else amax
     last = np.where(reduced != 0, reduced, history[0])

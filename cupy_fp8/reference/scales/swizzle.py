@@ -11,19 +11,19 @@ from ...layouts import SWIZZLE_COLUMNS, SWIZZLE_ELEMENTS, SWIZZLE_ROWS, cdiv, gr
 
 
 def swizzle(s: np.ndarray) -> np.ndarray:
-    """[…, R, C] of one-byte elements -> […, R rounded up to 128, C rounded up to 4], the bytes in tiles of
-    128 x 4, padding 0."""
+    """Store […, R, C] of one-byte elements as […, R rounded up to 128, C rounded up to 4] in tiles of 128 x
+    4, padded with 0."""
     *batch, lines, blocks = s.shape
     rows, columns = round_up(lines, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLUMNS)
     padded = np.zeros((*batch, rows, columns), np.uint8)
     padded[..., :lines, :blocks] = s.view(np.uint8)
-    # The axes become (tile, line / 32, line % 32, tile, block % 4).
+    # axes: (tile, line / 32, line % 32, tile, block % 4)
     tiles = padded.reshape(*batch, rows // 128, 4, 32, columns // 4, 4)
     return np.moveaxis(tiles, (-5, -2, -3, -4, -1), range(-5, 0)).reshape(padded.shape).view(s.dtype)
 
 
 def unswizzle(s: np.ndarray, lines: int, blocks: int) -> np.ndarray:
-    """The inverse of `swizzle`: […, lines, blocks] of swizzled bytes, without the padding."""
+    """Invert `swizzle`: […, lines, blocks] of swizzled bytes, without the padding."""
     *batch, rows, columns = s.shape
     tiles = s.view(np.uint8).reshape(*batch, rows // 128, columns // 4, 32, 4, 4)
     plain = np.moveaxis(tiles, range(-5, 0), (-5, -2, -3, -4, -1)).reshape(s.shape)
@@ -31,7 +31,7 @@ def unswizzle(s: np.ndarray, lines: int, blocks: int) -> np.ndarray:
 
 
 def swizzle_scales(s: np.ndarray, *, splits: Any = None, axis: int = 0) -> np.ndarray:
-    """Swizzles each group by itself. Groups follow one another in rows (axis 0) or bytes (axis 1) of the
+    """Swizzle each group separately. Groups follow one another in rows (axis 0) or bytes (axis 1) of the
     result, with zeros after the last one."""
     if splits is None:
         return swizzle(s)
@@ -46,7 +46,7 @@ def swizzle_scales(s: np.ndarray, *, splits: Any = None, axis: int = 0) -> np.nd
 
 def unswizzle_scales(s: np.ndarray, *, shape: tuple[int, ...], splits: Any = None,
                      axis: int = 0) -> np.ndarray:
-    """The inverse of `swizzle_scales`. Scales of no group are 0."""
+    """Invert `swizzle_scales`. Scales of no group are 0."""
     if splits is None:
         return unswizzle(s, *shape[-2:])
     out, end = np.zeros(shape, np.uint8), 0
@@ -60,9 +60,9 @@ def unswizzle_scales(s: np.ndarray, *, shape: tuple[int, ...], splits: Any = Non
 
 
 def group_ranges(splits: Any, total: int, axis: int) -> Iterator[tuple[int, int]]:
-    """Where each group begins and ends among the `total` lines (axis 0) or blocks (axis 1, with sizes in
-    elements). A negative size counts as 0, and a group that passes the end ends there; on the host the ops
-    refuse both."""
+    """Yield the start and end of each group among the `total` lines (axis 0) or blocks (axis 1, with sizes in
+    elements). A negative size counts as 0, and a group that extends past the end stops there; on the host the
+    ops refuse both."""
     first = 0
     for size in map(int, splits):
         last = min(first + cdiv(max(size, 0), SWIZZLE_ELEMENTS if axis == 1 else 1), total)

@@ -36,8 +36,8 @@ def codes(*values: int, dtype: np.dtype = float8_e4m3fn) -> np.ndarray:
 
 # ---- the values ----
 def exact(code: np.ndarray, scale: np.ndarray, fp8_format: oracle.FloatFormat, to: np.dtype) -> np.ndarray:
-    """The bytes of fl(decode(code) * 2**(scale - 127)) rounded to `to`: in f64 the product has no
-    rounding."""
+    """Return the bytes of fl(decode(code) * 2**(scale - 127)) rounded to `to`: the product is exact in
+    f64."""
     with np.errstate(over="ignore", invalid="ignore"):
         v = (fp8_format.decode(code) * oracle.decode_e8m0(scale)).astype(np.float32)
         if to == float32:
@@ -97,7 +97,7 @@ def test_edges(block, layout, transposed, dtype, code, scale, to, want, run):
 
 # ---- which scale ----
 def by_loop(s: Scaled) -> np.ndarray:
-    """f32, an element at a time, by the formulas of the layouts."""
+    """Compute f32 values, an element at a time, by the formulas of the layouts."""
     out = np.empty(s.shape, np.float32)
     assert s.block is not None
     data, scale_bytes = np.asarray(s.data).astype(np.float32), np.asarray(bits(s.scale_inv))
@@ -119,8 +119,8 @@ def by_loop(s: Scaled) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(1, 1), (33, 70), (70, 33), (2, 45, 140), (130, 36)], ids=str)
 def test_by_loop(shape, block, layout, transposed, run):
     s = result(shape, block, layout, transposed)
-    bits(s.data)[...] &= 0x77                                               # These are numbers.
-    bits(s.scale_inv)[...] = bits(s.scale_inv) % 64 + 96                    # Their products are f32 normals.
+    bits(s.data)[...] &= 0x77                                               # finite numbers
+    bits(s.scale_inv)[...] = bits(s.scale_inv) % 64 + 96                    # so that products are f32 normals
     testing.assert_bytes_equal(run.numpy(fp8.dequantize(run.array(s))), by_loop(s))
 
 
@@ -133,7 +133,7 @@ def test_a_swizzled_scale_is_not_a_compact_one():
 @pytest.mark.parametrize("block", [(128, 128), (64, 32), (1, 128), (128, 1), (1, None), (None, 1)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_f32_scales(block, transposed, run):
-    """A scale that is no power of two: one rounding of the product, then one to the target."""
+    """A scale that is not a power of two: one rounding of the product, then one to the target."""
     shape = (140, 270)
     s = result(shape, block, transposed=transposed, scale=float32)
     rows, columns = (n if b is None else b for b, n in zip(block, shape, strict=True))
@@ -166,7 +166,7 @@ def test_any_result(s, dtype):
 @mx_parameter
 @pytest.mark.parametrize("shape", [(130, 260), (160, 288), (2, 64, 96), (40, 32), (32, 40)], ids=str)
 def test_the_transposed_view(shape, block, layout, transposed, run, monkeypatch):
-    """.T dequantises to the transposed values, and its scales are read where they are."""
+    """A .T dequantises to the transposed values, and its scales are read in place."""
     launched = note_launches(monkeypatch)
     host = result(shape, block, layout, transposed)
     s = run.array(host)
@@ -182,7 +182,7 @@ def test_the_transposed_view(shape, block, layout, transposed, run, monkeypatch)
 
 
 def test_scales_that_no_kernel_reads_in_place_are_copied(run):
-    """Scattered matrices, reversed rows: any view means its values."""
+    """Scattered matrices, reversed rows: every view is read as its values."""
     whole = run.array(result((4, 64, 96), ROW))
     for pick in ((slice(None, None, 2), slice(None)), (slice(None), slice(None, None, -1)),
                  ([0, 2, 3], slice(None))):
@@ -218,7 +218,7 @@ def test_one_launch(run, monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(70, 100), (2, 64, 96)], ids=str)
 def test_what_quantize_mx_makes(shape, layout, transposed, run):
-    """Both directions come back within half a unit in the last place, which no block of normal numbers
+    """Both directions return to within half a unit in the last place, which no block of normal numbers
     exceeds."""
     host = cases.values("normal", shape, bfloat16)
     q = fp8.quantize_mx(run.array(host), columnwise=True, transposed=transposed, scale_layout=layout)
@@ -233,7 +233,7 @@ def test_what_quantize_mx_makes(shape, layout, transposed, run):
 
 
 def test_overlap_with_a_strided_view_of_the_scales():
-    """What lies between the first and the last scale of a view, not as many bytes as it has scales."""
+    """The range from the first to the last scale of a view counts, not the bytes of its scales."""
     memory = np.zeros(1 << 16, np.uint8)
     scale_inv = memory[:64 * 400].view(float8_e8m0fnu).reshape(64, 400)[:, :3]
     s = Scaled(np.zeros((64, 96), float8_e4m3fn), scale_inv, (64, 96), block=ROW, scale_layout="compact")

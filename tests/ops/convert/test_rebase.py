@@ -24,14 +24,14 @@ dtypes = pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda d: d.name)
 
 
 def rebased(q: Scaled, block: Any, run: testing.Executor, **options: Any) -> tuple[Scaled, int]:
-    """The result and how many values changed."""
+    """Return the result and the number of changed values."""
     count = run.array(np.zeros(1, np.int64))
     got = run.numpy(fp8.rebase_scales(run.array(q), block=block, changed=count, **options))
     return got, int(run.numpy(count)[0])
 
 
 def values(s: Scaled) -> np.ndarray:
-    """The values in f64, which holds all of them. Scales are compact."""
+    """Return the values in f64, which holds all of them. Scales must be compact."""
     scales: Any = s.scale_inv.astype(np.float64)
     assert s.block is not None
     for axis, extent in zip((-2, -1), s.block, strict=True):
@@ -57,14 +57,14 @@ def test_a_result_at_any_address(lead, run):
     assert intact()
 
 
-# ---- another way: in exact arithmetic ----
+# ---- a second definition, in exact arithmetic ----
 @dtypes
 @pytest.mark.parametrize("spread", [3, 20, 127])
 def test_in_exact_arithmetic(dtype, spread):
     rng = np.random.default_rng(spread)
     codes = rng.integers(0, 256, (6, 70), np.uint8)
-    codes[rng.random(codes.shape) < 0.4] &= 0x8F            # These become small.
-    codes[(codes & 0x7C) == 0x7C] &= 0xBF                   # Neither Inf nor NaN is left, but for one.
+    codes[rng.random(codes.shape) < 0.4] &= 0x8F            # these become small
+    codes[(codes & 0x7C) == 0x7C] &= 0xBF                   # leaves neither Inf nor NaN, except for one
     codes[3] &= 0x80
     codes[2, 40] = NAN
     exponents = rng.integers(-spread, spread, (6, 3), endpoint=True)
@@ -105,7 +105,8 @@ def test_every_code_by_every_ratio_down(dtype, run):
 
 @dtypes
 def test_every_code_alone_in_its_block(dtype, run):
-    """The others are zeros of both signs under any scale, up to 2^254 times the target. The value stays."""
+    """The others are zeros of both signs under any scale, up to 2^254 times the target. The value is
+    unchanged."""
     power = np.arange(-127, 128, 2)
     codes = np.zeros((256, len(power), 64), np.uint8)
     codes[..., 1::2] = 0x80
@@ -116,7 +117,7 @@ def test_every_code_alone_in_its_block(dtype, run):
     got, changed = rebased(q, (1, 128), run)
     before, after = values(q), values(got)
     v = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
-    low = np.ldexp(np.abs(v)[:, None] / FORMATS[dtype].max, power) < 2.0**-127  # These are below every scale.
+    low = np.ldexp(np.abs(v)[:, None] / FORMATS[dtype].max, power) < 2.0**-127  # below every scale
     finite = (np.isfinite(v)[:, None] & ~low).reshape(-1)
     np.testing.assert_array_equal(after[finite], before[finite])
     np.testing.assert_array_equal(np.delete(bits(got.data), 40, axis=1), np.delete(bits(q.data), 40, axis=1))
@@ -128,7 +129,7 @@ def test_every_code_alone_in_its_block(dtype, run):
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (256, 256), (1, None)], ids=str)
 @pytest.mark.parametrize("step", [1, 3, 7, 9, 16, 30])
 def test_blocks_that_differ(dtype, block, step, run):
-    """Neighbouring blocks are 2^step apart, so that every way through the kernel is taken."""
+    """Neighbouring blocks differ by 2^step, so that every path through the kernel is taken."""
     rng = np.random.default_rng(step)
     codes = rng.integers(0, 256, (260, 272), np.uint8)
     codes[rng.random(codes.shape) < 0.5] &= 0x87
@@ -142,9 +143,9 @@ def test_blocks_that_differ(dtype, block, step, run):
     assert changed == count[0] == differing(values(q), values(got))
 
 
-# ---- what stays ----
+# ---- unchanged values ----
 def test_equal_scales_change_nothing(run):
-    """The data of a quantiser fill their blocks: codes and scales stay as they are."""
+    """A quantiser's data fill their blocks: codes and scales are unchanged."""
     x = np.random.default_rng(1).uniform(1, 1.7, (140, 300)).astype(np.float32)
     q = fp8.quantize_mx(x).rowwise
     assert q is not None
@@ -200,8 +201,8 @@ def test_layouts_are_those_of_to_layout(shape, block, layouts, run):
 @pytest.mark.parametrize("wrong", [3.0, -0.0, -1.0, float("inf"), float("nan"), 3 * 2.0**-149])
 @pytest.mark.parametrize(("block", "dtype"), [((1, 256), float32), ((128, 256), float8_e8m0fnu)], ids=str)
 def test_scales_that_are_no_powers_of_two(block, dtype, wrong, run, monkeypatch):
-    """NumPy refuses them, since they can be looked at. On the device the old block and the new scale become
-    NaN, all else stays, and nothing of them counts as changed."""
+    """NumPy scales are checked and refused. On the device the old block and the new scale become NaN, all
+    else is unchanged, and none of it counts as changed."""
     rng = np.random.default_rng(4)
     codes, exponents = rng.integers(0, 0x78, (140, 300), np.uint8), rng.integers(-30, -3, (140, 3))
     q = scaled(codes, exponents, float8_e4m3fn)
@@ -214,7 +215,7 @@ def test_scales_that_are_no_powers_of_two(block, dtype, wrong, run, monkeypatch)
     got, changed = rebased(q, block, run, scale_dtype=dtype)
     assert fp8.device_errors(clear=True) == (() if run.name == "reference"
                                              else (errors.MESSAGES[errors.Fact.SCALE_NOT_POWER_OF_TWO],))
-    codes[9, 128:256] = 0                                   # This row takes no part in targets.
+    codes[9, 128:256] = 0                                   # this row does not affect targets
     right, count = rebased(scaled(codes, exponents, float8_e4m3fn), block, testing.Executor("reference"),
                            scale_dtype=dtype)
     assert changed == count
@@ -228,11 +229,11 @@ def test_scales_that_are_no_powers_of_two(block, dtype, wrong, run, monkeypatch)
 
 
 def test_scales_of_zero_and_nan(run):
-    """A block with scale 0 is zeros, whatever it holds; E8M0's NaN is a value. Neither decides a target."""
+    """A block with scale 0 is zeros, whatever its codes; E8M0's NaN is a value. Neither affects a target."""
     q = scaled(np.full((1, 256), 0xB8, np.uint8), np.array([[-3, 90]]), float8_e4m3fn)
     q.scale_inv[0, 1] = 0
     got, changed = rebased(q, (1, 256), run)
-    assert bits(got.data)[0, ::128].tolist() == [0xF8, 0x80]                 # 1 is 256 * 2^-8.
+    assert bits(got.data)[0, ::128].tolist() == [0xF8, 0x80]                 # 1 is 256 * 2^-8
     assert got.scale_inv.tolist() == [[2.0**-11]]
     assert changed == 0
     q = scaled(np.full((1, 64), 0xB8, np.uint8), np.array([[-3, 0]]), float8_e4m3fn, 32)
@@ -250,4 +251,4 @@ def test_inf_becomes_the_largest_value(run):
     got, changed = rebased(scaled(codes, np.zeros((2, 1), np.int64), float8_e5m2, 32), (1, 32), run)
     assert bits(got.data)[:, 3].tolist() == [0x7B, 0xFB]
     assert bits(got.scale_inv).tolist() == [[254], [254]]
-    assert changed == 64                                                    # 1 vanishes beside 2^127.
+    assert changed == 64                                                    # 1 vanishes beside 2^127

@@ -1,4 +1,5 @@
-"""scaling_aware_transpose: values, against exact arithmetic by another way and over all ratios of scales."""
+"""scaling_aware_transpose: values, against a second definition in exact arithmetic and over all ratios of
+scales."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from cupy_fp8.results import Quantized
 def test_columns_in_exact_arithmetic(dtype, spread):
     rng = np.random.default_rng(spread)
     codes = rng.integers(0, 256, (9, 24), np.uint8)
-    codes[rng.random(codes.shape) < 0.4] &= 0x8F            # These become small.
+    codes[rng.random(codes.shape) < 0.4] &= 0x8F            # these become small
     codes[:, 5] &= 0x80
-    codes[(codes & 0x7C) == 0x7C] &= 0xBF                   # Neither Inf nor NaN is left, but for a few.
+    codes[(codes & 0x7C) == 0x7C] &= 0xBF                   # leaves neither Inf nor NaN, except for a few
     codes[4, 7] = NAN
     exponents = rng.integers(-spread, spread, (9, 1), endpoint=True)
     got = transposed(scaled(codes, exponents, dtype), testing.Executor("reference"), scale_layout="compact")
@@ -44,7 +45,7 @@ def test_columns_in_exact_arithmetic(dtype, spread):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda d: d.name)
 def test_every_code_by_every_ratio_down(dtype, run):
-    """Target 'tile': 1.0 under the largest scale makes k = 0 to -254 for all other rows, every code in
+    """Target 'tile': 1.0 under the largest scale gives k = 0 to -254 for all other rows, with every code in
     each."""
     codes = np.tile(np.arange(256, dtype=np.uint8), (3 * 128, 1))
     exponents = np.empty((3 * 128, 2), np.int64)
@@ -69,7 +70,7 @@ def test_every_code_by_every_ratio_down(dtype, run):
 @pytest.mark.parametrize("block", [128, 32])
 def test_every_code_alone_in_its_column(dtype, block, run):
     """Target 'column': the others are zeros of both signs under any scale, up to 2^254 times the target. The
-    value stays, unless the target cannot go low enough."""
+    value is unchanged, unless the target cannot be low enough."""
     power = np.concatenate([np.arange(-127, 128), [127]])
     codes = np.zeros((256 * block, 256), np.uint8)
     codes[1::2] = 0x80
@@ -98,7 +99,7 @@ def test_largest_products_by_hand(run):
     """1.75 times a power of two needs its own exponent, 1.875 the next; Inf the largest; NaN and zeros
     none."""
     codes = np.zeros((3, 128), np.uint8)
-    codes[0, :4] = 0x7E, 0x77, 0x76, 0x01                   # These are 448, 240, 224, 2^-9.
+    codes[0, :4] = 0x7E, 0x77, 0x76, 0x01                   # 448, 240, 224, 2^-9
     codes[1, :5] = 0x80, 0, 0x7F, 0, 0xFF
     got = transposed(scaled(codes, np.array([[-5], [100], [-5]]), float8_e4m3fn), run)
     assert np.log2(got.scale_inv[0, :5]).tolist() == [-5, -5, -6, -22, 0]
@@ -116,8 +117,8 @@ def test_largest_products_by_hand(run):
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("step", [1, 2, 3, 12, 13, 30])
 def test_rows_that_differ(dtype, block, step, run):
-    """Neighbouring rows 2^step apart, so that every way through the kernel is taken, in tiles with sparse
-    columns too."""
+    """Neighbouring rows differ by 2^step, so that every path through the kernel is taken, in tiles with
+    sparse columns too."""
     rng = np.random.default_rng(step)
     codes = rng.integers(0, 256, (260, 136), np.uint8)
     codes[rng.random(codes.shape) < 0.9] &= 0x81
@@ -154,11 +155,11 @@ WRONG = [3.0, -0.0, -1.0, float("inf"), float("nan"), 1.0000001, 2.0**-126 * 1.5
 
 @pytest.mark.parametrize("target", scaling_aware.TARGETS)
 @pytest.mark.parametrize("wrong", WRONG)
-# So few rows make strips that are below one another in a tile.
+# so few rows make strips that are below one another in a tile
 @pytest.mark.parametrize("rows", [140, 50, 20])
 def test_scales_that_are_no_powers_of_two(rows, wrong, target, run, monkeypatch):
-    """NumPy refuses them, since they can be looked at. On the device the row-block becomes NaN, the scales of
-    its tile become NaN, and all else stays."""
+    """NumPy scales are checked and refused. On the device the row-block becomes NaN, the scales of its tile
+    become NaN, and all else is unchanged."""
     rng = np.random.default_rng(4)
     codes, exponents = rng.integers(0, 0x78, (rows, 300), np.uint8), rng.integers(-9, -3, (rows, 3))
     q = scaled(codes, exponents, float8_e4m3fn)
@@ -173,7 +174,7 @@ def test_scales_that_are_no_powers_of_two(rows, wrong, target, run, monkeypatch)
                                              else (errors.MESSAGES[errors.Fact.SCALE_NOT_POWER_OF_TWO],))
     testing.assert_bytes_equal(got, reference.scaling_aware_transpose(q, target=target))
     nan_codes = codes.copy()
-    nan_codes[9, 128:256] = 0                               # This row takes no part in targets.
+    nan_codes[9, 128:256] = 0                               # this row does not affect targets
     right = transposed(scaled(nan_codes, exponents, float8_e4m3fn), testing.Executor("reference"),
                        target=target)
     data, scales = bits(got.columnwise.data), got.columnwise.scale_inv
@@ -189,11 +190,11 @@ def test_scales_that_are_no_powers_of_two(rows, wrong, target, run, monkeypatch)
 @pytest.mark.parametrize("target", scaling_aware.TARGETS)
 @pytest.mark.parametrize("span", [3, 60])
 def test_scales_of_zero(span, target, dtype, run):
-    """Rows with scale 0 are rows of zeros, whatever they hold."""
+    """Rows with scale 0 are rows of zeros, whatever their codes."""
     rng = np.random.default_rng(span)
     codes, exponents = rng.integers(0, 256, (300, 260), np.uint8), rng.integers(-span, 1, (300, 3))
     q, empty = scaled(codes, exponents, dtype), rng.random((300, 3)) < 0.3
-    empty[128:256, 0] = True                                # A whole tile has nothing.
+    empty[128:256, 0] = True                                # a whole tile is empty
     q.scale_inv[empty] = 0
     got = transposed(q, run, target=target)
     assert fp8.device_errors(clear=True) == ()
@@ -218,15 +219,14 @@ def test_scales_of_zero(span, target, dtype, run):
 @pytest.mark.parametrize("block", [128, 32])
 @pytest.mark.parametrize("target", scaling_aware.TARGETS)
 def test_one_row_with_scale_1_among_small_ones(target, block, run):
-    """As a rule such a row is zeros and does not count for what the others are computed from. This one is
-    not."""
+    """Usually such a row is all zeros and does not affect the target. This one is not."""
     codes, exponents = np.full((130, 48), 0x38, np.uint8), np.full((130, -(-48 // block)), -20)
     exponents[5] = 0
     got = transposed(scaled(codes, exponents, float8_e4m3fn, block), run, target=target)
     powers = np.log2(got.scale_inv[5 // block, :48].astype(np.float32))
-    assert (powers == (-8 if target == "column" else 0)).all()              # 1 is 256 * 2^-8.
+    assert (powers == (-8 if target == "column" else 0)).all()              # 1 is 256 * 2^-8
     assert (bits(got.data)[:, 5] == (0x78 if target == "column" else 0x38)).all()
-    assert (bits(got.data)[:, :5] == 0).all()                               # It would be 2^-20 or 2^-12.
+    assert (bits(got.data)[:, :5] == 0).all()                               # it would be 2^-20 or 2^-12
     codes[5] = 0
     got = transposed(scaled(codes, exponents, float8_e4m3fn, block), run, target=target)
     assert (bits(got.data)[:, :5] == (0x78 if target == "column" else 0x38)).all()
@@ -267,4 +267,4 @@ def test_dequantize(run):
                float8_e4m3fn)
     given = run.array(q)
     for part_of_it in parts(fp8.scaling_aware_transpose(given)):
-        testing.assert_bytes_equal(part_of_it.dequantize(), given.dequantize())     # Its values fit.
+        testing.assert_bytes_equal(part_of_it.dequantize(), given.dequantize())     # its values fit

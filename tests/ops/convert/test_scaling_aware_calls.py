@@ -1,5 +1,4 @@
-"""scaling_aware_transpose called: experts, results anywhere in memory, scales in any layout, and what is
-refused."""
+"""Calls of scaling_aware_transpose: experts, results anywhere in memory, scales in any layout, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from cupy_fp8.results import Quantized, Scaled
 
 # ---- experts ----
 def test_experts_by_hand(run):
-    """Every expert is a call of its own, one after the other; the tail of the scales is 0."""
+    """Every expert equals a call of its own, one after the other; the tail of the scales is 0."""
     rng = np.random.default_rng(1)
     codes, exponents = rng.integers(0, 0x78, (300, 40), np.uint8), rng.integers(-9, -3, (300, 1))
     q, ranges = scaled(codes, exponents, float8_e4m3fn), [(0, 130), (130, 130), (130, 137), (137, 300)]
@@ -44,8 +43,8 @@ def test_experts_by_hand(run):
                                     fp8.MXScaling()],
                          ids=lambda r: f"{type(r).__name__}-{r.scale_layout}")
 def test_after_permuting(recipe, run):
-    """Tokens are quantised, permuted and padded in FP8, then transposed by expert, with scales as matrix
-    products want them. Unused rows, whose scale is 0, and rows of no expert take no part in anything."""
+    """Tokens are quantised, permuted and padded in FP8, then transposed by expert, with scales in the layout
+    of products. Unused rows, whose scale is 0, and rows of no expert have no effect."""
     rng = np.random.default_rng(2)
     x, chosen = rng.standard_normal((70, 256), np.float32), rng.integers(0, 4, (70, 2))
     r = fp8.route(run.array(chosen), num_experts=4, align=16)
@@ -68,7 +67,7 @@ def test_after_permuting(recipe, run):
 @pytest.mark.parametrize("lead", [1, 4, 8])
 @pytest.mark.parametrize("block", [128, 32])
 def test_results_anywhere_in_memory(block, lead, splits, run):
-    """Results lie at any address that a dtype may have: nothing is written but the results."""
+    """Results at any address that a dtype allows: nothing else is written."""
     rng = np.random.default_rng(lead)
     q = scaled(rng.integers(0, 0x78, (140, 256), np.uint8), rng.integers(-9, -3, (140, 256 // block)),
                float8_e4m3fn, block)
@@ -100,7 +99,7 @@ SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 11
 @pytest.mark.parametrize("target", scaling_aware.TARGETS)
 @pytest.mark.parametrize("block", [128, 32])
 def test_experts_of_every_size(block, target, columns, run):
-    """Their columns begin at every byte of 16; nothing is written but the results."""
+    """Their columns begin at every byte of 16; nothing but the results is written."""
     rng = np.random.default_rng(columns)
     splits = rng.permutation(np.repeat(SIZES, 2 if columns == 20 else 1))
     rows = int(splits.sum()) + 70
@@ -174,8 +173,8 @@ def test_row_wise_part(run):
 @pytest.mark.parametrize("splits", [None, [8, 0, 30]], ids=str)
 @pytest.mark.parametrize("layout", ["gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"])
 def test_scales_in_any_layout(layout, splits, run):
-    """What `quantize_block` makes by default is taken as it is; so are all other layouts of row-wise
-    scales."""
+    """The default of `quantize_block` is taken without conversion; all other layouts of row-wise scales are
+    accepted too."""
     x = cases.values("normal", (40, 260), bfloat16)
     q = fp8.quantize_mx(x) if layout == "swizzled" else fp8.quantize_block(x, scale_layout="compact")
     compact = q.rowwise
@@ -204,7 +203,7 @@ def test_the_default_of_quantize_block(run):
 
 
 def test_new_scales_of_the_same_result_are_read_anew(run):
-    """Converted scales are never remembered: the next call sees what was written since."""
+    """Converted scales are never remembered: the next call sees what has been written since."""
     first, second = (cases.values("normal", (40, 260), bfloat16, seed) for seed in (1, 2))
     recipe = fp8.BlockScaling()
     q = recipe.quantize(run.array(first))

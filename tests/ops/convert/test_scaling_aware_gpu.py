@@ -23,7 +23,7 @@ def on_gpu(rows: int = 300, columns: int = 264) -> tuple[Scaled, Any]:
 
 @pytest.mark.parametrize("experts", [1, 8, 200])
 def test_many_blocks(experts):
-    """Tiles are large, experts uneven, and rows of the output are at every address."""
+    """Large tiles, uneven experts, and rows of the output at every address."""
     q, given = on_gpu(5003, 4104)
     splits = sizes(5003, experts)
     testing.assert_bytes_equal(fp8.scaling_aware_transpose(given, splits=backend.cupy().asarray(splits)),
@@ -34,8 +34,8 @@ def test_many_blocks(experts):
 @pytest.mark.parametrize("experts", [1, 5, 30])
 @pytest.mark.parametrize("tiles", [2, 3, 4])
 def test_runs_of_tiles(tiles, experts, multiple, monkeypatch):
-    """Blocks of threads have runs of tiles in large arrays; here neighbours run at the same time, and every
-    byte can be looked at."""
+    """Blocks of threads process several tiles in large arrays; here neighbours run at the same time, and
+    every byte can be checked."""
     monkeypatch.setattr(scaling_aware_tiles, "_tiles_of_a_block", lambda *_: tiles)
     q, given = on_gpu(4000, 528)
     splits = sizes(4000 // multiple, experts) * multiple

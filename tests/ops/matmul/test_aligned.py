@@ -1,4 +1,4 @@
-"""Operands whose rows do not begin at multiples of 16 bytes: they are copied where that is cheap."""
+"""Operands whose rows do not begin at multiples of 16 bytes: they are copied if that is cheap."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from cupy_fp8 import Scaled, reference, testing
 from cupy_fp8.formats import float32
 from cupy_fp8.ops.matmul import cublaslt
 
-M, N = 264, 256                                          # These are enough for copies to be worth their time.
+M, N = 264, 256                                          # enough for copies to be worth their time
 SPLITS = np.array([200, 0, 320])
 pytestmark = pytest.mark.parametrize("run", ["host", pytest.param("cuda", marks=pytest.mark.gpu)],
                                      indirect=True)
 
 
 def zeros_behind(s: Scaled, k: int) -> Scaled:
-    """The same matrix with zeros up to column k, which share the last block's scales."""
+    """Return the same matrix with zeros up to column k, which share the last block's scales."""
     data = np.zeros((*s.shape[:-1], k), np.uint8)
     data[..., : s.shape[-1]] = s.data.view(np.uint8)
     return Scaled(data.view(s.dtype), s.scale_inv, data.shape, False, s.block, s.scale_layout)
 
 
 def misplaced(s: Scaled, run: testing.Executor) -> Scaled:
-    """Its data at an odd address."""
+    """Return the same with its data at an odd address."""
     there = run.array(s)
     memory: Any = run.array(np.zeros(s.data.size + 16, np.uint8))
     view = memory[1 : 1 + s.data.size].view(s.dtype).reshape(s.shape)
@@ -39,7 +39,7 @@ def misplaced(s: Scaled, run: testing.Executor) -> Scaled:
 
 @pytest.fixture(autouse=True)
 def _on_hopper(run: testing.Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that cuBLASLt would take are computed by this package, too."""
+    """Products that cuBLASLt would compute are computed by this package, too."""
     use(HOPPER, run, monkeypatch)
     monkeypatch.setattr(cublaslt, "refusal", lambda *_: "not in this test")
 
@@ -47,7 +47,7 @@ def _on_hopper(run: testing.Executor, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("k", [1, 130, 200, 511])
 @pytest.mark.parametrize("scalings", [("tensor", "row"), ("vector", "block")], ids="-".join)
 def test_rows_of_any_length(scalings, k, run, launched):
-    """Same bytes as with rows of a multiple of 16 bytes, new and into `out`, again and again."""
+    """Same bytes as with rows of a multiple of 16 bytes, new and into `out`, repeatedly."""
     a, b = scaled((M, k), scalings[0], 1), scaled((N, k), scalings[1], 2)
     whole = [run.array(zeros_behind(s, -(-k // 16) * 16)) for s in (a, b)]
     want = run.numpy(fp8.matmul_nt(*whole, dtype=float32))

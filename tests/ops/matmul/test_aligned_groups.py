@@ -1,5 +1,5 @@
-"""Groups of "k" whose rows do not begin at multiples of 16 bytes: they are copied, where the host cannot rule
-them out and a product is worth it (ops/matmul/align_rows.py)."""
+"""Groups of "k" whose rows do not begin at multiples of 16 bytes: they are copied, if the host cannot rule
+them out and the product is large enough (ops/matmul/align_rows.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupy_fp8.kernels import errors
 from cupy_fp8.ops.matmul import align_rows
 
 COPIES = "align_groups"
-M, N = 96, 64                                           # These are enough for copies to be worth their time.
+M, N = 96, 64                                           # enough for copies to be worth their time
 #: The second group begins at a multiple of 16 in rows with a pitch, and has no such pitch of its own.
 ODD, EVEN, WHOLE = [32, 37, 0, 16, 75], [32, 48, 0, 16, 64], [128, 0, 128, 40]
 
@@ -32,7 +32,7 @@ def _on_hopper(device: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def scratch(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The words of scratch memory that calls ask for."""
+    """Record the words of scratch memory that calls request."""
     asked: dict[str, int] = {}
     given = Call.scratch
 
@@ -49,7 +49,7 @@ def matrices(total: int, m: int = M, n: int = N) -> tuple[Scaled, Scaled]:
 
 
 def flat(s: Scaled, sizes: Any) -> Grouped:
-    """A matrix [rows, all columns] as column-wise data of groups."""
+    """Return a matrix [rows, all columns] as column-wise data of groups."""
     sizes = np.array(sizes)
     data = np.concatenate([part.reshape(-1) for part in np.split(s.data, np.cumsum(sizes), axis=1)])
     offsets = np.concatenate([[0], np.cumsum(sizes)]) * s.shape[0]
@@ -58,7 +58,7 @@ def flat(s: Scaled, sizes: Any) -> Grouped:
 
 
 def there(s: Any, device: Place, at: int = 0) -> Any:
-    """An operand on the device, with data that begin so many bytes after a multiple of 16."""
+    """Return an operand on the device, with data that begin this many bytes after a multiple of 16."""
     made, name = device.run.array(s), "columnwise" if isinstance(s, Grouped) else "data"
     data = getattr(s, name)
     memory = device.array(np.full(data.size + 16, 0x7F, np.uint8))      # NaN before and after
@@ -83,7 +83,7 @@ def product(*operands_and_sizes: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("made", ["flat", "rows"])
 @pytest.mark.parametrize("sizes", [ODD, EVEN], ids=["odd", "even"])
 def test_one_launch_copies_and_one_multiplies(sizes, made, known, device, launched):
-    """A list of sizes, which the host knows, needs no launch that finds nothing to copy."""
+    """With a list of sizes, which the host knows, no launch finds nothing to copy."""
     a, b = matrices(sum(sizes))
     given = [there(flat(s, sizes) if made == "flat" else s, device) for s in (a, b)]
     got = product(*given, sizes if known else device.array(np.array(sizes)))
@@ -94,7 +94,7 @@ def test_one_launch_copies_and_one_multiplies(sizes, made, known, device, launch
 @pytest.mark.parametrize(("total", "at", "copied"), [
     (176, (0, 0), {}), (176, (1, 0), {"a"}), (176, (0, 8), {"b"}), (177, (0, 0), {"a", "b"})])
 def test_only_what_needs_it_is_copied(total, at, copied, device, launched, scratch):
-    """Rows with a pitch, whose sizes are known. Memory is that of rows, and of 15 bytes for each group."""
+    """Rows with a pitch, whose sizes are known. Memory is that of rows, plus 15 bytes for each group."""
     a, b = matrices(total)
     got = product(*(there(s, device, by) for s, by in zip((a, b), at, strict=True)), EVEN)
     rows = {"a": M, "b": N}
@@ -104,7 +104,7 @@ def test_only_what_needs_it_is_copied(total, at, copied, device, launched, scrat
 
 
 def in_blocks(s: Scaled, device: Place) -> Scaled:
-    """The same values under scales of blocks 1×128 of all columns."""
+    """Return the same values with scales of blocks 1×128 of all columns."""
     scales = np.full((s.shape[0], -(-s.shape[1] // 128)), s.scale_inv[0])
     return Scaled(device.array(s.data), device.array(scales), s.shape, False, (1, 128), "compact")
 
@@ -119,7 +119,7 @@ def test_groups_at_whole_blocks_are_aligned_where_rows_are(total, device, launch
 
 def test_a_last_group_at_whole_blocks(device, launched):
     """It begins at a multiple of 128, but flat data have its size as their pitch."""
-    sizes = [128, 0, 128, 37]                           # 11 columns are no group's.
+    sizes = [128, 0, 128, 37]                           # 11 columns belong to no group
     a, b = matrices(304)
     got = product(in_blocks(a, device), there(flat(b, sizes), device), None)
     assert launched == [COPIES, HOPPER]
@@ -135,7 +135,7 @@ def test_few_multiplications_are_not_worth_copies(device, launched, scratch):
         assert launched == entries
         expect(got, *matrices(total, 24, 24), sizes)
     assert not scratch
-    long = [700, 1000]                                  # Few tiles would wait for their loads.
+    long = [700, 1000]                                  # few tiles would wait for their loads
     a, b = matrices(sum(long), 24, 24)
     launched.clear()
     expect(product(there(a, device), there(b, device), device.array(np.array(long))), a, b, long)
@@ -145,8 +145,8 @@ def test_few_multiplications_are_not_worth_copies(device, launched, scratch):
 # ---- what is copied ----
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_few_blocks_copy_all(blocks, device, monkeypatch):
-    """Of more groups than a warp has lanes. Each has a pitch of its own, and no unit ends where a row does.
-    """
+    """For more groups than a warp has lanes. Each has a pitch of its own, and no unit ends where a row
+    does."""
     monkeypatch.setattr(align_rows, "_BLOCKS_OF_PROCESSOR", 1)
     monkeypatch.setattr(align_rows, "multiprocessors", lambda _: blocks)
     sizes = [*range(1, 40), 0, 0, 64, 1]
@@ -202,8 +202,7 @@ def test_promised_groups_are_not_copied(made, align, device, launched, scratch):
 
 @pytest.mark.parametrize("made", ["flat", "rows"])
 def test_a_broken_promise(made, device, launched):
-    """The size, then the beginning, is no multiple; nothing is read from addresses that kernels cannot read.
-    """
+    """The size, then the beginning, is not a multiple; nothing is read from misaligned addresses."""
     sizes = [32, 37, 11, 64]
     a, b = matrices(sum(sizes))
     given = [there(flat(s, sizes) if made == "flat" else s, device) for s in (a, b)]
@@ -244,7 +243,7 @@ def test_other_sizes_in_the_same_memory(device, launched):
 
 
 def test_operands_elsewhere(device):
-    """A call like a remembered one, of operands at other addresses and alignments."""
+    """A call like a remembered one, with operands at other addresses and alignments."""
     for seed, at in enumerate((0, 0, 16, 1, 1)):
         a, b = (Scaled(np.roll(s.data.view(np.uint8), seed, 1).view(s.dtype), s.scale_inv, s.shape)
                 for s in matrices(sum(ODD)))
@@ -253,7 +252,7 @@ def test_operands_elsewhere(device):
 
 
 def test_out_in_a_graph(device, operands, launched):
-    """The copies lie in memory of `out`: nothing is allocated while a graph is captured."""
+    """The copies are in memory of `out`: nothing is allocated while a graph is captured."""
     others = [Scaled(s.data[::-1].copy(), s.scale_inv, s.shape) for s in matrices(sum(ODD))]
     out = device.array(np.full((len(ODD), M, N), 7, np.float32))
     assert product(*operands, None, out=out) is out
@@ -271,7 +270,7 @@ def test_out_in_a_graph(device, operands, launched):
 
 
 def test_results_do_not_depend_on_where_groups_begin(device):
-    """The same columns as copies and as they are: the bytes are those of one product."""
+    """The same columns copied and in place: the bytes are those of one product."""
     sizes = [48, 29, 67]
     a, b = matrices(sum(sizes))
     scales = np.random.default_rng(0).uniform(1, 2, (M, 1)).astype(np.float32)

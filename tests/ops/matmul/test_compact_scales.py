@@ -19,7 +19,7 @@ from cupy_fp8.ops.matmul import cublaslt, tiles, wgmma
 CONVERTS = "convert_scales"
 ROWS, K, N = 150, 272, 40
 SPLITS = np.array([64, 0, 80])
-COLUMNS = np.array([128, 0, 144])                       # Groups begin at blocks of 128.
+COLUMNS = np.array([128, 0, 144])                       # groups begin at blocks of 128
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def grouped(device: Place, layout: Any) -> fp8.Grouped:
 
 
 def permuted(device: Place, layout: Any) -> Scaled:
-    """Rows in the order of experts, whose scales are compact."""
+    """Return rows in the order of experts, with compact scales."""
     q = scaled((ROWS, K), "vector", 1).to_layout("compact")
     routing = fp8.route(device.array(np.arange(ROWS, dtype=np.int32)[:, None] % 3), num_experts=3)
     found = fp8.permute(device.run.array(q), routing, scale_layout="compact")
@@ -65,7 +65,7 @@ def product(kind: str, layout: Any, device: Place, **options: Any) -> Any:
 
 
 def entries(launched: list[str]) -> list[str]:
-    """What a product launches, without the launches that make operands."""
+    """Return what a product launches, without the launches that make operands."""
     return [entry for entry in launched if entry in (CONVERTS, HOPPER, PORTABLE)]
 
 
@@ -73,7 +73,7 @@ def entries(launched: list[str]) -> list[str]:
     ("m", 1), ("m, vectors", 2), ("permute", 1), ("Grouped", 1), ("dense", 2), ("dense, block", 1),
     ("dense, batch", 2), ("k", 2), ("k, block", 0)])
 def test_bytes_are_those_of_gemm_ready_scales(kind, converted, device, launched):
-    """Scales of 128×128 stay as they are; beside them of "k" the engine copies none."""
+    """Scales of 128×128 are unchanged; beside them in "k" the engine copies none."""
     want = device.run.numpy(product(kind, "gemm_ready", device))
     launched.clear()
     got = [device.run.numpy(product(kind, "compact", device)) for _ in range(2)]    # again: remembered
@@ -84,14 +84,14 @@ def test_bytes_are_those_of_gemm_ready_scales(kind, converted, device, launched)
 
 @pytest.mark.parametrize("kind", ["m", "Grouped", "dense"])
 def test_out_in_a_graph(kind, device, launched):
-    """Converted scales lie in memory of `out`."""
+    """Converted scales are in memory of `out`."""
     want = device.run.numpy(product(kind, "gemm_ready", device))
     a: Any = (grouped(device, "compact") if kind == "Grouped"
               else device.run.array(scaled((ROWS, K), "vector", 1).to_layout("compact")))
     shape, scaling = ((N, K), "vector") if kind == "dense" else ((3, N, K), "block")
     b, splits = device.run.array(scaled(shape, scaling, 2)), device.array(SPLITS)
     out = device.array(np.full(want.shape, 7, float32))
-    device.cupy.cuda.Device(0).synchronize()                # The stream does not wait for the one before it.
+    device.cupy.cuda.Device(0).synchronize()                # the stream does not wait for the one before it
     with device.cupy.cuda.Stream(non_blocking=True) as stream:
         def call() -> Any:
             return (fp8.matmul_nt(a, b, dtype=float32, out=out) if kind == "dense"
@@ -110,7 +110,7 @@ def test_out_in_a_graph(kind, device, launched):
 
 @pytest.mark.parametrize(("less", "converted"), [(0, True), (1, False)])
 def test_small_products_do_not_convert(less, converted, device, launched, monkeypatch):
-    """From the multiplications of a launch on, and of each scale."""
+    """From a number of multiplications per launch, and per scale, on."""
     monkeypatch.setattr(tiles, "_FOR_A_SCALE", 7)
     monkeypatch.setattr(tiles, "_FOR_A_CONVERSION", ROWS * N * K - 7 * ROWS * 3 + less)
     product("m", "compact", device)
@@ -118,7 +118,7 @@ def test_small_products_do_not_convert(less, converted, device, launched, monkey
 
 
 def test_scales_that_can_be_copied_as_they_are(device, launched):
-    """Compact ones whose columns are adjacent, as those of transposed data are."""
+    """Compact ones with adjacent columns, such as those of transposed data."""
     a, b = (scaled(shape, scaling, seed) for shape, scaling, seed in (
         ((152, K), "vector", 1), ((3, N, K), "block", 2)))
     scales = device.array(np.ascontiguousarray(a.to_layout("compact").scale_inv.T)).T

@@ -1,4 +1,4 @@
-"""What cuBLASLt is told, by a fake library that records it: attributes, layouts, pointers, in every mode."""
+"""Calls of cuBLASLt, recorded by a fake library: attributes, layouts, pointers, in every mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cupy_fp8.ops.matmul import cublaslt, library
 from cupy_fp8.reference.matmul.dense import magnitudes
 from cupy_fp8.reference.matmul.tolerance import assert_within
 
-#: Each kind of scaling has this number of cublasLtMatmulMatrixScale_t.
+#: cublasLtMatmulMatrixScale_t of each kind of scaling
 MODES = {"tensor": 0, "row": 3, "vector": 4, "block": 5}
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector"))
 TYPES: dict[Any, int] = {float32: 0, float16: 2, bfloat16: 14, float8_e4m3fn: 28, float8_e5m2: 29}
@@ -73,7 +73,7 @@ def test_bias(to, bias, gpu_stand_in):
     gpu_stand_in.checked(a, b, dtype=to, bias=given)
     description = gpu_stand_in.fake.products[-1].description
     assert (description[7], description[8], description[26]) == (4, given.data.ptr, TYPES[bias])
-    gpu_stand_in.checked(a, b, dtype=to)  # This is the same call without a bias.
+    gpu_stand_in.checked(a, b, dtype=to)  # the same call without a bias
     assert not {7, 8, 26} & gpu_stand_in.fake.products[-1].description.keys()
 
 
@@ -85,7 +85,7 @@ def test_fast_accumulation(gpu_stand_in):
 
 
 def test_accumulate(gpu_stand_in):
-    """The trial of a new plan leaves what the product is added to as it is."""
+    """The trial of a new plan does not change the accumulated array."""
     a, b = gpu_stand_in.both(("vector", "vector"))
     into = gpu_stand_in.array(np.arange(M * N, dtype=np.float32).reshape(M, N))
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_a_batch_with_one_scale_is_one_call(gpu_stand_in):
 @pytest.mark.parametrize("pair", PAIRS[1:], ids="-".join)
 def test_a_batch_of_scales_is_a_call_for_each_matrix(pair, gpu_stand_in):
     a, b = gpu_stand_in.both(pair, batch=(3,))
-    for _ in range(3):                                                  # They are also remembered calls.
+    for _ in range(3):                                                  # also remembered calls
         gpu_stand_in.fake.products.clear()
         out = gpu_stand_in.checked(a, b)
         products = gpu_stand_in.fake.products[-3:]
@@ -127,7 +127,7 @@ def test_a_batch_of_scales_is_a_call_for_each_matrix(pair, gpu_stand_in):
     ("compact", float32), ("deepgemm_sm90", float32), ("gemm_ready", float32), ("compact", float8_e8m0fnu)])
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
 def test_scales_of_other_layouts(layout, scale, batch, gpu_stand_in):
-    """They are converted by a launch of the call, also when it is captured."""
+    """They are converted by a launch of the call, also during a capture."""
     a, b = gpu_stand_in.both(("vector", "vector"), layout=layout, scale=scale, batch=batch)
     out = gpu_stand_in.array(np.zeros((*batch, M, N), bfloat16))
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_scales_of_other_layouts(layout, scale, batch, gpu_stand_in):
 
 
 def test_scales_of_columns_are_read_through_their_strides(gpu_stand_in):
-    """The gradient of the weights, from compact scales, which .T only turns round."""
+    """The gradient of the weights, from compact scales, of which .T is only a view."""
     rng = np.random.default_rng(0)
     grad, x = (fp8.quantize_block(rng.standard_normal((144, columns)).astype(np.float32), columnwise=True,
                                   rowwise=False, scale_layout="compact").T for columns in (64, 80))
@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 def refusal(gpu_stand_in: Machine, a: Scaled, b: Scaled, **options: Any) -> str | None:
-    """Why the library is not asked."""
+    """Return why the library is not asked."""
     seen: list[str | None] = []
     refuses = cublaslt.refusal
 
@@ -239,7 +239,7 @@ def test_without_the_library(gpu_stand_in, monkeypatch):
 
 
 def test_without_an_algorithm(gpu_stand_in):
-    """The other back end is asked, also in a capture, and the library only once."""
+    """The other back end is used, also during a capture, and the library is asked only once."""
     gpu_stand_in.fake.refuses = {1, 2, 3}
     a, b = gpu_stand_in.both(PAIRS[0])
     out = gpu_stand_in.array(np.zeros((M, N), bfloat16))

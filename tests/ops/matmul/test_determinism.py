@@ -1,4 +1,4 @@
-"""The same call gives the same bytes, in whatever order threads run, and whichever cluster takes a tile."""
+"""The same call gives the same bytes, whatever the order of threads, and whichever cluster takes a tile."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cupy_fp8.formats import float32
 from cupy_fp8.ops.matmul import wgmma
 
 SPLITS = np.array([0, 37, 0, 130, 8, 0], np.int64)
-TOTAL = 180                                             # Five rows are no group's.
+TOTAL = 180                                             # five rows belong to no group
 N = 24
 
 
-@pytest.mark.parametrize("k", [200, 208])               # With 208 rows begin at multiples of 16 bytes.
+@pytest.mark.parametrize("k", [200, 208])               # with 208 rows begin at multiples of 16 bytes
 def test_the_same_bytes_again(run, k):
     a, b = run.array(scaled((TOTAL, k), "vector", 1)), run.array(scaled((6, N, k), "block", 2))
     first = fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(SPLITS)))
@@ -34,7 +34,7 @@ def test_the_same_bytes_again(run, k):
 
 # ---- schedules of the CPU executor ----
 #: A schedule is the number of clusters and the order of the threads of each. Clusters run one after the
-#: other, and the first one takes all tiles that no other one begins with. So their number decides who takes
+#: other, and the first one takes all tiles with which no other one begins. So their number decides who takes
 #: which tile.
 SCHEDULES = [(2, "asc", 0), (1, "desc", 0), (5, "random", 1), (2, "random", 2), (5, "desc", 0),
              (3, "random", 12345)]
@@ -58,7 +58,7 @@ def test_any_schedule(group, kernel, monkeypatch, launched):
             monkeypatch.setattr(wgmma, "_CLUSTERS_ON_CPU", clusters)
             monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
             monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))
-            remembered.forget()  # Otherwise the launch would keep its number of clusters.
+            remembered.forget()  # otherwise the launch would keep its number of clusters
             launched.clear()
             made.append(fp8.grouped_matmul_nt(a, b, splits, group=group, dtype=float32))
             assert kernel in launched
@@ -67,7 +67,7 @@ def test_any_schedule(group, kernel, monkeypatch, launched):
 
 # ---- on a GPU ----
 def begin_work_beside(turn: int, stream: Any, memory: Any) -> None:
-    """Another stream gets copies, which take bandwidth, and additions, which take multiprocessors."""
+    """Give another stream copies, which take bandwidth, and additions, which take multiprocessors."""
     half = memory.size // 2
     with stream:
         for i in range(turn % 4):
@@ -92,7 +92,7 @@ def test_200_launches_beside_other_work(shape):
     first, different = bits(out).copy(), cp.zeros(200, bool)
     assert bool(cp.isfinite(out).all())
     beside, memory = cp.cuda.Stream(non_blocking=True), cp.zeros(1 << 28, cp.uint8)
-    cp.cuda.Device().synchronize()                      # The other stream does not wait for this one.
+    cp.cuda.Device().synchronize()                      # the other stream does not wait for this one
     for turn in range(200):
         begin_work_beside(turn, beside, memory)
         poison(out)

@@ -20,9 +20,9 @@ from cupy_fp8.reference.matmul.tolerance import assert_within
 pytestmark = [pytest.mark.gpu, pytest.mark.full]
 every_kernel = pytest.mark.parametrize("kernel", product_kernels.KERNELS)
 
-#: Values that lie 2^31 or 2^32 apart differ, since this is a prime.
+#: period of the values; a prime, so that values 2^31 or 2^32 apart differ
 PERIOD = 1_000_003
-ADDED = 3                           # what every element is before products are added to it
+ADDED = 3                           # value of every element before products are added to it
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def filled(shape: tuple[int, ...], seed: int) -> Scaled:
-    """FP8 values on the GPU, the same PERIOD of them again and again."""
+    """Return FP8 values on the GPU that repeat after PERIOD."""
     period = fp8.asarray(bits(values("normal", (PERIOD,), float8_e4m3fn, seed)), like="cupy")
     data = fp8.empty(shape, float8_e4m3fn, like="cupy")
     flat = bits(data).reshape(-1)
@@ -41,7 +41,7 @@ def filled(shape: tuple[int, ...], seed: int) -> Scaled:
 
 
 def part(s: Scaled, *at: Any) -> Scaled:
-    """A part of the data, in the host's memory."""
+    """Return a part of the data, in host memory."""
     data = fp8.asnumpy(s.data[at])
     return Scaled(data, fp8.asnumpy(s.scale_inv), data.shape)
 
@@ -53,13 +53,14 @@ def poisoned(shape: tuple[int, ...]) -> Any:
 
 
 def check_all_written(out: Any) -> None:
-    """No element of a result is as `poison` left it. Comparisons take memory, so each is of some lines."""
+    """Check that no element still has the value of `poison`. Comparisons take memory, so each is of some
+    lines."""
     lines, step = bits(out).reshape(-1, out.shape[-1]), 1 << 16
     assert not any(bool((lines[at:at + step] == 0xAAAA).any()) for at in range(0, len(lines), step))
 
 
 def check(got: Any, a: Scaled, b: Scaled, added: int = 0) -> None:
-    """The product of parts of a and b."""
+    """Check the product of parts of a and b."""
     before = np.full((a.shape[0], b.shape[0]), added, np.float32) if added else None
     want = reference.matmul_nt(a, b, accumulate=before)
     assert_within(fp8.asnumpy(got), want, magnitudes(a, b, accumulate=before))
@@ -72,12 +73,12 @@ def check(got: Any, a: Scaled, b: Scaled, added: int = 0) -> None:
     pytest.param((1 << 18) + 1024, 72, (1 << 13) + 16, id="a"),
     pytest.param((1 << 18) + 1024, 264, (1 << 13) + 8, id="copied a")])
 def test_rows(m, n, k, kernel, launched):
-    """Rows of a, or of the result, the last four of which are no group's."""
+    """Rows of a, or of the result, the last four of which belong to no group."""
     splits, ends = np.array([m - 74, 0, 70]), (m - 74, m - 4)
     a, b, out = filled((m, k), 1), filled((3, n, k), 2), poisoned((m, n))
     assert max(a.data.size, out.size) > 2**31
     assert fp8.grouped_matmul_nt(a, b, fp8.asarray(splits, like="cupy"), out=out) is out
-    boundary = 2**31 // max(n, k)                       # Element 2^31 lies in this row.
+    boundary = 2**31 // max(n, k)                       # element 2^31 is in this row
     for group, start in ((0, 0), (0, boundary - 2), (0, ends[0] - 4), (2, ends[0]), (2, ends[1] - 4)):
         rows = slice(start, start + 4)
         check(out[rows], part(a, rows), part(b, group))
@@ -109,7 +110,7 @@ def test_weights(kernel, launched):
 # ---- sizes of groups are columns ----
 def check_columns(out: Any, a: Scaled, b: Scaled, splits: np.ndarray, groups: tuple[int, ...],
                   added: int = 0) -> None:
-    """The first and last rows of the products of some groups."""
+    """Check the first and last rows of the products of some groups."""
     ends = np.cumsum(splits)
     for group in groups:
         columns = slice(int(ends[group] - splits[group]), int(ends[group]))

@@ -1,4 +1,4 @@
-"""grouped_matmul_nt with a bias of each group, which rows multiply by weights."""
+"""grouped_matmul_nt with a bias for each group, multiplied by row weights."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float32
 from cupy_fp8.ops.matmul import align_rows
 
 SPLITS = np.array([0, 37, 0, 200, 8, 0], np.int64)
-TOTAL, N = 250, 136                                     # Five rows are no group's.
+TOTAL, N = 250, 136                                     # five rows belong to no group
 OF_ROWS = np.append(np.repeat(np.arange(6), SPLITS), [-1] * 5)
 
 
 def biases(dtype: Any = float32, n: int = N) -> np.ndarray:
-    """Small integers."""
+    """Return small integers."""
     return np.random.default_rng(1).integers(-40, 40, (6, n)).astype(np.float32).astype(dtype)
 
 
 def weights() -> np.ndarray:
-    """Of rows of no group Inf, which nobody reads."""
+    """Return weights with Inf in rows of no group, which are not read."""
     found = np.random.default_rng(2).integers(-3, 4, TOTAL).astype(np.float32)
     found[OF_ROWS < 0] = np.inf
     return found
@@ -37,7 +37,7 @@ def weights() -> np.ndarray:
 @pytest.mark.parametrize("k", [0, 144, 130])
 @pytest.mark.parametrize("kernel", product_kernels.KERNELS)
 def test_small_integers_are_exact(kernel, k, n, weighted, run, monkeypatch):
-    """Also where there are no products, and where rows are copied before."""
+    """Also without products, and where rows are copied first."""
     product_kernels.use(kernel, run, monkeypatch)
     monkeypatch.setattr(align_rows, "worth_copies", lambda problem: problem.k > 0)
     a, b = integers((TOTAL, k), float8_e4m3fn, 6), integers((6, n, k), float8_e4m3fn, 7)

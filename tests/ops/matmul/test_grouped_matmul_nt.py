@@ -1,4 +1,4 @@
-"""grouped_matmul_nt: its definition, exact products, wrong sizes, what it refuses."""
+"""grouped_matmul_nt: its definition, exact products, wrong sizes, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 from cupy_fp8.reference.matmul.tolerance import assert_within
 
 SPLITS = np.array([0, 37, 0, 130, 8, 0], np.int64)
-TOTAL = 180                                             # Five rows are no group's.
+TOTAL = 180                                             # five rows belong to no group
 K, N = 200, 24
 
 
@@ -41,13 +41,13 @@ def test_rows_of_each_group(scaling):
     for e, size in enumerate(SPLITS):
         want[start:start + size] = values(a)[start:start + size] @ values(b)[e].T
         start += size
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)     # dequantize rounds to f32.
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)     # dequantize rounds to f32
     assert not bits(got[start:]).any()
 
 
 @pytest.mark.parametrize("block", [(1, 128), (1, None)], ids=str)
 def test_columns_of_each_group(block):
-    """The gradients of weights from what group_quantize makes."""
+    """The gradients of weights from the results of group_quantize."""
     rng = np.random.default_rng(3)
     x, grad = (rng.standard_normal((TOTAL, n)).astype(np.float32) for n in (K, N))
     recipe = BlockScaling(block)
@@ -58,7 +58,7 @@ def test_columns_of_each_group(block):
 
 
 def test_what_scaling_aware_transpose_makes():
-    """Rows for the forward pass, and columns for the gradient of the weights, of one Quantized."""
+    """Rows for the forward pass, and columns for the gradient of the weights, from one Quantized."""
     rng = np.random.default_rng(4)
     x, grad = (rng.standard_normal((TOTAL, n)).astype(np.float32) for n in (K, N))
     a, b = (fp8.scaling_aware_transpose(fp8.quantize_block(v, scale_layout="compact"), splits=SPLITS)
@@ -78,7 +78,7 @@ def test_what_scaling_aware_transpose_makes():
 @pytest.mark.parametrize("dtypes", itertools.product(FP8_DTYPES, repeat=2), ids=str)
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_small_integers_are_exact(group, dtypes, run):
-    """Bytes equal those of the reference, with products added to what is there."""
+    """Bytes equal those of the reference, also when accumulating."""
     if group == "m":
         a, b = integers((TOTAL, K), dtypes[0], 6), integers((len(SPLITS), N, K), dtypes[1], 7)
         shape: tuple[int, ...] = TOTAL, N
@@ -97,8 +97,7 @@ def test_small_integers_are_exact(group, dtypes, run):
 @where_kernels_run
 @pytest.mark.parametrize("m", [13, 16])
 def test_an_empty_group_may_begin_anywhere(m, run):
-    """Scales of whole blocks of all columns need groups that begin at multiples of 128, but for empty ones.
-    """
+    """Scales of whole blocks of all columns need groups that begin at multiples of 128, except empty ones."""
     sizes = np.array([128, 100, 0])
     a, b = (run.array(scaled((rows, 240), "vector", rows)) for rows in (m, N))
     fp8.device_errors(clear=True)
@@ -110,7 +109,7 @@ def test_an_empty_group_may_begin_anywhere(m, run):
 @where_kernels_run
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_few_blocks_take_the_tiles_of_all_groups_at_odd_addresses(blocks, run, monkeypatch):
-    """Beside a launch that takes the other groups, one of few blocks computes the tiles that are left."""
+    """Beside a launch for the other groups, one of few blocks computes the remaining tiles."""
     monkeypatch.setattr(tiles, "_BLOCKS_FOR_OTHERS", blocks)
     remembered.forget()
     sizes = np.array([3, 16, 0, 5, 1, 7, 16, 0, 2, 9, 4])
@@ -124,7 +123,7 @@ def test_few_blocks_take_the_tiles_of_all_groups_at_odd_addresses(blocks, run, m
 @pytest.mark.full
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_512_groups(group, run):
-    """Most have one row or column or none. A warp finds tiles 32 groups at a time."""
+    """Most have one row or column or none. A warp searches tiles 32 groups at a time."""
     sizes = np.random.default_rng(3).choice([0, 1, 2, 17], 512, p=[0.4, 0.3, 0.28, 0.02])
     total = int(sizes.sum()) + 3
     shapes = ((total, 48), (512, 8, 48)) if group == "m" else ((9, total), (8, total))
@@ -134,9 +133,9 @@ def test_512_groups(group, run):
     testing.assert_bytes_equal(fp8.asnumpy(got) + np.float32(0), want + np.float32(0))
 
 
-@pytest.mark.parametrize("k", [512, 500])                       # Tensor copies take 512 but not 500.
+@pytest.mark.parametrize("k", [512, 500])                       # tensor copies take 512 but not 500
 def test_scales_whose_product_is_no_normal_number(k, run):
-    """2^-146 has few bits as f32, and 2^160 is beyond it, but sums times one after the other are within."""
+    """2^-146 has few bits as f32, and 2^160 exceeds it, but sums times one after the other are in range."""
     rng = np.random.default_rng(9)
     a_data, b_data = rng.uniform(200, 448, (3, k)), rng.uniform(200, 448, (1, 8, k))
     a_data[1] = 0
@@ -152,7 +151,7 @@ def test_scales_whose_product_is_no_normal_number(k, run):
 
 
 def test_a_row_does_not_depend_on_those_after_its_group(run):
-    """Warps multiply 16 rows, of which some do not exist. Memory for their scales holds anything."""
+    """Warps multiply 16 rows, some of which do not exist. Memory of their scales may hold anything."""
     a, b = run.array(scaled((48, 384), "vector", 1)), run.array(scaled((1, 72, 384), "block", 2))
     whole = fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(np.array([48])), dtype=float32))
     for rows in (1, 7, 9, 21, 40):
@@ -173,7 +172,8 @@ def test_both_tiles_give_the_same_rows(monkeypatch, run):
 
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_allocating_calls_are_remembered_and_write_their_own_result(group, device):
-    """Rows of 512 bytes, which leave by boxes of a tensor map. Both operands of "k" share their sizes."""
+    """Rows of 512 bytes, which are stored by boxes of a tensor map. Both operands of "k" share their
+    sizes."""
     rng, blocks = np.random.default_rng(0), fp8.BlockScaling((1, 128))
     x, splits = device.array(rng.standard_normal((256, 128), np.float32)), device.array(np.array([128, 128]))
     if group == "k":
@@ -218,7 +218,7 @@ NEGATIVE, SUM, START = (errors.MESSAGES[fact] for fact in (
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
-    """Sizes in NumPy arrays are looked at as little as those on a device."""
+    """Values of NumPy arrays are not checked, like those on a device."""
     monkeypatch.setattr(group_sizes, "check_at_most", lambda *_: None)
     monkeypatch.setattr(grouped_operands, "check_whole_blocks", lambda *_: None)
     monkeypatch.setattr(grouped, "check_whole_blocks", lambda *_: None)
@@ -303,7 +303,7 @@ def test_refused(error, message, args, options):
     ("a", r"b: expected 180 columns of all groups, as a has, got 200; b\.T has 180 columns"),
     ("b", r"b: expected 24 columns of all groups, as a has, got 180; a\.T has 180 columns"), ("ab", None)])
 def test_operands_that_should_be_transposed(flipped, message):
-    """Their row-wise parts are taken, whose columns are not those of groups."""
+    """Their row-wise parts are used, whose columns are not those of groups."""
     grad, x = (fp8.CurrentScaling().quantize(np.ones((TOTAL, n), np.float32), columnwise=True)
                for n in (N, K))
     a, b = grad.T if "a" in flipped else grad, x.T if "b" in flipped else x
@@ -322,7 +322,7 @@ def test_operands_of_equal_extents_that_should_be_transposed():
     message = "splits: expected sizes that add up to at most the 64 columns there are, got "
     with pytest.raises(ValueError, match=rf"^{message}175; a\.T and b\.T have 180 columns$"):
         fp8.grouped_matmul_nt(q, q, SPLITS, group="k")
-    with pytest.raises(ValueError, match=f"^{message}187$"):            # These are more than there are rows.
+    with pytest.raises(ValueError, match=f"^{message}187$"):            # more than there are rows
         fp8.grouped_matmul_nt(q, q, SPLITS + 2, group="k")
 
 

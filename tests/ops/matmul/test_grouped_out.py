@@ -1,5 +1,5 @@
-"""What grouped_matmul_nt writes, and nothing else, with results that leave in boxes, row by row and by other
-stores (kernels_cu/include/matmul/wgmma_copies.cuh)."""
+"""grouped_matmul_nt writes its result and nothing else, with boxes, row by row and with other stores
+(kernels_cu/include/matmul/wgmma_copies.cuh)."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def check_exact(a, b, splits, group, accumulate, run):
 
 # ---- nothing else is written ----
 SPLITS = np.array([0, 37, 0, 130, 8, 0])
-TOTAL = 180                                             # Five rows are no group's.
+TOTAL = 180                                             # five rows belong to no group
 K, N = 200, 24
 
 
-@pytest.mark.parametrize("n", [8, 64, 72, 136, 200, 264])    # The last tile has few columns, many, or most.
+@pytest.mark.parametrize("n", [8, 64, 72, 136, 200, 264])    # the last tile has few columns, many, or most
 @pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
 @pytest.mark.parametrize("group", ["m", "k"])
-@pytest.mark.parametrize("start", [64, 65])     # The result begins at a multiple of 16 bytes, or at none.
+@pytest.mark.parametrize("start", [64, 65])     # the result begins at a multiple of 16 bytes, or not
 def test_nothing_else_is_written_by_copies_of_boxes(start, group, dtype, n, run):
     splits = np.array([16, 0, 144, 48] if start == 64 else [16, 0, 141, 51])
     if group == "m":
@@ -82,13 +82,13 @@ def test_nothing_else_is_written_by_copies_of_boxes(start, group, dtype, n, run)
         testing.assert_bytes_equal(found[part], host[part])
 
 
-@pytest.mark.parametrize("n", [8, 23, 72, 200, 264])  # Neighbours of 23 do not begin at multiples of 16.
+@pytest.mark.parametrize("n", [8, 23, 72, 200, 264])  # neighbours of 23 do not begin at multiples of 16
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_what_no_product_is_added_to_keeps_its_bytes(group, n, run):
     """Rows after the last group, and gradients of groups without columns; each warp has fewer rows than 16
     once, and others follow."""
     splits = np.array([16, 0, 149, 50, 2, 0, 96])
-    total = int(splits.sum()) + 7                       # Rows of gradients begin at multiples of 16 bytes.
+    total = int(splits.sum()) + 7                       # rows of gradients begin at multiples of 16 bytes
     if group == "m":
         a, b = integers((total, 256), float8_e4m3fn, 1), integers((len(splits), n, 256), float8_e4m3fn, 2)
         shape: tuple[int, ...] = total, n
@@ -97,7 +97,7 @@ def test_what_no_product_is_added_to_keeps_its_bytes(group, n, run):
         shape = len(splits), 43, n
     before = np.empty(shape, np.float32)
     poison(before)
-    before[..., 0] = -0.0                               # Even 0 is not added to it.
+    before[..., 0] = -0.0                               # even 0 is not added to it
     added_to = np.arange(total) < splits.sum() if group == "m" else splits > 0
     before[added_to] = np.random.default_rng(3).integers(-9, 10, shape)[added_to]
     want = before.copy()
@@ -109,7 +109,7 @@ def test_what_no_product_is_added_to_keeps_its_bytes(group, n, run):
     testing.assert_bytes_equal(found[~added_to], before[~added_to])
 
 
-@pytest.mark.parametrize("rows", [256, 23])             # All rows of 256 go in boxes; not those of 23.
+@pytest.mark.parametrize("rows", [256, 23])             # all rows of 256 are stored in boxes; not those of 23
 @pytest.mark.parametrize("scale", [0, 2.0**-70, 2.0**-64])
 def test_subnormal_sums_are_kept(scale, rows, run):
     codes, factor = np.full((rows, 128), 1.5).astype(float8_e4m3fn), np.array([scale], np.float32)

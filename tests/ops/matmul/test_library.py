@@ -1,4 +1,4 @@
-"""How libcublasLt is found, with shared libraries that the C++ compiler makes of a few functions."""
+"""The search for libcublasLt, with shared libraries that the C++ compiler makes from a few functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cupy_fp8.ops.matmul import library
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="makes libraries of Linux")
 
-#: A library has the functions of tests/support/fake_cublaslt.py.
+#: functions of a library: those of tests/support/fake_cublaslt.py
 FUNCTIONS = tuple(name for name in vars(FakeCublasLt()) if name.startswith("cublasLt"))
 _SUCCEEDING = {
     "cublasLtGetVersion": "size_t cublasLtGetVersion() { return VERSION; }",
@@ -31,7 +31,7 @@ _SUCCEEDING = {
 
 
 def make(to: Path, version: int = 130101, functions: tuple[str, ...] = FUNCTIONS) -> str:
-    """A library with these functions. All but _SUCCEEDING return status 7."""
+    """Make a library with these functions. All but _SUCCEEDING return status 7."""
     lines = [_SUCCEEDING.get(name, f"int {name}() {{ return 7; }}") for name in functions]
     source = to.parent / "source.cpp"
     source.write_text("\n".join(
@@ -43,13 +43,13 @@ def make(to: Path, version: int = 130101, functions: tuple[str, ...] = FUNCTIONS
 
 @pytest.fixture(autouse=True)
 def _not_looked_for_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search of its own for every test, in a process without cuda-pathfinder."""
+    """Start a new search in every test, in a process without cuda-pathfinder."""
     monkeypatch.setattr(library, "found", functools.cache(library.found.__wrapped__))
     monkeypatch.setitem(sys.modules, "cuda", None)
 
 
 def with_pathfinder(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[str]:
-    """A cuda-pathfinder that answers so. Returns the list of what it is asked for."""
+    """Install a cuda-pathfinder with this answer. Returns the list of what it is asked for."""
     asked: list[str] = []
 
     def load_nvidia_dynamic_lib(name: str) -> Any:
@@ -81,7 +81,7 @@ def test_pathfinder_is_asked_first_and_once(tmp_path, monkeypatch):
 
 
 class DynamicLibNotFoundError(RuntimeError):
-    """As cuda-pathfinder has it."""
+    """Like cuda-pathfinder's."""
 
 
 @pytest.mark.parametrize("answer", [DynamicLibNotFoundError("not found"), None, "/nowhere/libcublasLt.so.13"],
@@ -121,8 +121,8 @@ def test_what_cannot_be_loaded_is_passed_over(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("there", "name"), [
     ((12, 13), "libcublasLt.so.13"), ((12,), "libcublasLt.so.12"), ((), None)], ids=str)
 def test_the_names_that_the_loader_looks_for(there, name, tmp_path):
-    """The test runs in a process of its own, since the loader reads its path when a process begins. Libraries
-    without functions keep it from finding this machine's own."""
+    """In a separate process, since the loader reads its path when a process begins. Libraries without
+    functions keep it from finding this machine's own."""
     for major in (12, 13):
         make(tmp_path / f"libcublasLt.so.{major}", functions=FUNCTIONS if major in there else ())
     code = ("import sys; sys.modules['cuda'] = None; from cupy_fp8.ops.matmul import library; "

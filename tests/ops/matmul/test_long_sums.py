@@ -37,7 +37,7 @@ DENSE = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "v
 
 
 def every_kind_of_first(scalings: Any) -> list[Any]:
-    """The first scaling with every kind of values, the others with the kind that shows most."""
+    """Return the first scaling with every kind of values, the others with the kind that shows most."""
     return [(scaling, kind) for scaling, kind in product(scalings, KINDS)
             if scaling == scalings[0] or kind == "positive mean"]
 
@@ -133,7 +133,7 @@ def errors(kind: str, bits: int, together: int, k: int = 4096) -> np.ndarray:
 
 
 def last_bit(values: np.ndarray, bits: int) -> np.ndarray:
-    """The value of the bit that lies so many bits after the leading one."""
+    """Return the value of the bit that is this many bits after the leading one."""
     return np.ldexp(1.0, np.frexp(values)[1] - 1 - bits)
 
 

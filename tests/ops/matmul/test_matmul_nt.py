@@ -1,4 +1,4 @@
-"""matmul_nt: its definition, the bound, what it takes and refuses."""
+"""matmul_nt: its definition, the bound, accepted operands and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair(scalings: tuple[str, str], m: int = 12, n: int = 8, k: int = 144, *, ki
 
 # ---- the definition ----
 def rounded(v: Fraction, dtype: np.dtype[Any]) -> float:
-    """v to nearest even, in exact arithmetic."""
+    """Round v to nearest even, in exact arithmetic."""
     f = FORMATS[dtype]
     digits = f.bits - f.exponent_bits - 1
     size = max(abs(v), Fraction(f.smallest_normal))
@@ -65,7 +65,7 @@ def test_the_reference_is_the_formula(scalings, to):
 
 
 def scales(s: Scaled) -> np.ndarray:
-    """The scale of every value."""
+    """Return the scale of every value."""
     if s.block is None:
         return np.broadcast_to(s.scale_inv, s.shape)
     ones = Scaled(np.ones(s.shape, float8_e4m3fn), s.scale_inv, s.shape, False, s.block, s.scale_layout)
@@ -81,7 +81,7 @@ def test_narrow_f64_rounds_once():
 
 
 def test_cases_have_results():
-    """No case of normal data has NaN, which would agree with anything that is not finite."""
+    """No case of normal data has NaN, which would match anything that is not finite."""
     op = OPS["matmul_nt"]
     for case in op.cases():
         if case.values == "normal" and 0 not in case.shape:
@@ -112,7 +112,7 @@ def test_the_bound_where_terms_are_not_finite():
     assert_within(np.array([np.inf, np.nan, 1], np.float32), desired, sizes)
     with pytest.raises(AssertionError, match="2 of 3 elements"):
         assert_within(np.array([1, 2, 1], np.float32), desired, sizes)
-    # These sums are on either side of the largest float16.
+    # sums on either side of the largest float16
     assert_within(np.array([np.inf, 65504], np.float16), np.array([65504, np.inf], np.float16),
                   np.array([131038, 140000.0]))
 
@@ -127,7 +127,7 @@ def test_ulp():
 
 @pytest.mark.parametrize("scalings", PAIRS, ids="-".join)
 def test_integers_are_exact(scalings, run):
-    """Partial sums stay below 2^13, under powers of two."""
+    """Partial sums stay below 2^13, with power-of-two scales."""
     a, b = pair(scalings, 16, 24, 1024)
     rng = np.random.default_rng(0)
     small = [Scaled(rng.integers(-2, 3, s.shape).astype(np.float32).astype(float8_e4m3fn),
@@ -137,7 +137,7 @@ def test_integers_are_exact(scalings, run):
         try:
             got = fp8.matmul_nt(*map(run.array, small), dtype=to)
         except DeviceError:
-            assert run.name == "cuda"                                   # The back end is the other one.
+            assert run.name == "cuda"                                   # the other back end is used
             assert scalings in PAIRS[5:]
             continue
         testing.assert_bytes_equal(got, reference.matmul_nt(*small, dtype=to))
@@ -145,7 +145,7 @@ def test_integers_are_exact(scalings, run):
 
 # ---- what it takes ----
 def test_recipes(run):
-    """Products of what the recipes make, the row-wise parts of Quantized, and gradients of weights."""
+    """Products of the results of recipes, the row-wise parts of Quantized, and gradients of weights."""
     rng = np.random.default_rng(1)
     x, w, grad = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 128), (48, 128), (32, 48)))
     for recipe in (fp8.CurrentScaling(), fp8.BlockScaling(), fp8.BlockScaling((128, 128)),

@@ -21,12 +21,12 @@ from cupy_fp8.reference.matmul.tolerance import ulp
 
 pytestmark = pytest.mark.gpu
 M, N, K = 256, 512, 1024
-#: Sums of either library may have this error, relative to the sum of magnitudes.
+#: allowed error of sums of either library, relative to the sum of magnitudes
 BOUND = 2.0**-13
 
 
 def check(ours: Any, theirs: Any, sizes: np.ndarray) -> None:
-    """Compares a result with theirs, a tensor of PyTorch."""
+    """Compare a result with theirs, a tensor of PyTorch."""
     got, want = fp8.asnumpy(ours), theirs.float().cpu().numpy()
     assert got.shape == want.shape
     error = np.abs(got.astype(np.float64) - want)
@@ -34,7 +34,7 @@ def check(ours: Any, theirs: Any, sizes: np.ndarray) -> None:
 
 
 def tensor(a: np.ndarray) -> Any:
-    """An FP8 or f32 array as a tensor of PyTorch."""
+    """Return an FP8 or f32 array as a tensor of PyTorch."""
     import torch
 
     if a.dtype == float32:
@@ -44,7 +44,7 @@ def tensor(a: np.ndarray) -> Any:
 
 @contextmanager
 def skipped_if_not_supported() -> Iterator[None]:
-    """Skips the test if PyTorch says that it, or its cuBLASLt, does not support the product."""
+    """Skip the test if PyTorch says that it, or its cuBLASLt, does not support the product."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -70,7 +70,7 @@ def test_pytorch_agrees(scalings, to):
 
 
 def scales(s: Scaled) -> Any:
-    """The scales in PyTorch's layout: those of blocks 1×128 lie one row beside the other."""
+    """Return the scales in PyTorch's layout: those of blocks 1×128 have adjacent rows."""
     if s.block is None:
         return tensor(s.scale_inv).reshape(())
     compact = tensor(s.to_layout("compact").scale_inv)
@@ -106,7 +106,7 @@ def scaled_grouped_mm() -> Any:
 
 
 def row_scales(s: Scaled, *shape: int) -> Any:
-    """Scales of rows [rows], or [experts, rows]."""
+    """Return scales of rows [rows], or [experts, rows]."""
     return tensor(s.to_layout("compact").scale_inv.reshape(shape))
 
 
@@ -122,7 +122,7 @@ def test_pytorch_agrees_on_rows_of_groups(scaled_grouped_mm):
 
 
 def test_pytorch_agrees_on_columns_of_groups(scaled_grouped_mm):
-    """PyTorch wants sizes in multiples of 16, and scales of rows for each group."""
+    """PyTorch needs sizes in multiples of 16, and scales of rows for each group."""
     splits = np.array([16, 144, 1024, 48, 512])
     total, groups = int(splits.sum()), len(splits)
     a, b = quantized("normal", (M, total), "row", 1), quantized("normal", (N, total), "row", 2)

@@ -33,12 +33,12 @@ def test_a_plan_is_made_once(gpu_stand_in):
 
 
 def promised(gpu_stand_in: Machine) -> list[int]:
-    """The alignments for which algorithms were asked."""
+    """Record the alignments for which algorithms were requested."""
     return [given[8] for given in gpu_stand_in.fake.preferences]
 
 
 def shifted(gpu_stand_in: Machine, s: Scaled) -> Scaled:
-    """The same with its data at a multiple of 32 bytes that is none of 256."""
+    """Return the same with its data at a multiple of 32 bytes but not of 256."""
     memory = gpu_stand_in.array(np.zeros(s.data.size + 32, np.uint8)).view(s.data.dtype)
     memory[32:].reshape(s.shape)[...] = s.data
     return Scaled(memory[32:].reshape(s.shape), s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)
@@ -46,7 +46,7 @@ def shifted(gpu_stand_in: Machine, s: Scaled) -> Scaled:
 
 @pytest.mark.parametrize("aligned_first", [False, True])
 def test_a_plan_serves_operands_of_its_alignment(aligned_first, gpu_stand_in):
-    """A remembered call, too, never promises more than its operands have, and makes use of what they have."""
+    """A remembered call, too, never promises more than its operands have, and uses what they have."""
     a, b = gpu_stand_in.both(("vector", "block"))
     order = [(256, a), (16, shifted(gpu_stand_in, a))][:: 1 if aligned_first else -1]
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_a_plan_serves_operands_of_its_alignment(aligned_first, gpu_stand_in):
 
 def test_a_plan_serves_results_of_its_alignment(gpu_stand_in):
     a, b = gpu_stand_in.both(("vector", "block"))
-    rows = gpu_stand_in.array(np.zeros((M + 1, N), bfloat16))              # The second one is at 144 bytes.
+    rows = gpu_stand_in.array(np.zeros((M + 1, N), bfloat16))              # the second row is at 144 bytes
     for out in (rows[:-1], rows[1:]):
         gpu_stand_in.checked(a, b, out=out)
     assert promised(gpu_stand_in) == [256, 16]
@@ -89,7 +89,7 @@ def test_an_algorithm_that_the_heuristic_itself_doubts_is_not_tried(gpu_stand_in
 
 
 def test_a_plan_serves_every_matrix_of_a_batch(gpu_stand_in):
-    """The first one is at a multiple of 256 bytes, and the second one at none."""
+    """The first one is at a multiple of 256 bytes, the second one is not."""
     assert N * K % 256
     a, b = gpu_stand_in.both(("vector", "block"), batch=(2,))
     gpu_stand_in.checked(a, b)
@@ -137,14 +137,14 @@ def test_a_capture_of_a_product_that_is_new(gpu_stand_in):
         stream.end_capture()
         fp8.matmul_nt(a, b, out=out)
         stream.begin_capture()
-        fp8.matmul_nt(a, b, out=out, autotune=True)  # It is not tuned now, but may be later.
+        fp8.matmul_nt(a, b, out=out, autotune=True)  # not tuned now, but may be later
         stream.end_capture()
     assert not [key for key in cublaslt._plans if key.autotune]
 
 
 @pytest.mark.parametrize("warm", [0, 1])
 def test_a_capture_with_another_alignment(warm, gpu_stand_in):
-    """What was made for 16 bytes serves 256 as well, but not the other way round."""
+    """A plan for 16 bytes serves 256 as well, but not the other way round."""
     a, b = gpu_stand_in.both(("tensor", "tensor"))
     rows = gpu_stand_in.array(np.zeros((M + 1, N), bfloat16))
     outs = rows[:-1], rows[1:]

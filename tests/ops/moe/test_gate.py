@@ -1,5 +1,5 @@
-"""The gate against loops over tokens: scores, bias, groups, ties, NaN and infinities, indices that are given,
-sums by sequence; what its results have in common; what a call leaves."""
+"""The gate against loops over tokens: scores, bias, groups, ties, NaN and infinities, given indices, sums by
+sequence; common properties of its results; and what a call leaves."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def f32(values: Any) -> np.ndarray:
 
 
 def usual(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
-    """Logits as gates have them, without columns of large ones."""
+    """Return typical logits, without columns of large ones."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def expect_gate(run: testing.Executor, logits: np.ndarray, k: int, leads: tuple[int, ...] = (0, 4),
                 return_scores: bool = False, **options: Any) -> fp8.Gate:
-    """What the loops say, in a new result and in given ones."""
+    """Check against the loops, in a new result and in given ones."""
     want = gate_loops.gate(logits, k, with_scores=return_scores, **options)
     there: dict[str, Any] = {name: run.array(a) if isinstance(a, np.ndarray) else a
                              for name, a in options.items()}
@@ -54,7 +54,7 @@ def test_scores_and_sums(dtype, score, run):
 
 
 @every_score
-@pytest.mark.parametrize(("experts", "k"), quick_if(lambda at: at in {(1, 1), (200, 33), (1024, 64)}, [
+@pytest.mark.parametrize(("experts", "k"), quick_if(lambda at: at in {(1, 1), (200, 33)}, [
     (1, 1), (2, 2), (31, 31), (32, 32), (33, 8), (64, 64), (65, 64), (200, 33), (512, 6), (600, 64),
     (1024, 1), (1024, 64)]))
 def test_many_experts_and_slots(experts, k, score, run):
@@ -82,7 +82,7 @@ def test_groups(experts, groups, group_topk, k, score, run):
 
 
 def test_groups_by_hand(run):
-    """Group scores are 3 + 0, 2 + 2 and 2.5 + 1: of one expert the first is best, of two the second."""
+    """Group scores are 3 + 0, 2 + 2 and 2.5 + 1: by one expert the first is best, by two the second."""
     bias, x = f32([3, 0, 2, 2, 2.5, 1]), run.array(np.full((1, 6), -200, np.float32))
     given = run.array(bias)
 
@@ -106,7 +106,7 @@ def test_ties_go_to_the_smaller_index(score, run):
 
 
 def test_different_logits_may_have_equal_scores(run):
-    """sigma is 1 from 17.4 on: the smaller index is chosen, though its logit is smaller."""
+    """sigma is 1 from 17.4 on: the smaller index is chosen, although its logit is smaller."""
     found = expect_gate(run, f32([[20, 90, 30, 1]]), 2, score="sigmoid")
     assert found.indices.tolist() == [[0, 1]]
 
@@ -128,7 +128,7 @@ def test_nan_and_infinities(dtype, score, run):
 
 
 def test_a_logit_of_minus_infinity_is_chosen_last(run):
-    """Whatever its bias is. Both groups have -Inf, so the first is kept."""
+    """Whatever its bias. Both groups have -Inf, so the first is kept."""
     x, bias = run.array(f32([[-INF, 0, 1, NAN]])), run.array(f32([100, 0, -INF, 100]))
     assert fp8.asnumpy(fp8.topk_gate(x, 4, bias=bias).indices).tolist() == [[1, 0, 2, -1]]
     kept = fp8.topk_gate(x, 2, bias=bias, groups=2, group_topk=1)
@@ -153,7 +153,7 @@ def test_without_tokens(score, run):
 
 
 def test_sums_of_many_tokens(run):
-    """Of several segments, parts of these, and a part that is cut."""
+    """In several segments, parts of these, and a truncated part."""
     for tokens, sequences in ((515, 1), (1100, 2)):
         expect_gate(run, normal((tokens, 5), float16), 2, sequences=sequences, leads=(0,))
 
@@ -187,7 +187,7 @@ def test_values_against_f64(score, normalize, run):
 @every_score
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_given_indices(dtype, score, run):
-    """Also none, the same one again, and, on the device's word, what is no expert."""
+    """Also none, repeated ones, and invalid ones, which the device notes."""
     x = normal((20, 9), bfloat16)
     indices = np.random.default_rng(0).integers(-1, 9, (20, 5)).astype(dtype)
     indices[3], indices[4] = -1, 7
@@ -242,8 +242,8 @@ def test_a_gate_again_with_its_own_indices(score, run):
 
 @every_score
 def test_experts_in_another_order(score, run):
-    """Without ties the same experts are chosen. The divisor of sigma is a sum over slots, whose order stays.
-    """
+    """Without ties the same experts are chosen. The divisor of sigma is a sum over slots, whose order is
+    unchanged."""
     x, order = usual((40, 64)), np.random.default_rng(0).permutation(64)
     made, other = (run.numpy(fp8.topk_gate(run.array(each), 8, score=score, sequences=1, normalize=False))
                    for each in (x, x[:, order].copy()))
@@ -266,7 +266,7 @@ def test_route_goes_on_from_here(run):
 
 
 def test_the_same_result_again(run):
-    """With what earlier calls left: words are zero again, however many tokens and sequences there were."""
+    """With what earlier calls left: words are zero again, whatever the number of tokens and sequences."""
     made: list[tuple[Any, int | None, Any]] = []
     for tokens, experts, sequences in ((300, 24, 3), (300, 24, None), (2, 24, 1), (1000, 8, 1), (64, 300, 2)):
         x = normal((tokens, experts))

@@ -23,7 +23,7 @@ INF, NAN = np.inf, np.nan
 
 
 def usual(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Numbers as gates have them, without columns of large ones."""
+    """Return typical numbers, without columns of large ones."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
@@ -73,7 +73,7 @@ def test_gradients_of_many_experts_and_slots(experts, k, score, run):
 
 @every_score
 def test_gradients_of_slots_with_one_expert(score, run):
-    """They are added from the first slot on; none gets 0."""
+    """They are added from the first slot on; experts of no slot get 0."""
     x, grad = normal((6, 50)), f32_of_orders((6, 40))
     indices = np.random.default_rng(0).integers(-1, 3, (6, 40)).astype(np.int32)
     for normalize in (True, False):
@@ -83,7 +83,7 @@ def test_gradients_of_slots_with_one_expert(score, run):
 
 
 def f32_of_orders(shape: tuple[int, ...]) -> np.ndarray:
-    """Sums of these depend on their order."""
+    """Return values whose sums depend on the order."""
     return np.random.default_rng(1).choice(np.array([1e8, -1e8, 1, 3], np.float32), shape)
 
 
@@ -114,7 +114,8 @@ def test_gradients_of_any_bits(kind, score, run):
 
 
 def differences(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-    """The gradient of a sum over tokens, of which each depends on its own row, by central differences."""
+    """Return the gradient of a sum over tokens, each of which depends only on its own row, by central
+    differences."""
     found, step = np.zeros_like(x), 1e-5
     for e in range(x.shape[1]):
         moved = np.zeros_like(x)
@@ -132,7 +133,7 @@ def scores_f64(x: np.ndarray, score: str) -> np.ndarray:
 @every_score
 @pytest.mark.parametrize("normalize", [False, True])
 def test_gradients_against_differences_in_f64(score, normalize, run):
-    """Of the sum of weights times grad, and of shares of scores times their gradients."""
+    """For the sum of weights times grad, and of normalised scores times their gradients."""
     x, grad, shares = usual((40, 12)), usual((40, 4), 1), usual((2, 12), 2)
     made = reference.topk_gate(x, 4, score=score, normalize=normalize, factor=2.5, sequences=2)
     found = run.numpy(fp8.topk_gate_backward(run.array(grad), run.array(x), run.array(made),
@@ -161,7 +162,7 @@ def test_balance(tokens, experts, k, sequences, score, run):
 
 
 def test_balance_of_equal_loads_is_coeff(run):
-    """Each expert has as many slots as the others, and a share as large."""
+    """Each expert has as many slots as the others, and an equal share."""
     made = reference.topk_gate(np.eye(8, dtype=np.float32).repeat(8, 0), 1, sequences=1)
     assert made.counts.tolist() == [[8] * 8]
     loss, grad = expect_balance(run, made, 0.01)
@@ -239,7 +240,7 @@ def test_z_loss_against_f64(run):
 
 @pytest.mark.parametrize("experts", [2, 24, 1024])
 def test_the_rest_of_a_batch_changes_no_gradient(experts, run):
-    """But by the number of tokens, which a coefficient makes up for where it is a power of two."""
+    """Except through the number of tokens, which a coefficient compensates if it is a power of two."""
     x, grad = normal((64, experts), bfloat16), normal((64, 2), seed=1)
     made = run.array(reference.topk_gate(x, 2, score="sigmoid"))
     whole = run.numpy(fp8.topk_gate_backward(run.array(grad), run.array(x), made))
@@ -254,7 +255,7 @@ def test_the_rest_of_a_batch_changes_no_gradient(experts, run):
 
 # ---- what a call leaves ----
 def test_the_same_results_again(run):
-    """Blocks that are counted are none again, however many there were."""
+    """Block counters are zero again, however many blocks there were."""
     gates = [reference.topk_gate(normal((60, experts)), 2, sequences=s)
              for experts, s in ((300, 20), (8, 1), (300, 2))]
     logits = [normal(shape) for shape in ((500, 8), (3, 8), (90, 300))]

@@ -24,7 +24,7 @@ RECIPES: dict[str, Any] = {
 
 
 def summed(values: np.ndarray, splits: Any, weights: np.ndarray | None = None) -> np.ndarray:
-    """Column by column."""
+    """Sum column by column."""
     terms = values.astype(np.float32)
     with np.errstate(all="ignore"):
         if weights is not None:
@@ -47,7 +47,7 @@ def test_arrays(dtype, run):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_quantised_rows(recipe, run):
-    """Either part of a Quantized, whose scales are read as they are."""
+    """Either part of a Quantized, whose scales are read in place."""
     x, weights, splits = normal((260, 280), bfloat16), normal((260,), seed=1), [3, 200, 0, 50]
     q = RECIPES[recipe].quantize(x, columnwise=True)
     want = summed(q.rowwise.dequantize(), splits, weights)
@@ -62,7 +62,7 @@ def test_the_tree_begins_with_each_group(run):
 
 
 def test_products_are_rounded(run):
-    """An fma would keep what these lose."""
+    """An fma would keep the bits that these lose."""
     a = np.float32(1 + 2**-12)
     x = run.array(f32([[-a], [a]]))
     weights = f32([a, a])
@@ -70,7 +70,7 @@ def test_products_are_rounded(run):
 
 
 def test_zeros_infinities_and_nan(run):
-    """-0 stays where all terms are; a group without rows has +0; any NaN is the one NaN."""
+    """-0 remains if all terms are -0; an empty group has +0; any NaN is the one NaN."""
     x = f32([-0.0, -0.0, np.inf, -np.inf, 2.0**-149, 3e38, 3e38])
     x = np.append(x, np.uint32(0xFFC12345).view(np.float32)).reshape(-1, 1)
     found = fp8.asnumpy(fp8.group_sums(run.array(x), [2, 0, 2, 1, 2, 1])).view(np.uint32)
@@ -88,7 +88,7 @@ def test_rows_after_the_last_group_are_not_read(run):
     ([20, -3, 30], [20, 0, 30], [NEGATIVE]), ([20, 90, 5], [20, 70, 0], [SUM]),
     ([90, -1, 5, 2**40], [90, 0, 0, 0], [NEGATIVE, SUM])])
 def test_wrong_sizes_on_the_device(sizes, as_if, notes, run, monkeypatch):
-    monkeypatch.setattr(op, "check_at_most", lambda *_: None)           # A GPU's host does not know them.
+    monkeypatch.setattr(op, "check_at_most", lambda *_: None)           # a GPU's host does not know them
     x = normal((90, 16))
     expect(run, summed(x, as_if), fp8.group_sums, run.array(x), run.array(np.array(sizes)))
     noted(run, notes)

@@ -24,12 +24,12 @@ INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 MAX32, MAX64 = 2**31 - 1, 2**63 - 1
 NEGATIVE, OVERFLOW = (errors.MESSAGES[fact] for fact in (errors.Fact.SPLIT_NEGATIVE,
                                                          errors.Fact.OFFSET_OVERFLOW))
-#: Sizes fill one tile, a few, or so many that their totals are a launch of their own.
+#: sizes that fill one tile, a few, or so many that their totals are a separate launch
 NUMBERS = (17, 1000, 3000, 8193)
 
 
 def by_loop(splits: Any, stride: int = 1, lead: bool = True, dtype: Any = INT64) -> np.ndarray:
-    """docs/numerics.md, size by size."""
+    """Follow docs/numerics.md, size by size."""
     total, values = 0, [0] if lead else []
     for size in splits:
         total += max(int(size), 0)
@@ -94,7 +94,7 @@ def test_a_million(run, launched):
 
 
 def test_the_largest_offsets_fit(run):
-    """The last value that a dtype holds is no error."""
+    """The last value that a dtype holds is not an error."""
     for number in NUMBERS:
         host = np.zeros(number, np.int64)
         host[[0, number // 2, number - 1]] = 2**62, 2**62 - 8, 7
@@ -110,7 +110,7 @@ def test_the_largest_offsets_fit(run):
 
 
 def test_no_groups(run):
-    """Only the zeros are left, and they are written."""
+    """Only the leading zeros are written."""
     leads, dtypes = TYPICAL["include_leading_zero"], TYPICAL["dtypes"]
     wanted = [np.zeros(int(lead), dtype) for lead, dtype in zip(leads, dtypes, strict=True)]
     expect_offsets(run, np.zeros(0, np.int32), wanted, **TYPICAL)
@@ -159,7 +159,7 @@ def test_options_for_all_or_for_each(run):
 @pytest.mark.parametrize("kind", [tuple, list, np.array])
 @pytest.mark.parametrize("leads", [True, (True, False), [True, False]], ids=str)
 def test_equal_options_are_one_object(leads, kind):
-    """A call is known by this object, so with another one it would not be recognised again."""
+    """Calls are remembered by this object, so another one would not be recognised."""
     def found():
         return offsets._options(kind((1, 3)), leads, kind(("int32", "int64")))
 
@@ -168,7 +168,7 @@ def test_equal_options_are_one_object(leads, kind):
 
 
 def test_options_that_the_caller_changes(run):
-    """Lists and arrays belong to the caller: a later call is that of what they are then."""
+    """Lists and arrays belong to the caller: a later call uses their present values."""
     splits = run.array(np.array([2, 3], np.int64))
     strides, outputs = np.array([1, 5]), fp8.splits_to_offsets(splits, strides=(1, 5))
     for stride in (5, 6, 7):
@@ -185,7 +185,7 @@ def test_lists_of_sizes(run):
         made = fp8.splits_to_offsets(given_splits, **TYPICAL)
         assert_equal(made, want)
         assert isinstance(made[0], fp8.xp.ndarray)
-        # The outputs are of run's kind, whatever fp8.xp is.
+        # the outputs are of run's kind, whatever fp8.xp is
         outputs = fp8.splits_to_offsets(run.array(np.array([1, 1, 1])), **TYPICAL)
         assert fp8.splits_to_offsets(given_splits, **TYPICAL, out=outputs) is outputs
         assert_equal(outputs, want)
@@ -209,7 +209,7 @@ def test_one_buffer(number, run):
     assert ends <= address(base) + base.nbytes
     for a in got:
         cases.poison(a)
-    # The option concerns allocation.
+    # the option concerns allocation
     assert fp8.splits_to_offsets(run.array(host), **TYPICAL, bulk_allocate=True, out=got) is got
     assert_equal(got, want)
     apart = fp8.splits_to_offsets(run.array(host), **TYPICAL)
@@ -219,12 +219,12 @@ def test_one_buffer(number, run):
 # ---- sizes on the device that are wrong ----
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
-    """NumPy arrays are looked at as little as those on a device."""
+    """Values of NumPy arrays are not checked, like those on a device."""
     monkeypatch.setattr(offsets, "_check_sizes", lambda *_: None)
     return run
 
 
-#: A row has sizes by place (a fraction of all groups, in 16ths), a stride, and what is found, for outputs of
+#: Each row: sizes by place (a fraction of all groups, in 16ths), a stride, and the errors for outputs of
 #: int32 or int64.
 HUGE: dict[str, tuple[list[tuple[int, int]], int, list[str]]] = {
     "int32 reached": ([(0, 2**30), (9, 2**30 - 1)], 1, []),

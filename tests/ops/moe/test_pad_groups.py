@@ -1,4 +1,4 @@
-"""Groups of rows against Python's slices: padded, unpadded, in another order; wrong sizes and orders on the
+"""Groups of rows against Python's slices: padded, unpadded, reordered; wrong sizes and orders on the
 device."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def chunks(x: np.ndarray, splits: Any) -> list[np.ndarray]:
 
 
 def of_parts(function: Any, x: Any, *how: Any) -> Any:
-    """function(array, …) of an array, or of a Scaled's data and scales."""
+    """Return function(array, …) for an array, or for a Scaled's data and scales."""
     if not isinstance(x, Scaled):
         return function(x, *how)
     data = function(x.data, *how)
@@ -69,8 +69,8 @@ def sorted_by_slices(x: Any, splits: Any, order: Any) -> Any:
 
 
 def expect_all(run: testing.Executor, x: Any, splits: Any, align: int, order: Any, lead: int = 0) -> None:
-    """pad_groups, unpad_groups and sort_chunks of x, which these groups divide. splits, order: as ops take
-    them."""
+    """Check pad_groups, unpad_groups and sort_chunks of x, divided into these groups. splits, order: as ops
+    take them."""
     host, host_order = (a if isinstance(a, list) else fp8.asnumpy(a).tolist() for a in (splits, order))
     given_x, leads = run.array(x), (lead,)
     y = expect(run, padded_by_slices(x, host, align), fp8.pad_groups, given_x, splits, align=align,
@@ -82,7 +82,7 @@ def expect_all(run: testing.Executor, x: Any, splits: Any, align: int, order: An
 # ---- values ----
 @pytest.mark.parametrize("columns", [1, 3, 4, 5, 15, 16, 17, 31, 33, 37, 100, 7161])
 def test_rows_of_any_length(columns, run):
-    """Cut out of aligned memory wherever they begin, and put together at their ends."""
+    """Loaded in aligned words wherever they begin, and joined at their ends."""
     splits, x = [3, 0, 5, 1], array((9, columns), np.uint8)
     for lead in (0, 1, 4, 15):
         data, _ = guarded(run, x.shape, x.dtype, lead)
@@ -96,8 +96,7 @@ def test_rows_of_any_length(columns, run):
 
 @pytest.mark.full
 def test_a_row_for_every_byte(run):
-    """Where rows are few their places are found with numbers of 32 bits, where they are many with numbers of
-    64."""
+    """Positions are computed with 32-bit numbers if there are few rows, and with 64-bit numbers otherwise."""
     for number in ((1 << 24) - 3, (1 << 24) - 1, (1 << 24) + 5):
         x = np.resize(array((251,), np.uint8), number)
         splits, order = [3, 1 << 23, 0, number - (1 << 23) - 10, 7], [4, 1, 3, 2, 0]
@@ -108,7 +107,7 @@ def test_a_row_for_every_byte(run):
 
 
 def test_many_groups_before_a_row(run):
-    """Rounds of the scan that end before the rows that a block looks for, and groups of any size among
+    """Rounds of the scan that end before the rows that a block searches, and groups of any size among
     them."""
     rng = np.random.default_rng(3)
     splits = np.where(rng.random(700) < 0.3, 0, rng.integers(0, 40, 700))
@@ -132,7 +131,7 @@ def test_there_and_back(splits, align, run):
         expect_all(run, x, given_splits, align, order.tolist() if dtype is list
                    else run.array(order.astype(dtype)))
     y = fp8.pad_groups(run.array(x), splits, align=align)
-    everything = fp8.unpad_groups(y, splits, align=align)  # By default there are as many rows as y has.
+    everything = fp8.unpad_groups(y, splits, align=align)  # by default there are as many rows as y has
     assert everything.shape == y.shape
     assert_equal(fp8.asnumpy(everything)[:len(x)], x)
     assert not raw(everything)[len(x):].any()
@@ -183,7 +182,7 @@ BLOCKS: tuple[tuple[tuple[int, int | None] | None, Any, int], ...] = (
 
 
 def quantised(rows: int, columns: int, block: Any, dtype: Any, seed: int = 0) -> Scaled:
-    """No byte of data and scales is 0."""
+    """Return data and scales without a byte of 0."""
     data = fp8_array((rows, columns), seed)
     if block is None:
         return Scaled(data, np.array([0.37 + seed], np.float32), data.shape)
@@ -208,8 +207,8 @@ def test_scales_move_with_their_rows(splits, block, dtype, columns, run):
 
 @pytest.mark.parametrize("layout", ["gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"])
 def test_scales_in_any_layout(layout, run):
-    """What quantisers make by default moves as it is; compact scales come out, whatever layout goes in. New
-    scales at the same place are read anew."""
+    """The default of quantisers moves without conversion; compact scales are returned, whatever the input
+    layout. New scales at the same place are read again."""
     splits, order, recipe = run.array(np.array([5, 0, 16, 19])), [2, 0, 3, 1], fp8.BlockScaling()
     x = np.random.default_rng(4).standard_normal((40, 260), np.float32)
     q = fp8.quantize_mx(run.array(x)) if layout == "swizzled" else recipe.quantize(run.array(x))
@@ -234,7 +233,7 @@ def test_scales_in_any_layout(layout, run):
 @given(st.lists(st.integers(0, 40), max_size=40), st.sampled_from([1, 2, 8, 16, 64]), st.integers(0, 200),
        st.lists(st.integers(0, 15), min_size=2, max_size=2), st.integers(0, 15),
        st.sampled_from([*(np.uint8, bfloat16, np.float32) * 3, *BLOCKS]), st.integers(0, 2**32 - 1))
-@example([5], 1, 0, [0, 0], 1, np.uint8, 0)         # These rows have no columns and go to an odd address.
+@example([5], 1, 0, [0, 0], 1, np.uint8, 0)         # rows without columns, stored to an odd address
 def test_any_call(splits, align, columns, leads, lead_out, form, seed):
     """Any sizes, row lengths and addresses."""
     host = (quantised(sum(splits), max(columns, 1), form[0], form[1], seed % 99) if isinstance(form, tuple)
@@ -251,14 +250,14 @@ def test_any_call(splits, align, columns, leads, lead_out, form, seed):
 # ---- facts on the device that are wrong ----
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
-    """NumPy arrays are looked at as little as those on a device."""
+    """Values of NumPy arrays are not checked, like those on a device."""
     for name in ("_check_sizes", "_check_padded_sizes", "_check_order"):
         monkeypatch.setattr(pad, name, lambda *_: None)
     return run
 
 
 def test_wrong_sizes_by_hand():
-    """The harmless reading, in rows that can be seen."""
+    """The harmless interpretation, in rows that can be inspected."""
     x = np.arange(1, 6)
     assert reference.pad_groups(x, [1, 9], align=2).tolist() == [1, 0, 2, 3, 4, 5]
     assert reference.pad_groups(x, [-3, 2], align=4).tolist() == [1, 2, *[0] * 6]
@@ -281,8 +280,8 @@ def test_wrong_orders_are_harmless_and_noted(order, wide, unchecked):
 
 @pytest.mark.parametrize("twice", [None, (5, 69_990), (65_535, 65_536), (69_999, 0), "a far one"])
 def test_orders_of_many_chunks(twice, unchecked):
-    """More than are looked at at a time, for indices that come twice: those at two positions, or one that is
-    looked at last."""
+    """More than are checked at a time, for indices that occur twice: at two positions, or one that is checked
+    last."""
     run, number = unchecked, 70_000
     splits, order = np.zeros(number, np.int32), np.random.default_rng(0).permutation(number)
     splits[::7000] = 3
@@ -314,7 +313,7 @@ def test_sizes_of_nothing_are_looked_at(shape, unchecked):
 @needs_host
 @pytest.mark.full
 def test_groups_of_more_rows_than_sums_of_32_bits_are_for():
-    """Rounds of 32 groups are then added up in 64 bits."""
+    """Rounds of 32 groups are then summed in 64 bits."""
     rows, number = (1 << 24) + 5, 70
     x = np.resize(np.arange(251, dtype=np.uint8), (rows, 1)).view(float8_e4m3fn)
     splits = np.full(number, rows // number)

@@ -1,4 +1,4 @@
-"""Tokens moved by a routing against loops over tokens: data, scales and probs; routings that nobody's `route`
+"""Tokens permuted by a routing against loops over tokens: data, scales and probs; routings that no `route`
 made."""
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def test_scales_move_along(block, dtype, columns, run):
 
 @pytest.mark.parametrize("layout", ["gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"])
 def test_scales_in_any_layout(layout, run):
-    """What `quantize_block` makes by default moves as it is; the same scales come out, whatever layout goes
-    in."""
+    """The default of `quantize_block` moves without conversion; the same scales are returned, whatever the
+    input layout."""
     x, host = normal((40, 260)), routed(40, 3, 8, align=16)
     made = fp8.quantize_mx(x) if layout == "swizzled" else fp8.quantize_block(x)
     q = run.array(made.to_layout(layout))
@@ -78,7 +78,7 @@ def test_scales_in_any_layout(layout, run):
 
 
 def test_scales_at_any_strides(run):
-    """gemm_ready scales are made of rows and columns of other arrays as they are, at any address."""
+    """gemm_ready scales are made from non-contiguous rows and columns in place, at any address."""
     host = routed(30, 3, 8, rows=77)
     for columns, step, begin in ((20, 24, 0), (20, 24, 4), (20, 24, 1), (20, 23, 0), (19, 24, 0)):
         wide = array((30, step), float32, 3)
@@ -94,7 +94,7 @@ def test_scales_at_any_strides(run):
 
 
 def test_gemm_ready_scales_of_few_rows_and_of_many(run):
-    """Each block of threads moves scales of some rows; where these are many, more than once."""
+    """Each block of threads moves scales of some rows; if there are many, more than once."""
     for tokens, columns, rows in ((3, 16_512, 2000), (1, 128, 20_000), (600, 128, 1801), (40, 2176, 80)):
         host = reference.route(np.arange(2 * tokens).reshape(tokens, 2) % 3, num_experts=3, rows=rows)
         x = Scaled(array((tokens, columns), float8_e4m3fn), array((tokens, columns // 32), float32, 1),
@@ -104,7 +104,7 @@ def test_gemm_ready_scales_of_few_rows_and_of_many(run):
 
 @pytest.mark.parametrize("rows", [9, 529, 1057, 17_000])
 def test_few_unused_rows(rows, run, monkeypatch):
-    """Blocks of threads that clear rows look at one each, at a few or at 32."""
+    """Blocks of threads that clear rows check one each, a few or 32."""
     monkeypatch.setattr(permute_launches, "_LEAST_ON_CPU", 1)
     host = routed(4, 2, 3, rows=rows)
     expect_permuted(run, array((4, 24), bfloat16), host)
@@ -113,7 +113,7 @@ def test_few_unused_rows(rows, run, monkeypatch):
 
 
 def test_a_source_that_is_no_token_has_scales_of_zero(run):
-    """Sources that lead out of bounds are read as ones that lead nowhere. (The reference reads the map.)"""
+    """Sources out of bounds are read as none. (The reference reads the map.)"""
     if run.name == "reference":
         pytest.skip("reads no sources")
     host, more = routed(20, 2, 3), run.array(np.ones((21, 2), np.float32))
@@ -140,7 +140,7 @@ def test_what_permute_returns_goes_on_as_it_is(scale_layout, run):
 
 
 def test_new_scales_of_the_same_tokens_are_read_anew(run):
-    """A call with converted scales is not remembered as one that needs no second look."""
+    """A call with converted scales is not remembered as one that needs no check."""
     recipe, r = fp8.BlockScaling(), run.array(routed(40, 3, 8))
     for to in ("gemm_ready", "compact"):
         q = recipe.quantize(run.array(normal((40, 260))))
@@ -154,7 +154,7 @@ def test_new_scales_of_the_same_tokens_are_read_anew(run):
 @pytest.mark.parametrize(("tokens", "rows"), [(0, 33), (1, 32), (1, 2000), (40, 1281), (40, 5000),
                                               (600, 1200)])
 def test_unused_rows_are_everywhere_zeros(tokens, rows, run):
-    """Blocks that have tokens clear a share of the rows; where rows are many there are blocks that do nothing
+    """Blocks that have tokens clear a share of the rows; with many rows there are blocks that do nothing
     else."""
     host = reference.route(np.arange(tokens)[:, None] * 5 % 3, num_experts=3, align=16, rows=rows)
     probs, ones = normal((tokens, 1), seed=3), np.ones((tokens, 1), np.float32)
@@ -172,7 +172,7 @@ def test_unused_rows_are_everywhere_zeros(tokens, rows, run):
 @pytest.mark.parametrize(("tokens", "columns"), [(530, 7168), (1100, 128), (3, 16_384), (3, 16_512),
                                                  (2000, 128)])
 def test_tokens_and_scales_of_blocks_of_threads(tokens, columns, run):
-    """A block of threads takes one token, many, or a part of one, and others the scales."""
+    """A block of threads takes one token, many, or a part of one, and others take the scales."""
     host = reference.route(np.arange(2 * tokens).reshape(tokens, 2) % 3, num_experts=3)
     scale_inv = cases.values("bits", (tokens, columns // 128), float32, 1)
     x = Scaled(array((tokens, columns), float8_e4m3fn), scale_inv, (tokens, columns), False, (1, 128),
@@ -208,7 +208,7 @@ def test_any_call(tokens, topk, number, align, columns, lead, lead_out, dtype, s
 
 # ---- routings by hand ----
 def routed_by_hand(row: int, options: dict[str, Any]) -> Routing:
-    """A slot of token 3 leads to this row, and no row thinks of that slot."""
+    """Return a routing in which a slot of token 3 leads to this row, but no row to that slot."""
     r = routed(20, 2, 3, **options)
     assert r.rows <= 100
     row_map, sources = r.row_map.copy(), r.sources.copy()
@@ -221,8 +221,8 @@ def routed_by_hand(row: int, options: dict[str, Any]) -> Routing:
 @pytest.mark.parametrize("options", [{}, {"form": "mask"}, {"align": 16}], ids=str)
 @pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 100, "rows"])
 def test_a_row_outside_of_the_routing_is_none(row, options, run):
-    """A map that leads out of bounds is read as one that leads nowhere, by all four ops, by the reference as
-    by the kernels. "rows": one past the last."""
+    """A map out of bounds is read as leading nowhere, by all four ops, in the reference and in the kernels.
+    "rows": one past the last."""
     nowhere = routed_by_hand(-1, options)
     host = routed_by_hand(nowhere.rows if row == "rows" else row, options)
     x, y, probs, by_row = normal((20, 24)), normal((host.rows, 24),
@@ -243,8 +243,7 @@ def test_a_row_outside_of_the_routing_is_none(row, options, run):
 
 @pytest.mark.parametrize("expert", [-7, 3, 2**31 - 1])
 def test_an_expert_that_is_none_has_a_prob_of_zero(expert, run):
-    """With probs by expert, the expert of a slot with a row may be wrong: the reference does as the kernels.
-    """
+    """With probs by expert, the expert of a slot with a row may be invalid: reference and kernels agree."""
     host = routed(20, 2, 3, form="mask")
     token = int(np.argmax(host.row_map[:, 0] >= 0))
     assert host.experts is not None
@@ -265,7 +264,7 @@ def test_an_expert_that_is_none_has_a_prob_of_zero(expert, run):
 
 
 def test_scales_that_are_made_compact_first_overlap_nothing():
-    """The scales given share one element with those of the result."""
+    """The given scales share one element with those of the result."""
     q, r = fp8.quantize_block(normal((9, 256)))._any, routed(9, 2, 3)
     out, size = fp8.permute(q, r), q.scale_inv.size
     memory: Any = np.full(size + out.scale_inv.size - 1, 3, np.float32)

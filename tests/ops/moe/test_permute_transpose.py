@@ -1,4 +1,4 @@
-"""Tokens that go to their rows in both directions, or are quantised on the way."""
+"""Tokens permuted to their rows in both directions, or quantised while being permuted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokens(run: testing.Executor, number: int = 70, columns: int = 272) -> Any:
 
 
 def routed(align: int) -> fp8.Routing:
-    """70 tokens of two slots each, to three experts."""
+    """Return the routing of 70 tokens of two slots each to three experts."""
     return routing(70, topk=2, experts=3, align=align)
 
 
@@ -63,7 +63,7 @@ def test_both_are_operands_of_products(run):
 
 
 def test_scales_that_are_no_powers_of_two(run):
-    """They are noted on a device, and refused where they can be looked at."""
+    """Noted on a device, and refused on the host."""
     q, routes = tokens(run), run.array(routed(1))
     scales = fp8.asnumpy(q.scale_inv).copy()
     scales[0, 3] = 3

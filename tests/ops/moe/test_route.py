@@ -1,4 +1,5 @@
-"""Tokens' rows against loops over tokens: indices and masks, bounds that cut, wrong assignments."""
+"""Rows of tokens against loops over tokens: indices and masks, bounds that cut off rows, wrong
+assignments."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def i32(values: Any) -> np.ndarray:
 
 
 def by_loops(experts: Any, number: int, align: int, rows: int, of_mask: bool = False) -> Routing:
-    """A Routing, route by route."""
+    """Return a Routing, made route by route."""
     tokens, topk = np.shape(experts)
     row_map, sources = np.full((tokens, topk), -1, np.int32), np.full(rows, -1, np.int32)
     splits, offsets, row = np.zeros(number, np.int32), [0], 0
@@ -134,7 +135,7 @@ def test_launches(run, monkeypatch):
 # ---- facts on the device that are wrong ----
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> Iterator[testing.Executor]:
-    """NumPy arrays are looked at as little as those on a device; the sticky word is clean."""
+    """Values of NumPy arrays are not checked, like those on a device; the sticky error word is clean."""
     monkeypatch.setattr(route, "_check", lambda *_: None)
     fp8.device_errors(clear=True)
     yield run

@@ -17,7 +17,7 @@ from cupy_fp8.ops.moe import permute_launches as launching
 
 
 def unpermuted(run: testing.Executor, experts: Any, y: Any, probs: Any = None) -> np.ndarray:
-    """unpermute of tokens with these experts."""
+    """Call unpermute for tokens with these experts."""
     number = int(np.max(experts)) + 1
     r = run.array(reference.route(np.array(experts), num_experts=number))
     there = None if probs is None else run.array(f32(probs))
@@ -44,12 +44,12 @@ def test_the_last_row_comes_first(run):
     """(1e8 + -1e8) + 1 is 1, 1e8 + (-1e8 + 1) is 0; slots are in another order than rows."""
     for rows, want in (([1, -1e8, 1e8], 1), ([1e8, -1e8, 1], 0)):
         assert unpermuted(run, [[1, 2, 0]], f32(rows)).tolist() == [want]
-    # Probs are by slot, for rows 1, 2, 0.
+    # probs by slot, for rows 1, 2, 0
     assert unpermuted(run, [[1, 2, 0]], f32([1, -1, 1]), [[1e8, 1e8, 1]]).tolist() == [1]
 
 
 def test_products_are_rounded(run):
-    """An fma would keep what these lose."""
+    """An fma would keep the bits that these lose."""
     a = np.float32(1 + 2**-12)
     assert unpermuted(run, [[0, 0]], f32([a, a]), [[-a, a]]).tolist() == [0]
 
@@ -66,7 +66,7 @@ def test_tiny_and_huge_sums(run):
     two = [[0, 0]]
     assert unpermuted(run, two, np.full((2, 1), 2.0**-149, np.float32)).view(np.uint32).tolist() == [[2]]
     assert unpermuted(run, two, np.full((2, 1), 40000, np.float16)).tolist() == [[np.inf]]
-    # 2049 is between two numbers of float16; 2050.0 is one.
+    # 2049 is between two float16 numbers; 2050.0 is one
     y = np.array([[2048], [1]], np.float16)
     assert unpermuted(run, two, y, [[1, 1.001]]).tolist() == [[2050]]
 
@@ -74,7 +74,7 @@ def test_tiny_and_huge_sums(run):
 @pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
 @pytest.mark.parametrize("topk", [1, 2, 4, 6, 8, 3])
 def test_several_steps_of_a_block(topk, dtype, run, monkeypatch):
-    """So many tokens take several steps: rows of the next step are loaded while those of one are added up."""
+    """This many tokens take several steps: rows of the next step are loaded while those of one are summed."""
     monkeypatch.setattr(launching, "_BLOCKS", 1)
     launching.unpermute_split.cache_clear()
     for kind in ("distinct", "any"):
@@ -117,7 +117,8 @@ def test_the_gradient_of_unpermute(dtype, options, run):
 @pytest.mark.parametrize(("columns", "dtype"), [(8192, bfloat16), (8193, bfloat16), (40_007, bfloat16),
                                                 (4096, float32), (12_289, float32)])
 def test_dot_products_of_long_rows(columns, dtype, run):
-    """Past the tiles of the kernel; the tree by recursion. topk is more than the kernel takes at a time."""
+    """Longer than the tiles of the kernel; the tree by recursion. topk is more than the kernel takes at a
+    time."""
     host, probs = routed(2, 34, 50, align=2), np.ones((2, 34), np.float32)
     grad, y = normal((2, columns), dtype, 1), normal((host.rows, columns), dtype, 2)
     _, dprobs = fp8.unpermute_backward(run.array(grad), run.array(y), run.array(host), probs=run.array(probs))
@@ -130,7 +131,7 @@ def test_dot_products_of_long_rows(columns, dtype, run):
 
 
 def test_gradients_are_adjoint(run):
-    """<f(x), g> = <x, f'(g)>, exactly: of small integers nothing is rounded."""
+    """<f(x), g> = <x, f'(g)>, exactly: small integers are not rounded."""
     rng = np.random.default_rng(0)
 
     def integers(*shape: int) -> np.ndarray:

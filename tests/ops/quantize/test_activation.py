@@ -1,5 +1,5 @@
-"""What activation_quantize and activation_backward_quantize compute and refuse. tests/ops/test_cases.py
-compares bytes over all cases."""
+"""Values and errors of activation_quantize and activation_backward_quantize. tests/ops/test_cases.py compares
+bytes over all cases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gelu_tanh(a: float) -> float:
     return 0.5 * a * (1 + math.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)))
 
 
-#: The activations in float64, by their usual formulas.
+#: the activations in float64, by their usual formulas
 FORMULAS: dict[str, Callable[[float], float]] = {
     "silu": lambda a: a / (1 + math.exp(-a)), "gelu": gelu, "gelu_tanh": gelu_tanh,
     "relu": lambda a: max(a, 0.0), "relu2": lambda a: max(a, 0.0) ** 2}
@@ -42,7 +42,7 @@ every_gated = pytest.mark.parametrize("kind", op.GATED)
 
 
 def slope_of(kind: str, a: float) -> float:
-    """The derivative in float64, from differences of two steps."""
+    """Return the derivative in float64, from differences of two steps."""
     f, h = FORMULAS[kind], 1e-3
     near, far = ((f(a + s) - f(a - s)) / (2 * s) for s in (h, 2 * h))
     return (4 * near - far) / 3
@@ -83,7 +83,7 @@ def test_gated_values_and_gradients_are_the_formula(run, kind):
 
 
 def assert_close(quantised: np.ndarray, want: Any) -> None:
-    """Within what e4m3 keeps of values times 16."""
+    """Compare within e4m3's precision of values times 16."""
     np.testing.assert_allclose(quantised, np.clip(want, -28, 28), rtol=2**-4 + 1e-4, atol=2**-10 / 16 + 1e-6)
 
 
@@ -105,7 +105,7 @@ def test_kind_swiglu_is_swiglu(run, recipe, columns):
 
 @every_gated
 def test_options_of_gated_kinds_are_those_of_swiglu(run, kind):
-    """Biases of experts, clamp and interleaved x, put together by hand before a call without them."""
+    """Biases of experts, clamp and interleaved x, applied by hand before a call without them."""
     x, bias = normal((12, 64)), normal((2, 64), seed=1)
     grad = normal((12, 32), seed=2)
     biased = x.copy()
@@ -129,7 +129,7 @@ def test_options_of_gated_kinds_are_those_of_swiglu(run, kind):
 
 @pytest.mark.parametrize("kind", op.ACTIVATIONS)
 def test_finite_numbers_give_numbers(run, kind):
-    """Also the largest, whose squares overflow; a gradient of 0 meets no Inf."""
+    """Also the largest, whose squares overflow; a gradient of 0 is not multiplied by Inf."""
     ends = np.array([0, -0.0, 1e-45, -1e-45, 1e19, -1e19, 3e38, -3e38, 11.02, -11.02, 90, -90], F32)
     second = np.ones_like(ends) if kind in op.GATED else ends[:0]
     x = run.array(np.concatenate([ends, second])[np.newaxis])
@@ -187,7 +187,7 @@ def test_results_are_those_that_recipes_make(run, recipe):
 
 
 def test_a_kind_has_few_programs():
-    """Path any has one program for all kinds, and other kinds than SiLU have fast ones for bf16 alone."""
+    """Path any has one program for all kinds, and kinds other than SiLU have fast ones only for bf16."""
     own = {kind: list(op._SOURCES[kind].variants()) for kind in op.UNARY}
     shared = set.intersection(*(set(variants) for variants in own.values()))
     assert len(shared) == 36

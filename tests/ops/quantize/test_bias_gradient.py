@@ -17,7 +17,7 @@ DIRECTIONS = [{"rowwise": True, "columnwise": False}, {"rowwise": False, "column
 
 
 def by_hand(terms: list[np.float32]) -> np.float32:
-    """The rule, literally."""
+    """Follow the rule literally."""
     if not terms:
         return np.float32(0)
     while len(terms) > 1:
@@ -92,7 +92,7 @@ def test_recipes_make_room_for_it(recipe, run):
 @pytest.mark.gpu
 def test_a_graph_keeps_its_memory():
     """Calls with another dtype, between capture and replay, use the memory for the sums of tiles that the
-    graph knows."""
+    graph uses."""
     cp = fp8.xp
     values = cases.values("normal", (1000, 264), bfloat16)
     x, other = fp8.asarray(values, like="cupy"), fp8.asarray(values.astype(np.float32) * 3, like="cupy")

@@ -1,4 +1,4 @@
-"""What quantize_block writes: every profile against an oracle of exact fractions on the edges, all bfloat16
+"""Results of quantize_block: every profile against an oracle of exact fractions on the edges, all bfloat16
 values in a block; squares, batches, memory orders."""
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def f32(a: Any) -> np.ndarray:
     return fp8.asnumpy(a)
 
 
-# ---- the definition, a second time: numbers as fractions, one rounding at a time ----
+# ---- a second definition: numbers as fractions, one rounding at a time ----
 def fl(z: Fraction | float) -> float:
-    """The value rounded to f32, to nearest even, with subnormals kept."""
+    """Round a value to f32, to nearest even, with subnormals kept."""
     if isinstance(z, float) and not math.isfinite(z):
         return z
     z = Fraction(z)
@@ -71,14 +71,14 @@ def quotient(a: float, b: float) -> float:
 
 
 def power(v: float, up: bool) -> float:
-    """The nearest power of two in one direction."""
+    """Return the nearest power of two in one direction."""
     fraction, exponent = math.frexp(v)
     return math.ldexp(1.0, exponent if up and fraction != 0.5 else exponent - 1)
 
 
 def scale_by_hand(amax: float, top: float, profile: str, pow2: bool, eps: float,
                   largest: float) -> tuple[float, float]:
-    """(factor, scale_inv) by the tables of docs/numerics.md."""
+    """Return (factor, scale_inv) by the tables of docs/numerics.md."""
     a = max(amax, fl(eps))
     if profile == "te":
         s = 1.0 if a in (0, math.inf) else quotient(top, a)
@@ -116,7 +116,7 @@ def block_by_hand(block: np.ndarray, dtype: Any, profile: str, pow2: bool, eps: 
 
 
 def edge_blocks(source: Any) -> np.ndarray:
-    """Blocks of 32 elements: one large value, and what may go wrong beside it."""
+    """Return blocks of 32 elements: one large value, and difficult ones beside it."""
     tops = [0.0, -0.0, 2.0**-149, 2.0**-133, 2.0**-127, 2.0**-126, 1e-38, 1.2e-36, 1.3e-36, 1.4e-36,
             448 * 2.0**-127, 448 * 2.0**-126, 448 * 2.0**-128, 1e-30, 1e-12, 1.5e-10, 9.99e-5, 1e-4, 1.0,
             447.9, 448.0, 449.0, 480.0, 3.7, 57344.0, 61440.0, 65504.0, 1e30, 3.4e38,
@@ -164,7 +164,7 @@ def test_by_hand(source, profile, pow2, run):
     *({"mode": mode, "profile": profile} for mode, profile in itertools.product(MX_MODES, MX_PROFILES))],
     ids=str)
 def test_every_bfloat16_in_a_block(options, run):
-    """The kernels for rows, and (a block of one element, down columns) those for tiles."""
+    """The kernels for rows, and (with blocks of one element, down columns) those for tiles."""
     name = "quantize_mx" if "mode" in options else "quantize_block"
     patterns = oracle.patterns(oracle.BFLOAT16)
     at = np.arange(patterns.size), np.arange(patterns.size) % 32
@@ -194,17 +194,17 @@ def test_scales_by_hand(profile, pow2):
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 def test_quotients_next_to_ties(dtype, run):
-    """vllm divides: elements whose quotients are the floats nearest to ties between two codes, of scales
-    with any significand."""
+    """vllm divides: elements whose quotients are the floats nearest to ties between two codes, with scales of
+    any significand."""
     amax = np.random.default_rng(0).uniform(256, 512, 256).astype(np.float32)
     s = (amax / np.float32(MAXIMUM[dtype]))[:, None]
     ties = np.arange(1, 32, 2, dtype=np.float32) * np.float32(2.0**-10 if dtype == float8_e4m3fn
                                                               else 2.0**-17)
-    # Some are ties of subnormal codes, the others of normal ones alone.
+    # some are ties of subnormal codes, the others only of normal ones
     around = np.concatenate([ties, 16 * ties])
     x = (around * s).view(np.int32)[:, :, None] + np.arange(-1, 2, dtype=np.int32)
     x = np.concatenate([amax[:, None], x.reshape(len(amax), -1).view(np.float32)], axis=1)
-    # These are any shape, warp tiles, and whole blocks.
+    # any shape, warp tiles, and whole blocks
     for columns in (x.shape[1], 100, 128):
         given = np.pad(x, ((0, 0), (0, columns - x.shape[1])))
         for shown, columnwise in ((given, False), (np.ascontiguousarray(given.T), True)):
@@ -235,7 +235,7 @@ def test_zero_and_flow():
     assert fp8.quantize_block(zeros, eps=1e-10).scale_inv[0, 0] == 2.0**-42
     assert fp8.quantize_block(zeros, profile="deepgemm", pow2_scale=True).scale_inv[0, 0] == 2.0**-22
     tiny = np.full((1, 128), 2.0**-130, np.float32)
-    assert fp8.quantize_block(tiny).scale_inv[0, 0] == 2.0**-127                # It is a subnormal.
+    assert fp8.quantize_block(tiny).scale_inv[0, 0] == 2.0**-127                # a subnormal
     assert fp8.quantize_block(tiny).dequantize()[0, 0] == 2.0**-130
 
 

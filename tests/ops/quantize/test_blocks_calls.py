@@ -1,5 +1,5 @@
-"""How quantize_block and quantize_mx are called: which kernel runs, results at any address, recipes, and
-which options they refuse."""
+"""Calls of quantize_block and quantize_mx: the choice of kernels, results at any address, recipes, and
+refused options."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLUMN, BOTH, T, NOT_T = {"rowwise": False}, {"columnwise": True}, {"transposed"
 # ---- which kernel ----
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Launches, which happen in name only: the entry, with ALONG_ROWS and ALONG_COLUMNS where it is made for
+    """Record launches instead of running them: the entry, with ALONG_ROWS and ALONG_COLUMNS if it is made for
     wide accesses."""
     seen: list[str] = []
 
@@ -57,7 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 128), False, {}, "rows"),
     (BLOCK, (100, 128), False, {"scale_layout": "compact", "profile": "vllm"}, "rows divide"),
     (BLOCK, (100, 128), False, {"block": (1, 64)}, "tile 10"),
-    # Transposed rows begin at odd multiples of 4.
+    # transposed rows begin at odd multiples of 4
     (BLOCK, (100, 128), False, BOTH, "tile"),
     (BLOCK, (128, 100), True, COLUMN, "rows"),
     (BLOCK, (100, 128), False, {"block": (128, 1), **COLUMN, **NOT_T}, "rows"),
@@ -66,7 +66,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 96), False, {"profile": "vllm"}, "tile"),
     (BLOCK, (100, 96), False, {"profile": "vllm", "pow2_scale": True}, "tile 10"),
     (BLOCK, (96, 100), False, COLUMN, "tile 02"),
-    # These ways to store are rare.
+    # rare ways of storage
     (BLOCK, (100, 96), False, {**COLUMN, **NOT_T}, "tile"),
     (BLOCK, (96, 100), False, BOTH, "tile 12"),
     (BLOCK, (96, 100), False, {**BOTH, **NOT_T}, "tile"),
@@ -80,14 +80,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 96), True, {}, "tile 02"),
     (BLOCK, (100, 96), True, COLUMN, "tile 10"),
     (BLOCK, (100, 96), True, BOTH, "tile 12"),
-    (BLOCK, (96, 101), False, BOTH, "tile"),  # Rows begin at odd addresses.
-    # Transposed rows begin at odd multiples of 8.
+    (BLOCK, (96, 101), False, BOTH, "tile"),  # rows begin at odd addresses
+    # transposed rows begin at odd multiples of 8
     (BLOCK, (100, 104), False, BOTH, "tile"),
     (BLOCK, (96, 100), False, {"block": (1, None)}, "vectors"),
     (BLOCK, (96, 100), False, {"block": (1, None), **BOTH}, "vectors, vectors"),
     (MX, (256, 128), False, {}, "rows"),
     (MX, (256, 128), False, {"scale_layout": "swizzled"}, "tile 10"),
-    # Its scales leave in whole tiles.
+    # its scales are stored in whole tiles
     (MX, (100, 96), False, {"scale_layout": "swizzled"}, "tile 10"),
     (MX, (100, 96), False, {}, "rows"),
     (MX, (100, 100), False, {}, "tile 10"),
@@ -100,15 +100,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (MX, (96, 100), False, {**BOTH, **SQUARES_32}, "tile 01"),
     (MX, (100, 96), True, {}, "tile 02"),
     (MX, (100, 96), True, COLUMN, "tile 20"),
-    # Scales of neighbouring rows adjoin.
+    # scales of neighbouring rows are adjacent
     (MX, (100, 96), True, {**COLUMN, **T}, "tile 10"),
     (MX, (96, 96), True, {**COLUMN, **T, "scale_layout": "swizzled"}, "tile 10"),
     (MX, (96, 128), True, {**COLUMN, **T, "scale_layout": "swizzled"}, "tile 10"),
-    (MX, (100, 96), True, BOTH, "tile"),  # Both are stored transposed.
+    (MX, (100, 96), True, BOTH, "tile"),  # both are stored transposed
     (MX, (100, 96), True, {**BOTH, **T}, "tile 12"),
     (MX, (100, 96), True, {**BOTH, **SQUARES_32}, "tile 02"),
-    (MX, (96, 101), False, BOTH, "tile"),  # Rows begin at odd addresses.
-    # Transposed rows begin at odd multiples of 8.
+    (MX, (96, 101), False, BOTH, "tile"),  # rows begin at odd addresses
+    # transposed rows begin at odd multiples of 8
     (MX, (100, 104), False, {**BOTH, **T}, "tile"),
 ], ids=lambda v: v.function.__name__ if isinstance(v, Quantiser) else str(v))
 def test_which_kernel(op, shape, swapped, options, kernels, launched):
@@ -132,7 +132,7 @@ def test_empty_arrays_launch_nothing(launched):
     *itertools.product([BLOCK], ("gemm_ready", "compact"), (4, 8, 12)),
     *itertools.product([MX], ("compact", "swizzled"), (1, 2, 4, 8))])
 def test_results_at_any_address(op, layout, lead, run):
-    """Every array of the result starts `lead` bytes into a buffer; what surrounds it stays."""
+    """Every array of the result starts `lead` bytes into a buffer; the bytes around it are unchanged."""
     directions = DIRECTIONS[:3] if op is MX else DIRECTIONS[2:3]
     for shape, transposed, d in itertools.product([(128, 128), (300, 96), (64, 100), (33, 65)], (False, True),
                                                   directions):

@@ -1,5 +1,5 @@
-"""group_quantize in blocks, whole rows and whole columns among them: every group is what the recipe makes of
-its rows, whatever the others are. test_cases.py has the kernels' bytes."""
+"""group_quantize in blocks, including whole rows and whole columns: every group equals the recipe's result
+for its rows, whatever the other groups. test_cases.py has the kernels' bytes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_rows_at_any_multiple_of_eight_bytes(run, recipe):
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize("source", [bfloat16, float32])
 def test_several_tiles_of_a_block_of_threads(run, source, block, directions):
-    """What follows the last whole sector of a column goes from tile to tile, and out after the last one; of
-    less than a sector, too."""
+    """Elements after the last whole sector of a column are carried from tile to tile, and stored after the
+    last one; fewer than a sector, too."""
     sizes = [1, 517, 31, 0, 1030, 33, 259, 32, 131, 2, 48, 780, 256]
     x = cases.values("normal", (sum(sizes) + 3, 132), source)
     g = fp8.group_quantize(run.array(x), sizes, BlockScaling(block), **directions)
@@ -79,7 +79,7 @@ def test_dequantize(run):
 
 @pytest.mark.parametrize("recipe", BLOCKS, ids=str)
 def test_shape_of_scales_is_the_bound(recipe):
-    """However the rows are divided, the scales fit; some division needs all of the room, but for less than a
+    """However the rows are divided, the scales fit; some division needs all of the room, except less than a
     unit."""
     shape = (70, 40)
     q = recipe.quantize(np.zeros(shape, np.float32), columnwise=True)
@@ -120,8 +120,8 @@ def test_scales_by_their_formula(run):
 @given(st.lists(st.integers(0, 40), max_size=4), st.sampled_from([1024, 2048, 4096, 8192]),
        st.integers(-9, 9), st.integers(1, 3), st.sampled_from([bfloat16, float32]), st.booleans())
 def test_any_length_of_rows(sizes, columns, more, times, dtype, divides):
-    """Rows are about as long as one, two, four and eight warps hold, and as one block takes; the largest
-    element is anywhere."""
+    """Rows about as long as one, two, four and eight warps hold, and as one block takes; the largest element
+    is anywhere."""
     columns, recipe = columns * times + more, BlockScaling(ROWS, profile="vllm" if divides else "te")
     x = cases.values("normal", (sum(sizes), columns), np.dtype(dtype))
     x[np.arange(len(x)), np.random.default_rng(columns).integers(0, columns, len(x))] = 1000

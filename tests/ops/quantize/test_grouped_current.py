@@ -1,4 +1,4 @@
-"""group_quantize with current scaling: how the scale of every group is found."""
+"""group_quantize with current scaling: the scale of every group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_largest_element_is_found_wherever_it_is(columns, run):
     the aligned chunks of these."""
     splits = [3, 0, 200, 64, 1]
     x = np.full((280, columns), 0.25, np.float32)
-    x[268:] = 1000                                              # These are no group's.
+    x[268:] = 1000                                              # of no group
     starts = np.cumsum([0, *splits]) * columns
     part = (64 << 10) // 4
     for g, rows in enumerate(splits):

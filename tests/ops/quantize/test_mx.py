@@ -230,7 +230,7 @@ def first_amaxes(dtype: Any, mode: str) -> np.ndarray:
 
 
 def expected_bytes(words: Any, first: Any, profile: str, xp: Any) -> Any:
-    """The scale bytes of blocks of one element with these bits."""
+    """Return the scale bytes of blocks of one element with these bits."""
     magnitude = words & xp.uint32(0x7FFFFFFF)
     e = xp.searchsorted(first, magnitude, side="right") - 1
     if profile == "torchao":
@@ -240,7 +240,7 @@ def expected_bytes(words: Any, first: Any, profile: str, xp: Any) -> Any:
 
 def check_amaxes(run: testing.Executor, start: int, count: int, dtype: Any, mode: Any, profile: Any,
                  out: Any = None) -> Any:
-    """The scale bytes of `count` f32 values by their bits, each a block of its own."""
+    """Return the scale bytes of `count` f32 values by their bits, each a block of its own."""
     xp = backend.cupy() if run.name == "cuda" else np
     words = xp.arange(count, dtype=xp.uint32) + xp.uint32(start)
     out = fp8.quantize_mx(words.view(xp.float32).reshape(1, -1), dtype=dtype, mode=mode, profile=profile,

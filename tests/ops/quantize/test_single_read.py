@@ -26,19 +26,19 @@ searches = settings(max_examples=40, deadline=None,
 directions = st.sampled_from(cases.DIRECTIONS[:3])
 seeds = st.integers(0, 2**32 - 1)
 CURRENT, ONCE = fp8.CurrentScaling(), ["multi_cast_current"]
-#: No machine here reads a matrix of so many tiles once.
+#: matrices with so many tiles are never read just once on this machine
 HUGE = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def however_little(monkeypatch):
-    """A GPU reads small lists once too."""
+    """Let small lists be read once too, as large ones on a GPU."""
     gpu = single_read._gpu
     monkeypatch.setattr(single_read, "_gpu", lambda device: gpu(device)._replace(fewest=0))
 
 
 def expect_list(results: list[Any], xs: list[np.ndarray], amaxes: Any = None, start: float = 0.0) -> None:
-    """The bytes of each array by itself."""
+    """Check the bytes of each array separately."""
     for i, (q, x) in enumerate(zip(results, xs, strict=True)):
         amax = np.full(1, start, np.float32)
         testing.assert_bytes_equal(q, reference.quantize_tensor(x, rowwise="rowwise" in q.parts, amax=amax,
@@ -57,7 +57,7 @@ def machine(monkeypatch, blocks, stages, most_stages=None):
        st.integers(1, 4), st.integers(1, 6), st.sampled_from(["bits", "normal"]),
        st.sampled_from([bfloat16, np.float16]), directions, seeds)
 def test_any_list(monkeypatch, shapes, blocks, stages, kind, dtype, directions, seed):
-    """Any matrices whose rows allow chunked access, on machines of every size: also such as have to be loaded
+    """Any matrices whose rows allow chunked access, on machines of every size: also some that must be loaded
     twice."""
     with monkeypatch.context() as patch, testing.executor("host") as run:
         machine(patch, blocks, stages)
@@ -105,8 +105,7 @@ def test_any_order_of_threads(order, monkeypatch, launched):
 
 
 def test_one_launch_where_most_fits(run, launched):
-    """Two launches for rows that do not allow chunked access, for f32, and where most of what there is would
-    be read twice."""
+    """Two launches for rows without chunked access, for f32, and if most of the data would be read twice."""
     if run.name == "reference":
         pytest.skip("launches nothing")
     small, large = (136, 264), (4096, 4096) if run.name == "cuda" else (512, 512)

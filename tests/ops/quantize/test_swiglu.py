@@ -1,5 +1,5 @@
-"""What swiglu_quantize and swiglu_backward_quantize compute and refuse. tests/ops/test_cases.py compares
-bytes over all cases; test_swiglu_programs.py is about the choice of programs, tiles and experts."""
+"""Values and errors of swiglu_quantize and swiglu_backward_quantize. tests/ops/test_cases.py compares bytes
+over all cases; test_swiglu_programs.py covers the choice of programs, tiles and experts."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_each_operation_is_rounded():
 
 def test_interleaved_is_another_order_of_columns():
     x, bias = normal((5, 24)), normal((24,), seed=1)
-    order = np.arange(24).reshape(2, 12).T.reshape(-1)                  # The order is a0 b0 a1 b1 ...
+    order = np.arange(24).reshape(2, 12).T.reshape(-1)                  # the order is a0 b0 a1 b1 ...
     assert_bytes_equal(swiglu(x, bias=bias),
                        swiglu(np.ascontiguousarray(x[:, order]), bias=bias[order], interleaved=True))
 
 
 def test_edges_of_y(run):
-    """What follows from the formula where numbers end: -Inf times sigma(-Inf) = 0 is NaN, NaN stays, and
+    """Consequences of the formula for special values: -Inf times sigma(-Inf) = 0 is NaN, NaN stays, and
     clamps keep it."""
     a = np.array([np.inf, -np.inf, np.nan, 0, -0.0, 100, -100, -87.5, 1, 1], float32)
     b = np.array([2, 2, 2, -1, 1, 3, 3, 2.0**90, np.nan, np.inf], float32)
@@ -63,11 +63,11 @@ def test_edges_of_y(run):
     assert y[0] == np.inf
     assert np.isnan(y[[1, 2, 8]]).all()
     assert y[3] == 0
-    assert np.signbit(y[3])                                             # This is (0 * 0.5) * -1.
+    assert np.signbit(y[3])                                             # (0 * 0.5) * -1
     assert np.signbit(y[4])
     assert y[5] == 300
-    assert y[6] == 0                                                    # exp(100) is Inf.
-    assert y[7] < -1e-9                                                 # A subnormal sigma is kept.
+    assert y[6] == 0                                                    # exp(100) is Inf
+    assert y[7] < -1e-9                                                 # a subnormal sigma is kept
     assert y[9] == np.inf
     clamped = swiglu(x, clamp=1.0)[0]
     assert np.isnan(clamped[[1, 2, 8]]).all()
@@ -77,7 +77,7 @@ def test_edges_of_y(run):
 
 
 def test_y_is_not_rounded_in_between():
-    """Codes are those of f32; a detour through bfloat16 gives other codes."""
+    """Codes are those of f32; rounding to bfloat16 first gives other codes."""
     x = normal((128, 512), bfloat16)
     q = reference.swiglu_quantize(x, BLOCKS)
     detour = reference.quantize_block(reference.astype(swiglu(x), bfloat16))
@@ -128,7 +128,7 @@ def test_scale_of_an_array_and_of_a_number(run):
 # ---- gradients ----
 def numerical(grad: np.ndarray, x: np.ndarray, p: np.ndarray,
               **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Gradients by differences in f64 of sum(grad * y)."""
+    """Return gradients of sum(grad * y) by differences in f64."""
     def y(x: np.ndarray) -> np.ndarray:
         half = x.shape[1] // 2
         a, b = (x[:, ::2], x[:, 1::2]) if options.get("interleaved") else (x[:, :half], x[:, half:])
@@ -173,7 +173,7 @@ def test_sums_are_the_fixed_tree(run):
     """
     for half, interleaved in ((1, False), (5, True), (64, True), (65, True), (127, False), (128, False),
                               (129, False), (1000, True), (1000, False), (40000, False)):
-        rows = 19 if half < 40000 else 2  # One launch does not add up so many tiles.
+        rows = 19 if half < 40000 else 2  # one launch does not sum so many tiles
         grad, x, p = normal((rows, half), bfloat16), normal((rows, 2 * half), bfloat16,
                                                             seed=1), normal((rows,), seed=2)
         _, dprobs = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), MX, probs=run.array(p),
@@ -203,7 +203,7 @@ def test_one_result_for_both_orders_of_columns(run):
 
 def test_as_many_scales_as_32_bits_count_are_refused():
     """A row shorter than a block has a scale too, so any number of columns can have that many; the shape
-    alone tells."""
+    alone decides."""
     for rows, columns in (((1 << 32), 8), ((1 << 31), 160)):
         with pytest.raises(ValueError,
                            match=rf"^x: expected fewer than 2\^32 scales, .* have from {rows} rows on"):

@@ -1,4 +1,4 @@
-"""Which program of SwiGLU a call takes, blocks of threads that take several tiles, and biases of experts."""
+"""The choice of SwiGLU's program, blocks of threads that take several tiles, and biases of experts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def path_of(variant: Variant) -> str | None:
 
 
 def paths_of(launched: list[Noted]) -> list[str]:
-    """The paths of launches that have one, each where it comes first."""
+    """Return the paths of launches that have one, each at its first occurrence."""
     return list(dict.fromkeys(filter(None, (path_of(one.variant) for one in launched))))
 
 
 def check_both(run: Any, recipe: Any, x: np.ndarray, grad: np.ndarray | None, how: dict[str, Any]) -> None:
-    """y and, with grad, the gradients equal the reference."""
+    """Check that y and, with grad, the gradients equal the reference."""
     given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how.items()}
     assert_bytes_equal(fp8.swiglu_quantize(run.array(x), recipe, **given),
                        reference.swiglu_quantize(x, recipe, **how))
@@ -47,7 +47,7 @@ def check_both(run: Any, recipe: Any, x: np.ndarray, grad: np.ndarray | None, ho
 
 # ---- programs ----
 def misaligned(run: Any, a: np.ndarray) -> Any:
-    """The same array where no wide access is possible."""
+    """Return the same array at an address without wide accesses."""
     whole = run.array(np.concatenate([np.zeros(1, a.dtype), a.reshape(-1)]))
     return whole[1:].reshape(a.shape)
 
@@ -57,9 +57,9 @@ def misaligned(run: Any, a: np.ndarray) -> Any:
 @pytest.mark.parametrize("dtype", [bfloat16, float16], ids=str)
 @every_recipe
 def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, dtype):
-    """Calls without options have programs of their own; a clamp beyond all values asks for the same result of
-    those with options, and rows that allow no wide accesses ask for it of the fallback. Gradients of no whole
-    tiles are an option. Other types than bf16 to e4m3 have one program for all of these but the fallback."""
+    """Calls without options have separate programs; a clamp beyond all values makes those with options
+    compute the same, and rows without wide accesses the fallback. Gradients without whole tiles are an
+    option. Types other than bf16 to e4m3 have one program for all of these except the fallback."""
     how, options = recipe
     launched = note_launches(monkeypatch)
     x, grad = normal(shape, dtype), normal((shape[0], shape[1] // 2), dtype, seed=1)
@@ -71,7 +71,7 @@ def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, 
     launched.clear()
     backward = [fp8.swiglu_backward_quantize(run.array(grad), x, how, clamp=c, **how_else) for x, c in calls]
     if run.name != "reference":
-        # A block would be of both da and db.
+        # a block would contain both da and db
         straddled = how is BLOCKS and shape[1] == 64
         want = [plain, "any" if plain == "any" else "options", "any"]
         want_backward = ["any"] if straddled else [plain_backward, *want[1:]]
@@ -101,8 +101,8 @@ OF_EXPERTS: dict[str, Any] = {"bias": np.zeros((2, 144), bfloat16), "splits": [3
     (fp8.MXScaling(float8_e5m2), 256, GPT_OSS, "wide", "wide"), (MX, 72, OF_EXPERTS, "experts", "any"),
     (BLOCKS, 72, OF_EXPERTS, "experts", "any"), (VLLM, 72, OF_EXPERTS, "quotients", "any")])
 def test_which_call_takes_which_program(monkeypatch, how, half, more, path, backward):
-    """Wide rows have programs of their own; but a block may not be of both da and db, and gradients have
-    no quotients (vllm)."""
+    """Wide rows have separate programs; but no block may contain both da and db, and gradients have no
+    quotients (vllm)."""
     launched = []
     monkeypatch.setattr(Launch, "start", lambda launch, *_: launched.append(path_of(launch.variant)))
     with testing.executor("host"):
@@ -116,7 +116,7 @@ def test_which_call_takes_which_program(monkeypatch, how, half, more, path, back
 @pytest.mark.parametrize("how", [DELAYED, CURRENT, BLOCKS, MX, TORCHAO], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_what_does_not_exist_counts_nowhere(run, how, interleaved):
-    """Rows and columns of a tile beyond the array count nowhere, although biases or weights are Inf or NaN
+    """Rows and columns of a tile beyond the array have no effect, although biases or weights are Inf or NaN
     there and would be NaN times 0."""
     options = {"scale": 1.0} if how is DELAYED else {}
     for rows, half in ((3, 40), (130, 200), (35, 96)):
@@ -124,11 +124,11 @@ def test_what_does_not_exist_counts_nowhere(run, how, interleaved):
         bias = normal((2 * half,), bfloat16, 2)
         bias[5], bias[11], bias[half + 20] = 3e38, np.inf, np.nan
         bias[half - 3] = bias[2 * half - 3] = 3e38
-        # No value is then as large as that of a row of zeros.
+        # no value is then as large as that of a row of zeros
         x[:, 5], x[:, half - 3] = -3e38, -3e38
         probs = normal((rows,), seed=3)
         probs[1] = np.inf
-        # Nearly everything is clipped to 0, whatever the weight.
+        # nearly everything is clipped to 0, whatever the weight
         for clamp in (None, 2.0**-20):
             how_else: dict[str, Any] = {"bias": bias, "probs": probs, "clamp": clamp, "form": "gpt_oss",
                                         "interleaved": interleaved, "columnwise": True, **options}
@@ -141,7 +141,7 @@ def test_what_does_not_exist_counts_nowhere(run, how, interleaved):
 @pytest.mark.parametrize("half", [64, 27])
 @pytest.mark.parametrize("rows", [[100, 0, 33, 1, 130], [0, 0], [264], [1] * 70])
 def test_biases_of_experts_are_those_of_each_alone(run, half, rows):
-    """Rows of no expert have none at all: -0 stays what it is."""
+    """Rows of no expert have none at all: -0 is unchanged."""
     x, bias = normal((270, 2 * half), bfloat16), normal((len(rows), 2 * half), bfloat16, seed=1)
     bits(x)[264:, ::3] = 0x8000
     grad = normal((270, half), bfloat16, seed=2)
@@ -165,8 +165,8 @@ def test_biases_of_experts_are_those_of_each_alone(run, half, rows):
     ([3, 0, 200], 300), ([-5, 7, 1 << 40, 9], 140), ([1 << 62, 1 << 62, 1 << 62], 129), ([], 1),
     ([0] * 100 + [5], 128), ([2] * 300, 600)])
 def test_the_group_of_every_row(sizes, rows):
-    """The kernel finds it from sizes on the device, which may be wrong. Rows of tiles that do not exist are
-    nobody's."""
+    """The kernel finds it from sizes on the device, which may be wrong. Rows of tiles beyond the end belong
+    to none."""
     splits = np.array(sizes, np.int64)
     want, start = np.full(-(-rows // 128) * 128, 0xFFFFFFFF, np.uint32), 0
     for group, size in enumerate(sizes):
@@ -186,8 +186,8 @@ def test_the_group_of_every_row(sizes, rows):
 # ---- blocks of threads that take several tiles ----
 @pytest.fixture
 def several_tiles(monkeypatch):
-    """Gives blocks several tiles, as large arrays have them. Returns the path of each launch, and how many
-    tiles its blocks take."""
+    """Give blocks several tiles, as in large arrays. Returns the path of each launch, and the number of tiles
+    of its blocks."""
     monkeypatch.setattr(fused, "_ENOUGH_BLOCKS", 1)
     found, grid = [], fused._grid
 
@@ -213,7 +213,7 @@ WITH_OPTIONS = product((DELAYED, BLOCKS, OF_COLUMNS, VLLM, MX, TORCHAO), [True],
 @pytest.mark.parametrize(("recipe", "with_options", "rows", "directions", "experts"),
                          [*WITHOUT_OPTIONS, *WITH_OPTIONS])
 def test_tiles_one_below_the_other(run, several_tiles, recipe, with_options, rows, directions, experts):
-    """Rows of the next tile are in flight while this one is stored; the last tile, and the last block, may
+    """Rows of the next tile are being loaded while this one is stored; the last tile, and the last block, may
     be short."""
     for dtype, half in ((bfloat16, 200 if with_options else 256), (float32, 136)):
         x, grad = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3)
@@ -222,7 +222,7 @@ def test_tiles_one_below_the_other(run, several_tiles, recipe, with_options, row
         if with_options:
             shape = (2 * half,) if experts is None else (experts, 2 * half)
             how |= {"bias": normal(shape, dtype, 4), **GPT_OSS}
-        if experts is not None:             # Some tiles have more than two.
+        if experts is not None:             # some tiles have more than two
             how["splits"] = np.array([rows // 3, 17, 0, 9, rows // 3, 5])
         if recipe is DELAYED:
             how["scale"] = 0.5
@@ -232,15 +232,14 @@ def test_tiles_one_below_the_other(run, several_tiles, recipe, with_options, row
         assert max(tiles for _, tiles in several_tiles) > 1
 
 
-# ---- scales that take weights with them ----
+# ---- scales that include weights ----
 @pytest.mark.parametrize("recipe", [
     BLOCKS, fp8.BlockScaling(dtype=float8_e5m2, eps=2.0**-30), fp8.BlockScaling((1, 32), profile="sglang"),
     MX, fp8.MXScaling(float8_e5m2, profile="torchao", scale_layout="swizzled")], ids=str)
 @pytest.mark.parametrize("together", [1, 64])
 def test_weights_of_any_size(run, recipe, together):
-    """A row-wise scale takes the weight of its row with it where no bit can tell: not where weights or maxima
-    are extreme, 0 or NaN. A warp does so where all of its rows allow it: together: how many rows are
-    alike."""
+    """A row-wise scale includes the weight of its row if this changes no bit: not if weights or maxima are
+    extreme, 0 or NaN. A warp does so if all of its rows allow it. together: number of similar rows."""
     weights = np.array([1, -1, 0, -0.0, np.nan, np.inf, -np.inf, 0.3, -3e38, 1e-45, 2.0**-41, 2.0**-40,
                         2.0**-39, 2.0**39, -(2.0**40), 1.7 * 2.0**39, 1e-38, -7.0], float32)
     exponents = np.array([0, -140, -126, -101, -100, -60, -59, -30, 20, 59, 60, 61, 100, 120], np.int32)
@@ -251,7 +250,7 @@ def test_weights_of_any_size(run, recipe, together):
         a, b = normal((probs.size, columns), seed=1), normal((probs.size, columns), seed=2)
         with np.errstate(over="ignore"):
             b = np.ldexp(b, np.tile(np.repeat(exponents, together), weights.size)[:, None]).astype(float32)
-        b[::5, 3], b[::7, 40:] = 0, np.ldexp(b[::7, 40:], -70)          # Some codes are 0, of both signs.
+        b[::5, 3], b[::7, 40:] = 0, np.ldexp(b[::7, 40:], -70)          # some codes are 0, of both signs
         if together == 1:
             b[3::50, 9], b[7::60, 11] = np.inf, np.nan
         x = np.concatenate([a, b], axis=1)

@@ -1,4 +1,4 @@
-"""Gradients of probs: the sums of tiles are added up by the blocks that finish last, or by another launch."""
+"""Gradients of probs: the sums of tiles are summed by the blocks that finish last, or by another launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cupy_fp8.formats import bfloat16
 from cupy_fp8.ops.quantize import fused, swiglu_launches
 from cupy_fp8.testing import assert_bytes_equal
 
-#: One of every path, with tails of rows and columns.
+#: one of every path, with tails of rows and columns
 CALLS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "any": (VLLM, 200, {}), "any, interleaved": (VLLM, 200, {"interleaved": True}),
     "any, tiles of da and db": (DELAYED, 201, {"scale": 0.5}), "rows": (BLOCKS, 384, {}),
@@ -29,7 +29,7 @@ CALLS: dict[str, tuple[Any, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("tiles", [1, 2])
 @pytest.mark.parametrize(("recipe", "half", "options"), CALLS.values(), ids=CALLS)
 def test_both_ways_add_up_the_same(run, monkeypatch, recipe, half, options, tiles):
-    """The results of a call are another's memory, so no sum of an earlier call may be taken for a new one.
+    """The results of a call are another's memory, so sums of an earlier call must not be taken for new ones.
     tiles: of a block."""
     if tiles > 1:
         monkeypatch.setattr(fused, "_ENOUGH_BLOCKS", 1)
@@ -62,7 +62,7 @@ def test_how_many_launches_there_are(monkeypatch, rows, half, interleaved, launc
 
 
 def test_a_call_that_is_skipped_leaves_the_counts_zero(run):
-    """A later call with the same result finds them so."""
+    """A later call with the same result finds them zero."""
     x, grad, p = normal((140, 512), bfloat16), normal((140, 256), bfloat16, 1), normal((140,), seed=2)
     given = run.array(grad), run.array(x), MX
     out = fp8.swiglu_backward_quantize(*given, probs=run.array(p))

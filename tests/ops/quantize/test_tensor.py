@@ -84,7 +84,7 @@ class Expected:
                                               dtype=self.dtype).data)
 
     def differs(self, bucket: int, got: np.ndarray) -> str:
-        """The first difference of a bucket's bytes, or nothing."""
+        """Return the first difference of a bucket's bytes, or nothing."""
         want = self.full.get(bucket, self.byte[bucket])
         wrong = np.flatnonzero(got != want)
         if not wrong.size:

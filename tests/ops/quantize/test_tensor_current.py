@@ -1,4 +1,4 @@
-"""Current scaling in one launch: the same bytes as in two, whatever was launched before it on the same
+"""Current scaling in one launch: the same bytes as in two, whatever was launched before on the same
 memory."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from cupy_fp8.cases import poison, values
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.ops.quantize import single_read, tensor_current
 
-#: The sizes are one element, less and more than a chunk, one round, rounds in registers, rounds in shared
-#: memory (of the CPU's machine), and too many.
+#: one element, less and more than a chunk, one round, rounds in registers, rounds in shared memory (of the
+#: CPU's machine), and too many
 SIZES = (1, 7, 8, 9, 2048, 8192, 65536, 65543, 81920, 81921, 90007)
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Whether each call of the op went in one launch."""
+    """Record whether each call of the op took one launch."""
     seen: list[bool] = []
 
     def launch(*args, **places):
@@ -37,7 +37,7 @@ def launches(monkeypatch):
 def test_every_size(dtype, to, run, launches):
     for size in SIZES:
         x = values("normal", (size,), dtype, size)
-        x[-1] = 1e4                                         # The last element decides the scale.
+        x[-1] = 1e4                                         # the last element decides the scale
         buffer = np.array([3.0], np.float32)
         want = reference.quantize_tensor(x, dtype=to, amax=buffer)
         amax = run.array(np.array([3.0], np.float32))
@@ -61,8 +61,8 @@ def test_misaligned_memory_takes_two_launches(run, launches):
 
 
 def test_memory_between_blocks_serves_any_sequence_of_calls(run):
-    """Sizes of one block and of all of them take turns, odd and even numbers of launches too, with noop
-    between them, and with and without out=."""
+    """Sizes of one block and of all of them in turn, odd and even numbers of launches too, with noop between
+    them, and with and without out=."""
     rng = np.random.default_rng(0)
     xs = {size: values("normal", (size,), float16, size) for size in (100, 3000, 20000)}
     outs = {size: fp8.quantize_tensor(run.array(x)) for size, x in xs.items()}
@@ -80,7 +80,7 @@ def test_memory_between_blocks_serves_any_sequence_of_calls(run):
                 fp8.quantize_tensor(moved, noop=run.array(np.ones(1, np.float32)), out=outs[size])
             got = fp8.quantize_tensor(moved, out=outs[size])
         testing.assert_bytes_equal(got, want)
-        # This op has words of its own.
+        # this op has words of its own
         testing.assert_bytes_equal(fp8.compute_amax(moved), reference.compute_amax(x))
 
 
@@ -97,7 +97,7 @@ def test_edges_of_the_scale(special, run):
 @pytest.mark.parametrize("listed", [False, True])
 def test_launches_of_several_streams_do_not_block_each_other(listed, monkeypatch):
     """Each needs every multiprocessor at once: the driver must not start two of them halfway. listed: those
-    that read many matrices once, which small lists are too here."""
+    that read many matrices once, including small lists here."""
     gpu, cp = single_read._gpu, backend.cupy()
     monkeypatch.setattr(single_read, "_gpu", lambda device: gpu(device)._replace(fewest=0))
     x = fp8.asarray(values("normal", (4096, 2048), bfloat16), like="cupy")
@@ -119,7 +119,7 @@ def test_launches_of_several_streams_do_not_block_each_other(listed, monkeypatch
 
 
 def test_every_case_of_the_table_that_fits_is_one_launch(launches):
-    """The table reaches both ways."""
+    """The table has both kinds."""
     with testing.executor("host"):
         for case in cases.OPS["quantize_tensor"].cases():
             if case.options.get("scale", 1) is None and not case.options.get("columnwise"):

@@ -1,5 +1,5 @@
-"""Tensor lists: the bytes of the single ops, whatever else is in the list; what is refused of lists as
-such. The table of cases is in cases/quantize/tensor_list.py."""
+"""Tensor lists: the bytes of the single ops, whatever else is in the list; errors of lists as such. The table
+of cases is in cases/quantize/tensor_list.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from cupy_fp8.kernels import shapes
 from cupy_fp8.ops.quantize import single_read
 
 EACH: Any = product
-#: These have every layout, block and mode, and the profiles that divide.
+#: every layout, block and mode, and the profiles that divide
 BLOCK_RECIPES: tuple[Any, ...] = (
     *(BlockScaling(scale_layout=layout) for layout in ("gemm_ready", "compact", "deepgemm_sm90")),
     *(BlockScaling((128, 128), scale_layout=layout) for layout in ("gemm_ready", "compact")),
@@ -129,7 +129,7 @@ def test_no_arrays_and_no_elements(recipe, run, launched):
         results = multi(xs, recipe, **given)
         assert [q.shape for q in results] == [x.shape for x in xs]
         assert multi(xs, recipe, out=results, noop=run.array(one_element(0)), **given) is results
-    assert run.name == "reference" or bool(launched) == (recipe in KINDS[:2])   # There are scales to write.
+    assert run.name == "reference" or bool(launched) == (recipe in KINDS[:2])   # there are scales to write
 
 
 @pytest.mark.full
@@ -167,7 +167,7 @@ def test_any_list(shapes, source, to, scales, directions):
 @pytest.mark.parametrize("executor", [pytest.param("host", marks=needs_host),
                                       pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_tiles_of_large_lists(executor, wide, source, monkeypatch):
-    """The tiles that only lists of many megabytes get, of current scaling those that are read twice."""
+    """The tiles that only lists of many megabytes get; with current scaling, those that are read twice."""
     chosen = []
     monkeypatch.setattr(single_read, "choose", lambda *_: None)
 
@@ -205,7 +205,7 @@ def test_no_arrays_have_no_scales_and_no_amaxes(name, wrong, error, message):
 
 def test_wide_tiles_do_not_hang_over_rows():
     assert shapes.fills_wide([5120] * 3 + [7168])
-    assert not shapes.fills_wide([1408])  # It takes 11 narrow tiles, or 6 wide ones.
+    assert not shapes.fills_wide([1408])  # 11 narrow tiles, or 6 wide ones
     assert not shapes.fills_wide([5120, 1408, 1408])
     assert shapes.fills_wide([51200, 1408, 0])
 

@@ -1,4 +1,4 @@
-"""Tensor lists that come again: remembered calls, their tables, and what a list is known by."""
+"""Repeated tensor lists: remembered calls, their tables, and what identifies a list."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cupy_fp8.formats import INPUT_DTYPES, bfloat16
 # ---- calls that come again ----
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[DeviceTable]:
-    """Every table that is made."""
+    """Record every table that is made."""
     made: list[DeviceTable] = []
     init = DeviceTable.__init__
 
@@ -48,8 +48,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[DeviceTable]:
 @needs_host
 @pytest.mark.parametrize("recipe", KINDS, ids=kind)
 def test_calls_that_come_again_make_no_table(recipe, uploads, launched):
-    """The same arrays, and views of the same memory; other arrays are noticed, also where an identity comes
-    again."""
+    """The same arrays, and views of the same memory; other arrays are noticed, also if an identity recurs."""
     with testing.executor("host") as run:
         xs = matrices("mixed")
         given = {"scales": np.ones(len(xs), np.float32)} if recipe is DELAYED else {}
@@ -63,13 +62,13 @@ def test_calls_that_come_again_make_no_table(recipe, uploads, launched):
         for i in range(3):
             call(xs if i != 1 else [x[:] for x in xs], outputs)
         assert (len(uploads), launched) == (1, LAUNCHES[type(recipe)] * 3)
-        call(xs, [outputs[0], *others[1:]])                 # Only the first result has another table.
+        call(xs, [outputs[0], *others[1:]])                 # only the first result has another table
         assert len(uploads) == 2
         xs[3] *= bfloat16.type(0.5)
         call(xs, outputs)
         assert len(uploads) == 2
         for i in range(8):
-            xs[0] = cases.values("normal", xs[0].shape, bfloat16, 100 + i)      # The array before is gone.
+            xs[0] = cases.values("normal", xs[0].shape, bfloat16, 100 + i)      # the previous array is gone
             call(xs, outputs)
         assert sum(each.memory is not None for each in uploads) <= tables._MOST
         del outputs, others
@@ -80,12 +79,12 @@ def test_calls_that_come_again_make_no_table(recipe, uploads, launched):
 @pytest.mark.parametrize("recipe", KINDS[2:], ids=kind)
 def test_a_table_makes_no_room_for_another_of_the_same_call(recipe, run):
     """A launch for each dtype has a table of its own. One array is another each time, so its table is made
-    again, and the other two tables are the oldest. Calls that come again find that theirs is gone."""
+    again, and the other two tables are the oldest. Repeated calls would find that theirs is gone."""
     host = [cases.values("normal", (16, 40), dtype) for dtype in INPUT_DTYPES]
     xs = [run.array(x) for x in host]
     given, outputs = scales_of(recipe, xs), outputs_for(xs, recipe)
     others = [cases.values("normal", (16, 40), host[-1].dtype, i) for i in range(2 * tables._MOST)]
-    in_memory = [run.array(x) for x in others]              # They exist at once, so each has its own.
+    in_memory = [run.array(x) for x in others]              # they exist at once, so each has its own
     for x, other in zip(others * 2, in_memory * 2, strict=True):
         multi([*xs[:-1], other], recipe, out=outputs, **given)
         assert_all_same(run, outputs, expected(recipe, [*host[:-1], x]))
@@ -112,7 +111,7 @@ def test_large_results_have_memory_of_their_own():
 
 
 class _Pointer:
-    """As CuPy's, for what is said of its arrays without looking at memory."""
+    """Like CuPy's, for descriptions of arrays that do not access memory."""
 
     device_id = 0
 
@@ -147,11 +146,11 @@ def test_a_list_of_gpu_arrays_is_described_once_while_they_live(monkeypatch):
     first = describe(xs)
     assert describe(list(xs)) == first
     assert described == [3]
-    assert describe([_array(512 * i, (2, 3)) for i in range(3)]) == first  # These view the same memory.
+    assert describe([_array(512 * i, (2, 3)) for i in range(3)]) == first  # these view the same memory
     assert describe([*xs[:2], _array(4096, (2, 3))]) != first
     assert described == [3] * 3
     xs[1].shape = (3, 2)
-    assert describe(xs) != first                            # A shape that is assigned is noticed.
+    assert describe(xs) != first                            # an assigned shape is noticed
     xs[1].shape = (2, 3)
     assert describe(xs) == first
     key = keys.identities(xs)
@@ -176,7 +175,7 @@ def test_a_shape_that_is_assigned_is_noticed(recipe):
 
 @pytest.mark.parametrize("recipe", KINDS, ids=kind)
 def test_a_table_is_there_for_every_replay(recipe, device):
-    """A replay reads it whatever was called after the capture, and with the values that scales have then."""
+    """A replay reads it whatever was called after the capture, and with the present values of the scales."""
     cp = device.cupy
     xs = [device.array(x) for x in matrices("mixed")]
     outputs, scales = outputs_for(xs, recipe), device.array(np.ones(len(xs), np.float32))

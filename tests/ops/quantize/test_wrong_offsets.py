@@ -1,4 +1,4 @@
-"""group_quantize of offsets that only the device can see to be wrong."""
+"""group_quantize with offsets whose errors only the device can see."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
 @pytest.mark.parametrize("offsets", [[0, 160, 480], [-16, 160, 320], [0, 320, 480], [2**63 - 1, -(2**63), 0],
                                      [0, 159, 480]], ids=str)
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
-@where_kernels_run                                              # The reference does not use the offsets.
+@where_kernels_run                                              # the reference does not use the offsets
 def test_wrong_offsets_stay_within_the_arrays(recipe, offsets, columns, large, unchecked, monkeypatch):
     if large:
         monkeypatch.setattr(shapes, "choose_tile", lambda x, large: large)

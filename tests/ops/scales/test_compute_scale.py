@@ -22,7 +22,7 @@ from cupy_fp8.testing import assert_bytes_equal
 FLT_MAX = float(np.finfo(np.float32).max)
 INF, NAN = float("inf"), float("nan")
 LARGEST = {float8_e4m3fn: 448, float8_e5m2: 57344}
-#: These are all powers of two that f32 has, subnormal ones included.
+#: all powers of two that f32 has, subnormal ones included
 POWERS = np.array([2.0**e for e in range(-149, 128)])
 
 dtypes = pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
@@ -34,15 +34,16 @@ def f32(*numbers: float) -> np.ndarray:
 
 
 def exact_target(dtype: Any, margin: int) -> float:
-    """The format's maximum times 2^-margin, rounded to f32, which keeps it: it has three significant bits."""
+    """Return the format's maximum times 2^-margin, rounded to f32, which is exact: it has three significant
+    bits."""
     exact = LARGEST[dtype] * Fraction(2) ** -margin
     return INF if exact > FLT_MAX else float(np.float32(float(exact)))
 
 
 def expected_scales(amax: np.ndarray, dtype: Any, margin: int, eps: float, pow2: bool) -> np.ndarray:
-    """The scales by f64, whose quotient of two f32 rounds to the correctly rounded f32
+    """Return the scales by f64, whose quotient of two f32 rounds to the correctly rounded f32
     (`test_f64_divides_exactly_enough`), and by search among the powers of two."""
-    with np.errstate(invalid="ignore"):                                 # Signalling NaN raise it.
+    with np.errstate(invalid="ignore"):                                 # signalling NaN
         a = amax.astype(np.float64)
     a[a < float(np.float32(eps))] = float(np.float32(eps))
     usable = np.isfinite(a) & (a != 0)
@@ -119,7 +120,7 @@ def test_amax_around_the_edges(run, dtype, pow2):
     (0.0, {"pow2_scale": True}, 1.0),
     (2.0**-140, {"eps": 2.0**-126, "margin": 8}, 1.75 * 2.0**126),
     (FLT_MAX, {}, float(np.float32(448 / FLT_MAX))), (FLT_MAX, {"pow2_scale": True}, 2.0**-120),
-    # A subnormal scale is the largest power of two below, never 0 unless the scale itself is.
+    # a subnormal scale is the largest power of two below, never 0 unless the scale itself is
     (2.0**127, {"margin": 9}, 1.75 * 2.0**-128), (2.0**127, {"margin": 9, "pow2_scale": True}, 2.0**-128),
     (2.0**127, {"margin": 30, "pow2_scale": True}, 2.0**-148), (2.0**127, {"margin": 31, "pow2_scale": True},
                                                                 2.0**-149),
@@ -166,7 +167,7 @@ def test_every_float32_amax():
     def check(start: int, got: list[np.ndarray]) -> None:
         amax = (np.arange(chunk, dtype=np.uint32) + np.uint32(start)).view(np.float32)
         for actual, chosen in zip(got, options, strict=True):
-            with np.errstate(invalid="ignore"):                         # Signalling NaN raise it.
+            with np.errstate(invalid="ignore"):                         # signalling NaN
                 assert_bytes_equal(actual, reference.compute_scale(amax, **chosen))
 
     with ThreadPoolExecutor(8) as pool:

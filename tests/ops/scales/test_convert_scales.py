@@ -58,7 +58,7 @@ def test_every_scale_is_where_it_belongs(block, run):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (1, None), SQUARE], ids=str)
 def test_the_addresses_are_those_of_other_ops(block, transposed, run):
-    """What quantisers write is what this file calls a layout, with zeros as padding. Values stay."""
+    """Quantisers write the layouts of this file, with zeros as padding. Values are unchanged."""
     x = run.array(cases.values("normal", (141, 700), float32))
     layouts = [name for name in ("compact", "gemm_ready", "deepgemm_sm90") if name in layouts_of(block)]
     made = [fp8.quantize_block(x, block=block, columnwise=True, transposed=transposed, scale_layout=layout)
@@ -67,7 +67,7 @@ def test_the_addresses_are_those_of_other_ops(block, transposed, run):
         for s, compact in zip(q.parts.values(), made[0].parts.values(), strict=True):
             assert s.block is not None
             want, lines = np.zeros_like(flat(s.scale_inv)), raw(compact.scale_inv)
-            shape = (700, 141) if block == SQUARE and s.transposed else (141, 700)  # It is stored so.
+            shape = (700, 141) if block == SQUARE and s.transposed else (141, 700)  # the stored shape
             for place, at in addresses(layout, shape, s.block).items():
                 want[at] = (lines.T if s.block[1] == 1 else lines)[place]
             np.testing.assert_array_equal(flat(s.scale_inv), want)
@@ -98,7 +98,7 @@ def test_a_batch_is_its_matrices(block, run):
        st.sampled_from([ROW, COLUMN, (1, 128), (128, 1), SQUARE, (64, 32)]),
        st.data(), st.integers(0, 2**32 - 1))
 def test_there_and_back(m, k, batch, block, data, seed):
-    """Any two layouts: the same bytes as the reference's, and the identity on what is no padding."""
+    """Any two layouts: the same bytes as the reference's, and the identity except in padding."""
     shape = (*((batch,) if batch else ()), *((m, k) if block[1] != 1 else (k, m)))
     via = data.draw(st.sampled_from(layouts_of(block)))
     compact = cases.values("bits", scale_shape(shape, block, "compact"), float8_e8m0fnu, seed)
@@ -123,7 +123,7 @@ def test_every_byte_to_f32(run):
 
 
 EVERY_NAN = (0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF)
-#: E8M0 has nothing for these f32 bits.
+#: f32 bits without an E8M0 equivalent
 WRONG = {"-0": 0x80000000, "inf": 0x7F800000, "-inf": 0xFF800000, "-1": 0xBF800000, "-2^-127": 0x80400000,
          "3": 0x40400000,
          "just above 1": 0x3F800001, "just below 1": 0x3F7FFFFF, "2^-128": 0x00200000, "2^-149": 1,
@@ -132,7 +132,7 @@ WRONG = {"-0": 0x80000000, "inf": 0x7F800000, "-inf": 0xFF800000, "-1": 0xBF8000
 
 
 def column_of(words: Any) -> np.ndarray:
-    """f32 scales of rows with one block each."""
+    """Return f32 scales of rows with one block each."""
     return np.array(list(words), np.uint32).view(np.float32).reshape(-1, 1)
 
 
@@ -163,7 +163,7 @@ def test_the_bits_stay_where_the_dtype_does(run):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_no_e8m0_of_other_values(name, monkeypatch, run):
-    """NumPy raises; a device writes NaN, and says so."""
+    """NumPy raises; a device writes NaN, and notes an error."""
     good = 2.0**4
     s = column_of([WRONG[name]] * 5)
     s[:3] = good
@@ -188,7 +188,7 @@ def test_no_e8m0_of_other_values(name, monkeypatch, run):
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), SQUARE], ids=str)
 def test_what_is_wrong_in_the_padding_is_not(block, run):
-    """And an index is the array's own."""
+    """And the index in the message is that in the array."""
     s = np.full(scale_shape((129, 141), block, "gemm_ready"), 3, np.float32)
     used = s[..., :2 if block == SQUARE else 129 if block == (1, 128) else 141]
     used[...] = 0.5
@@ -202,9 +202,9 @@ def test_what_is_wrong_in_the_padding_is_not(block, run):
         fp8.convert_scales(run.array(s), check=True, **options)
 
 
-# ---- what DeepGEMM makes and takes ----
+# ---- DeepGEMM's layouts ----
 def deepgemm_sm90(s: np.ndarray) -> np.ndarray:
-    """A column-major tensor [lines, blocks] whose columns are a multiple of 16 bytes."""
+    """Return a column-major tensor [lines, blocks] whose columns are a multiple of 16 bytes."""
     lines, blocks = s.shape
     out = np.zeros((round_up(lines, 4) * blocks,), np.float32)
     view = np.lib.stride_tricks.as_strided(out, (lines, blocks), (4, 4 * round_up(lines, 4)))
@@ -213,8 +213,8 @@ def deepgemm_sm90(s: np.ndarray) -> np.ndarray:
 
 
 def deepgemm_sm100(s: np.ndarray) -> np.ndarray:
-    """A column-major tensor [lines, ceil(blocks / 4)] of int32: exponents as bytes, four of a row to a word,
-    zeros where there is none."""
+    """Return a column-major tensor [lines, ceil(blocks / 4)] of int32: exponents as bytes, four of a row to a
+    word, zeros where there is none."""
     lines, blocks = s.shape
     padded = np.zeros((round_up(lines, 4), round_up(blocks, 4)), np.uint8)
     padded[:lines, :blocks] = bits(s) >> 23
@@ -228,7 +228,7 @@ def test_deepgemm_of_activations_and_weights(shape, run):
     for layout, of in (("deepgemm_sm90", deepgemm_sm90), ("deepgemm_sm100", deepgemm_sm100)):
         want = of(q.scale_inv)
         s = run.array(q).to_layout(layout)
-        got = s.scale_inv.swapaxes(-1, -2)[:shape[0]]  # docs/layouts.md hands it over so.
+        got = s.scale_inv.swapaxes(-1, -2)[:shape[0]]  # as docs/layouts.md passes it on
         assert got.shape == want.shape
         assert got.strides == (4, 4 * round_up(shape[0], 4))
         np.testing.assert_array_equal(fp8.asnumpy(got), want)
@@ -241,7 +241,7 @@ def test_deepgemm_of_activations_and_weights(shape, run):
 
 
 def test_only_the_first_line_of_a_block_is_read(run):
-    """Where lines of 2-D blocks should be alike and are not, every layout gets the same."""
+    """If lines of 2-D blocks should be equal but are not, every layout gets the same."""
     words = np.arange(1, 401, dtype=np.int32).reshape(2, 200)
     first = np.repeat(words[:, ::128], 128, axis=-1)[:, :199]
     options: dict[str, Any] = {"shape": (199, 700), "block": SQUARE}

@@ -1,5 +1,5 @@
-"""convert_scales called: wherever its arrays lie, for results in every layout, what it refuses before a byte
-is written; on a GPU."""
+"""Calls of convert_scales: arrays anywhere in memory, results in every layout, errors before a byte is
+written; on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupy_fp8.cases.scales.convert import layouts_of
 from cupy_fp8.formats import float8_e8m0fnu, float32
 from cupy_fp8.layouts import SCALE_DTYPES, scale_dtype, scale_shape
 
-plot: Any = fp8.plot              # Tests look at artists, whose types say less than they are.
+plot: Any = fp8.plot              # tests use attributes of artists that their types lack
 
 SQUARE = (128, 128)
 
@@ -62,7 +62,7 @@ def test_any_view(view, run):
 @needs_host
 @pytest.mark.parametrize(("lines", "step"), [(3, 2**31 + 6), (97, 2**25 + 6), (130, 2**24 + 2**18)])
 def test_offsets_of_more_than_32_bits(lines, step):
-    """Scales gigabytes apart, by each of a line's strides, of memory that is never touched in between."""
+    """Scales gigabytes apart, along each stride, in memory that is never touched in between."""
     try:
         memory = np.zeros((lines - 1) * step + 40, np.uint8)
     except MemoryError:
@@ -81,7 +81,7 @@ def test_offsets_of_more_than_32_bits(lines, step):
 @pytest.mark.parametrize("lead", [0, 4, 8, 1, 3])
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), SQUARE], ids=str)
 def test_out_is_written_and_nothing_else(block, lead, run):
-    """Results are at any address that their elements allow, and that whoever reads them does."""
+    """Results at any address that their elements, and their readers, allow."""
     for shape, (source, target) in product([(37, 1300), (132, 2048)], product(layouts_of(block), repeat=2)):
         for held, to in product(SCALE_DTYPES[source], SCALE_DTYPES[target]):
             if lead % held.itemsize or lead % to.itemsize or (lead and target in ("swizzled",
@@ -107,7 +107,7 @@ KINDS = [(ROW, float8_e8m0fnu), (COLUMN, float8_e8m0fnu), ((32, 32), float8_e8m0
 
 
 def powers_of_two(s: Any) -> Any:
-    """The same result with scales that E8M0 holds."""
+    """Return the same result with scales that E8M0 holds."""
     if s.scale_inv.dtype == float32:
         exponents = np.random.default_rng(1).integers(-20, 21, s.scale_inv.shape, np.int32)
         s.scale_inv[...] = np.ldexp(np.float32(1), exponents)
@@ -169,7 +169,7 @@ def test_dtype_of_compact_scales():
 
 
 def test_scales_that_fit_the_next_op():
-    """Words are f32 again for an op that wants them so."""
+    """Words become f32 again for an op that needs it."""
     q = fp8.quantize_block(cases.values("normal", (130, 260), float32), scale_layout="compact")
     words = q._any.to_layout("deepgemm_sm100")
     direct = fp8.scaling_aware_transpose(q)

@@ -1,4 +1,4 @@
-"""Delayed scaling: update_delayed_scaling against a loop over columns and rows, what it refuses, and large
+"""Delayed scaling: update_delayed_scaling against a loop over columns and rows, its errors, and large
 histories."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def f32(*numbers: float) -> np.ndarray:
 
 def next_step(history: np.ndarray, scale: np.ndarray, dtype: Any, margin: int, algo: str,
               amax: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Row by row, column by column, with Python's floats."""
+    """Compute row by row, column by column, with Python's floats."""
     length, n = history.shape
     new_history, new_scale = history.copy(), scale.copy()
     for c in range(n):
@@ -59,7 +59,8 @@ def assert_updates(run: testing.Executor, history: np.ndarray, scale: np.ndarray
                    | None = None, *,
                    dtype: Any = float8_e4m3fn, margin: int = 0, algo: Any = "max") -> tuple[np.ndarray,
                                                                                             np.ndarray]:
-    """The op does what the loop does, in place, and leaves amax alone. Returns the new history and scale."""
+    """Check that the op equals the loop, in place, and does not change amax. Returns the new history and
+    scale."""
     desired = next_step(history, scale, dtype, margin, algo, amax)
     mine = run.array(history.copy()), run.array(scale.copy())
     buffer = None if amax is None else run.array(amax.copy())
@@ -73,7 +74,7 @@ def assert_updates(run: testing.Executor, history: np.ndarray, scale: np.ndarray
     return desired
 
 
-#: A column may hold these. With a length of 1 to 3, row 0, the other rows, amax and the scale take all
+#: Values in a column. With a length of 1 to 3, row 0, the other rows, amax and the scale take all
 #: combinations.
 SPECIAL = (0.0, -0.0, NAN, INF, 2.0**-149, 3.5, FLT_MAX, -3.5, -INF)
 PREVIOUS = (1.0, 0.37, INF, -INF, NAN, 0.0)
@@ -140,7 +141,7 @@ def test_nan_is_moved_bit_for_bit(run):
 
 
 def test_columns_of_a_block():
-    """Whole lines where there is parallelism enough, one column where a single history is long."""
+    """Whole lines if there is enough parallelism, one column if a single history is long."""
     assert scale_ops._columns_log2(16, 512, 132) == 5
     assert scale_ops._columns_log2(1024, 10_000, 132) == 5
     assert scale_ops._columns_log2(1024, 1, 132) == 0

@@ -141,7 +141,7 @@ def test_a_training_step_in_a_graph(device):
             quantize(state, i, xs[i], outs[i])
         state.update()
 
-    step()                                              # Amax is of zeros, so the scales stay.
+    step()                                              # amax is of zeros, so the scales are unchanged
     device.cupy.cuda.get_current_stream().synchronize()
     with device.cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()

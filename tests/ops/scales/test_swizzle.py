@@ -1,5 +1,5 @@
-"""The swizzled layout of scales, against its formula written as a loop: matrices, batches, groups, and
-however the arrays lie."""
+"""The swizzled layout of scales against its formula written as a loop: matrices, batches, groups, and any
+strides."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_any_shape(lines, blocks, batch, columnwise, seed):
 @pytest.mark.parametrize("shape", [(200, 6), (2, 200, 6)], ids=str)
 def test_column_wise_scales_are_not_copied(shape, monkeypatch):
     launched = note_launches(monkeypatch)
-    # Quantisers store them so: [..., blocks, lines].
+    # as quantisers store them: [..., blocks, lines]
     compact = scales(*shape[:-2], shape[-1], shape[-2])
     s = compact.swapaxes(-1, -2)
     with testing.executor("host"):
@@ -98,7 +98,7 @@ def test_any_view(view, run):
 
 @pytest.mark.parametrize("lead", [1, 2, 4, 8])
 def test_compact_scales_at_any_address(lead, run):
-    """Wide accesses are for those that are aligned, on either side."""
+    """Wide accesses need alignment, on both sides."""
     for shape in ((150, 36), (144, 33)):
         n = shape[0] * shape[1]
         host = scales(n + 16)
@@ -119,7 +119,7 @@ def test_compact_scales_at_any_address(lead, run):
 
 # ---- groups ----
 def grouped_by_formula(s: np.ndarray, splits: list[int], axis: int) -> np.ndarray:
-    """Bytes of the groups, one after the other, up to the bound."""
+    """Return bytes of the groups, one after the other, up to the bound."""
     done, parts = 0, []
     for size in splits:
         count = size if axis == 0 else cdiv(size, 32)
@@ -193,9 +193,9 @@ def test_swizzled_scales_are_aligned():
           pytest.raises(ValueError, match=r"^out: address 0x.*8 is not a multiple of 16")):
         fp8.swizzle_scales(scales(9, 4), out=s)
     want = fp8.swizzle_scales(scales(9, 4))
-    # The reference does not care.
+    # the reference does not need alignment
     testing.assert_bytes_equal(fp8.swizzle_scales(scales(9, 4), out=s), want)
-    # A NumPy array that is read is copied to where it is aligned, again whenever its bytes are others.
+    # a NumPy input is copied to an aligned place, again whenever its bytes have changed
     out = scales(9, 4)
     for executor in ("reference", "host"):
         with testing.executor(executor):

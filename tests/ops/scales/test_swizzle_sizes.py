@@ -1,5 +1,4 @@
-"""Sizes of groups of swizzled scales that only the device knows to be wrong, and scales that no group
-covers."""
+"""Wrong sizes of groups of swizzled scales on the device, and scales that no group covers."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.kernels import errors
 from cupy_fp8.ops.scales import swizzle
 
-#: Sizes of groups can be wrong in these ways.
+#: the ways in which sizes of groups can be wrong
 WRONG_SIZES = (errors.MESSAGES[errors.Fact.SPLIT_NEGATIVE], errors.MESSAGES[errors.Fact.SPLIT_SUM])
 
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
-    """NumPy arrays are looked at as little as those on a device."""
+    """Values of NumPy arrays are not checked, like those on a device."""
     monkeypatch.setattr(swizzle, "_check_sizes", lambda *_: None)
     return run
 
@@ -29,7 +28,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
     ([299, 50, 50, 1], WRONG_SIZES[1:]), ([300] + [0] * 500 + [-5], WRONG_SIZES[:1]),
     ([2**63 - 1, 2**62, 2**62 + 5, -(2**63), 1 << 40], WRONG_SIZES)], ids=lambda value: str(value)[:20])
 def test_wrong_sizes_of_column_views(splits, found, axis, unchecked):
-    """Which tests/contract/test_device_facts.py does not have."""
+    """Not in tests/contract/test_device_facts.py."""
     run, s = unchecked, scales(300, 7) if axis == 0 else scales(140, 300)
     host = np.array([max(size, 32 * size - 7) if axis and size < 2**31 else size for size in splits])
     want = reference.swizzle_scales(s, splits=host, axis=axis)
@@ -63,8 +62,8 @@ def test_what_no_group_covers_may_need_a_tile_of_its_own(axis, unchecked):
 
 
 def test_what_no_group_covers():
-    """Scales of no group are left out of the swizzled scales, and are 0 in the compact ones; a group past the
-    end is cut."""
+    """Scales of no group are omitted from the swizzled scales, and are 0 in the compact ones; a group past
+    the end is cut."""
     s = scales(10, 4)
     short = reference.swizzle_scales(s, splits=[3, 4])
     np.testing.assert_array_equal(bits(short[:128]).reshape(-1), by_formula(s[:3]))

@@ -1,5 +1,5 @@
-"""The planted-bug kernels: their inputs and what they should compute. Run as a script to execute some of them
-in one mode:
+"""The planted-bug kernels: their inputs and expected outputs. Run as a script to execute some of them in one
+mode:
 
     python planted_cases.py [--bug] [--order desc] [--seed 1] name...   (mode: $CUPY_FP8_HOST_MODE)
 
@@ -66,7 +66,7 @@ def add_partner(x: np.ndarray) -> np.ndarray:  # v + (v of lane ^ 8), in the low
     return lanes
 
 
-# Adds the value 16 lanes up, or the lane's own where there is none. Absent lanes are 0.
+# Adds the value 16 lanes up, or the lane's own if there is none. Absent lanes are 0.
 def add_lane_above(x: np.ndarray) -> np.ndarray:
     lanes = np.concatenate([x, np.zeros(-len(x) % 32, int)]).reshape(-1, 32)
     above = np.concatenate([lanes[:, 16:], lanes[:, 16:]], 1)
