@@ -5,7 +5,6 @@ Functions return the end of a message, which begins with a semicolon, or '' if t
 
 from __future__ import annotations
 
-import functools
 import inspect
 import numbers
 import reprlib
@@ -190,22 +189,6 @@ def renamed(function: str, given: Iterable[str], **names: str) -> TypeError:
     instead = names.get(name, "")
     advice = instead and f"; write {instead}" + ("" if instead.endswith(")") else "=")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
-
-
-def renamed_keywords(**names: str) -> Callable[[_Function], _Function]:
-    """Answer former keywords with the present ones: for functions that are called rarely, since it adds a
-    call."""
-    def decorated(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def checked(*args: Any, **options: Any) -> Any:
-            if names.keys() & options.keys():
-                owner = function.__qualname__.removesuffix(".__init__")
-                raise renamed(owner, (name for name in options if name in names), **names)
-            return function(*args, **options)
-
-        return checked  # type: ignore[return-value]
-
-    return decorated
 
 
 # ---- instead of a name ----

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Generic, overload
+from typing import Any, Generic, NoReturn, overload
 
 from .. import backend
-from ..advice import Absent, renamed_keywords
+from ..advice import Absent, renamed, without_rest
 from ..arrays import Array
 from ..calls.group_sizes import check_align
 from ..calls.memory import Occupied
@@ -28,8 +28,7 @@ from .routed import Routed
 from .step import Buffers, Calls, Saved, Unique, ranges_of
 from .typed import Gradients
 
-#: for h kept in FP8: scales are powers of two, so widening it is exact
-_HIDDEN = BlockScaling((1, GROUP), pow2_scale=True, scale_layout="compact")
+_HIDDEN = BlockScaling((1, GROUP), pow2_scale=True, scale_layout="compact")    # h is widened exactly
 #: What has a scale and an amax history under delayed scaling, in this order.
 TENSORS = ("x", "activation", "grad", "hidden_grad", "up", "down")
 
@@ -39,11 +38,10 @@ class Experts(Unique, Generic[Gradients]):
 
         h = x · upᵀ        a, b = the halves of h        y = Σ_k (act(a, b) · p_k) · downᵀ
 
-    for each token and its k experts, with p_k before the second product; with biases h + up_bias, and
-    p_k · down_bias is added to a token's term of expert k. Forward and backward quantise four
-    times (x, the activation, the gradients of y and of h), and dequantise nothing: each value is rounded to
-    FP8 once, before it is dispatched or in the launch that computes it, and only exponents move where a
-    product needs it along the other axis (`scaling_aware_transpose`).
+    for each token and its k experts, p_k before the second product; biases add up_bias to h, and p_k ·
+    down_bias to a token's term. Forward and backward quantise four times (x, the activation, the gradients of
+    y and of h) and dequantise nothing: each value is rounded to FP8 once, before its dispatch or in the
+    launch that computes it; along the other axis `scaling_aware_transpose` moves exponents alone.
 
     Parameters
     ----------
@@ -90,11 +88,13 @@ class Experts(Unique, Generic[Gradients]):
     @overload
     def __init__(self: Experts[typed.FiveGradients], up: Array, down: Array, recipe: Recipe | None = None, *,
                  bias: tuple[Array | None, Array | None], **options: typed.Unpack[typed.Options]) -> None: ...
-    @renamed_keywords(dtype_out="dtype")
+    @without_rest
     def __init__(self, up: Array | Scaled | Quantized, down: Array | Scaled | Quantized,
                  recipe: Recipe | None = None, *, form: Form = "swiglu", clamp: float | None = None,
                  interleaved: bool = False, bias: tuple[Array | None, Array | None] | None = None,
-                 dtype: DType = bfloat16, dataflow: Dataflow = "casting_free") -> None:
+                 dtype: DType = bfloat16, dataflow: Dataflow = "casting_free", **former: NoReturn) -> None:
+        if former:
+            raise renamed("Experts", former, dtype_out="dtype")
         self.recipe = BlockScaling() if recipe is None else recipe
         self.dataflow = choice(dataflow, "dataflow", DATAFLOWS)
         checks.recipe(self.recipe, dataflow)

@@ -16,8 +16,8 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = ("CONTRIBUTING.md", "benchmarks/*", "notebooks/*.ipynb", "notebooks/README.md", "examples/*.py",
-           "tests/support/toy_op.*")
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/*", "notebooks/*.ipynb",
+           "notebooks/README.md", "examples/*.py", "tests/support/toy_op.*")
 CODE = {".py": "python", ".cu": "cuda"}
 
 _LINK = re.compile(r"(\]\(|href=\")([^)#\s\":]+)(?=[#)\"])")

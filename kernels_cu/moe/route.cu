@@ -19,8 +19,8 @@
 // block's count each at once.
 //
 // Wrong facts on the device are harmless: an index of no expert counts as dropped, a mask's experts beyond
-// `topk` are left out, and rows past the bound are not assigned. The assignment is read two or three times
-// (from the L2 but for the first), and row_map and sources are written once. No defines.
+// `topk` are left out, and rows past the bound are not assigned. The assignment is read two or three times,
+// after the first time from the L2; row_map and sources are written once. No defines.
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"
 

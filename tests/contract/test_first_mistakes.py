@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from declared import EXAMPLES, Example, every_example
+from mistakes import expect_advice
 from perturbed import given, outcome, with_array
 from places import Place
 
@@ -243,12 +244,7 @@ MISTAKES: dict[str, Mistake] = {
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_the_message_teaches(what, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    call, error, words = MISTAKES[what]
-    with pytest.raises(error, match=re.escape(words)) as caught:
-        call()
-    assert caught.type is error
-    assert not list(tmp_path.iterdir())
+    expect_advice(MISTAKES[what], tmp_path, monkeypatch)
 
 
 # ---- what is accepted ----

@@ -88,10 +88,10 @@ def test_align_of_rows():
 
 
 # ---- dtypes ----
-@pytest.mark.parametrize("dtypes", quick_if(lambda dtypes: dtypes[1] == float32, [
+@pytest.mark.parametrize(("of_x", "of_grad"), quick_if(lambda dtypes: dtypes[1] == float32, [
     (float32, bfloat16), (bfloat16, float16), (float16, float32)]))
-def test_tokens_of_other_dtypes(dtypes, run):
-    given, (of_x, of_grad) = GIVEN.moved(run), dtypes
+def test_tokens_of_other_dtypes(of_x, of_grad, run):
+    given = GIVEN.moved(run)
     other = given._replace(x=fp8.astype(given.x, of_x), grad=fp8.astype(given.grad, of_grad))
     for dataflow in FLOWS:
         experts: Any = moe.Experts(given.up, given.down, dataflow=dataflow)

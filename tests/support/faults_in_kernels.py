@@ -118,7 +118,7 @@ KERNEL_FAULTS = (
     Fault("include/moe/gate_select.cuh", "shared.key[first + i] > key;",
           "shared.key[first + i] >> 32 > key >> 32;", "topk_gate", "moe/gate", case="x13-equal"),
     Fault("include/moe/moved_rows.cuh", "from + from_end - from_rows,", "from + from_end,", "pad_groups"),
-    Fault("include/moe/routes.cuh", "__ffs(unused) - 1));", "__ffs(unused)));", "permute"),
+    Fault("include/moe/routes.cuh", "__ffs(unused) - 1));", "__ffs(unused)));", "permute", mode="asan"),
     Fault("include/moe/routes.cuh", "(u32)slot / topk", "(u32)slot % topk", "permute", case="held=compact",
           name="the token of a slot"),
     Fault("include/moe/routes.cuh", "token < tokens ? token : -1", "token <= tokens ? token : -1",

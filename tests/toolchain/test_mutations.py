@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from cupy_fp8 import hostexec
 pytestmark = [pytest.mark.full,
               pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
 HAS_SHORT_JOBS = True
+#: Seconds for a child, which takes a tenth of them. A fault may overwrite what launches on the CPU wait for.
+PATIENCE = 400
 #: Signals that end a process after an invalid access, or an error of the executor.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
@@ -40,7 +43,10 @@ def child(name: str, cache: Path, background: Background) -> str:
         env |= hostexec.sanitizer_env(mode)
         command = hostexec.sanitizer_command(mode, command)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        done = background.run([*command, folder], env, timeout=600)
+        try:
+            done = background.run([*command, folder], env, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            return f"no end within {PATIENCE} s"
     if done.returncode == FOUND_BY_SANITIZER or done.returncode in CRASHES:
         return done.stderr[:2000] or f"exit code {done.returncode}"
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
@@ -74,6 +80,14 @@ def test_the_fault_is_found(name, background_result):
 def test_a_change_of_nothing_survives(name, background_result):
     """So faults are found by bytes and tests, not by the harness."""
     assert re.match(rf"{SURVIVED} \d\d+ (cases of compute_amax|tests of )", background_result(name))
+
+
+def test_a_child_that_does_not_end_has_found_the_fault(tmp_path):
+    class Hanging(Background):
+        def run(self, command, env, timeout):
+            raise subprocess.TimeoutExpired(command, timeout)
+
+    assert child("moe/permute.cu", tmp_path, Hanging()) == f"no end within {PATIENCE} s"
 
 
 def test_a_fault_that_nothing_launches_is_an_error():

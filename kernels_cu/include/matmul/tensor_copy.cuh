@@ -128,7 +128,7 @@ __device__ __forceinline__ void copy_out_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
-// Waits until this thread's copies, but for the last kLeft commits, have read shared memory.
+// Waits until all but this thread's last kLeft commits have read shared memory.
 template <int kLeft>
 __device__ __forceinline__ void copy_out_wait_read() {
 #ifdef CUPY_FP8_HOST

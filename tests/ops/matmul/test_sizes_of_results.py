@@ -1,5 +1,4 @@
-"""Results whose layout depends on sizes have a copy of them, and products of groups refuse other sizes: on
-the host by value, on the device by a note in its sticky error word."""
+"""Results laid out by sizes keep a copy of these; products of groups refuse others, or note them."""
 
 from __future__ import annotations
 
