@@ -36,14 +36,17 @@ RMS, RESIDUAL, _LAYER_ALONE, EVERY = "rms", "residual", "layer", "every"
 #: Of norm/rows.cuh: threads of a block, and, forward and backward, a thread's chunks of a row and rows.
 #: LayerNorm alone has fewer threads.
 _ROW_THREADS, _LAYER_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, 256, (4, 2), (1, 2)
-#: Threads of LayerNorm that registers of a multiprocessor allow.
-_LAYER_AT_ONCE = 768
+#: Threads that registers of a multiprocessor allow on path rows of y.
+_THREADS_AT_ONCE = {RMS: 1024, RESIDUAL: 1024, _LAYER_ALONE: 768, EVERY: 512}
+#: Rows of y of a block on path rows: of long rows, and of those with fewer columns.
+_ROWS_OF_Y, _LONG = (8, 4), 6144
 _CHUNK, _WARP = 8, 32
-#: Rows of a block on path rows, at most, and blocks that should remain.
-_MOST_ROWS, _ENOUGH_BLOCKS = (4, 64), (1024, 128)
-#: Path plain takes rows of at most so many columns, finds statistics so many tiles ahead for each
-#: multiprocessor of the GPU, and looks for them so often before it finds them itself.
-_MOST_COLUMNS, _LEAD, _PATIENCE = 1 << 15, 1.5, 1 << 16
+#: Rows of gradients of a block on path rows, at most, and blocks that should remain.
+_MOST_ROWS, _ENOUGH_BLOCKS = 64, 128
+#: Path plain takes rows of at most so many columns, and looks so often for statistics before it finds them.
+_MOST_COLUMNS, _PATIENCE = 1 << 15, 1 << 16
+#: It finds statistics so many tiles ahead for each multiprocessor, which one or two blocks share.
+_LEAD = {1: 1.5, 2: 2.25}
 _TILE_THREADS, _TILE_BYTES = 512, TILE.rows * TILE.columns * 2
 #: Bytes of shared memory that kernels have beside what a launch asks for, at most.
 _STATIC_SHARED = {ROWS: 2 << 10, PLAIN: 20 << 10}
@@ -139,14 +142,15 @@ class _Gpu(NamedTuple):
     multiprocessors: int
     shared: int                  # bytes of a block
     most_tiles: int = 1 << 31    # of path plain
-    enough_blocks: tuple[int, int] = _ENOUGH_BLOCKS
+    most_blocks: int = 32        # of a multiprocessor
+    enough_blocks: int = _ENOUGH_BLOCKS
     statistics_blocks: int = 1 << 16
 
     @staticmethod
     @functools.cache
     def of(device_id: int | None) -> _Gpu:
         if device_id is None:
-            return _Gpu(2, 200 << 10, 31, (2, 2), 4)
+            return _Gpu(2, 200 << 10, 31, 1, 2, 4)
         return _Gpu(multiprocessors(device_id), shared_memory_per_block(device_id))
 
 
@@ -230,7 +234,7 @@ class _Launches:
         if norms is None:
             return None
         make = {ROWS: self._by_rows, PLAIN: self._by_tiles, ANY: self._by_patches}[path]
-        return make(functools.partial(_variant, *program, norms), members, written, only_amax)
+        return make((*program, norms), members, written, only_amax)
 
     def _norm(self, written: Members) -> str:
         """The call's norm if it has no more options, or EVERY."""
@@ -239,7 +243,7 @@ class _Launches:
             return EVERY
         return _LAYER_ALONE if layer else RESIDUAL if v.residual else RMS
 
-    def _by_rows(self, variant: Any, members: Members, written: Members,
+    def _by_rows(self, program: Any, members: Members, written: Members,
                  only_amax: bool) -> list[Launch] | None:
         v, backward, threads = self.values, self.values.backward, self._row_threads()
         all_rows = self._all_rows(members)
@@ -251,26 +255,42 @@ class _Launches:
         of_thread += floats * (1 + bool(layer and not backward))
         counters = 0 if only_amax else floats * sum(map(bool, v.sums))
         # Of gradients as many blocks share a multiprocessor as registers allow.
-        blocks = max(1, _ROW_THREADS // threads) if backward else 1
-        most_shared = self.gpu.shared // blocks - _STATIC_SHARED[ROWS]
-        rows = _MOST_ROWS[backward]
-        while rows > _ROWS_AT_ONCE[backward] and (
-                cdiv(all_rows, rows) < self.gpu.enough_blocks[backward]
-                or threads * (of_thread + counters * _levels(rows)) > most_shared):
-            rows //= 2
+        most_shared = self.gpu.shared // (max(1, _ROW_THREADS // threads) if backward else 1)
+        most_shared -= _STATIC_SHARED[ROWS]
+        rows = self._rows_of_gradients((most_shared // threads - of_thread) // (counters or 1))
         shared = threads * (of_thread + counters * _levels(rows))
         if shared > most_shared:
             return None
-        if layer and not backward:
-            # A block loads weights and biases: as few blocks as run at a time.
-            at_once = min(_LAYER_AT_ONCE // threads, self.gpu.shared // (shared + _STATIC_SHARED[ROWS])) or 1
-            rows = max(rows, cdiv(all_rows, self.gpu.multiprocessors * at_once))
-        written |= {"all_rows": all_rows, "rows_per_block": rows}
         sums, after = self._sums(rows, only_amax)
-        grid = grid_size(cdiv(all_rows, rows), self.x.shape)
-        launch = variant(self.gpu.shared - _STATIC_SHARED[ROWS]).bind(
-            self.x, grid, shared=shared, block=threads, call={**self.source, **written, **sums}, **members)
+        at_once = min(_THREADS_AT_ONCE[program[-1]] // threads,
+                      self.gpu.shared // (shared + _STATIC_SHARED[ROWS]), self.gpu.most_blocks)
+        blocks, step = cdiv(self.rows, rows), 0
+        if not backward:
+            blocks, rows, step = self._deal(self.gpu.multiprocessors * max(1, at_once))
+        written |= {"all_rows": all_rows, "rows_per_block": rows, "row_step": step}
+        launch = _variant(*program, self.gpu.shared - _STATIC_SHARED[ROWS]).bind(
+            self.x, grid_size(blocks, self.x.shape), shared=shared, block=threads,
+            call={**self.source, **written, **sums}, **members)
         return [launch, *after]
+
+    def _rows_of_gradients(self, most_levels: int) -> int:
+        """Rows of gradients of a block. most_levels: of sums of columns that shared memory takes."""
+        rows = _MOST_ROWS
+        while rows > _ROWS_AT_ONCE[True] and (cdiv(self.rows, rows) < self.gpu.enough_blocks
+                                              or _levels(rows) > most_levels):
+            rows //= 2
+        return rows
+
+    def _deal(self, running: int) -> tuple[int, int, int]:
+        """How rows of y are dealt: blocks, rows of a block, and how many blocks have these; the others have
+        one, so that multiprocessors end together. running: blocks that run at a time."""
+        if self.values.flags & LAYER:
+            # A block loads weights and biases: as few blocks as run at a time.
+            blocks = min(self.rows, running)
+            return blocks, cdiv(self.rows, blocks), blocks
+        rows = _ROWS_OF_Y[self.columns < _LONG]
+        step = max(self.rows - cdiv(rows, 4) * running, 0) // rows
+        return self.rows - step * (rows - 1), rows, step
 
     def _row_threads(self) -> int:
         """Threads of a block on path rows."""
@@ -286,7 +306,7 @@ class _Launches:
             return int(scales["rows"])
         return cdiv(self.rows, 128) * 128 if scales["line"] == 0 else self.rows
 
-    def _by_tiles(self, variant: Any, members: Members, written: Members,
+    def _by_tiles(self, program: Any, members: Members, written: Members,
                   only_amax: bool) -> list[Launch] | None:
         v = self.values
         staged = 2 if v.backward or v.residual else 1
@@ -302,17 +322,16 @@ class _Launches:
             return None
         progress = self.call.workspace("norm", 2 + 2 * 4 * self.rows)
         parts, segments = cdiv(self.columns, TILE.columns), cdiv(self.columns, _CHUNK * _WARP)
-        # Blocks that run have _LEAD tiles of each multiprocessor.
-        lead = cdiv(int(_LEAD * self.gpu.multiprocessors), parts)
+        two = program[-1] == RMS or (program[-1] == RESIDUAL and (v.backward or v.scaling == ONE_SCALE))
+        lead = cdiv(int(_LEAD[1 + two] * self.gpu.multiprocessors), parts)
         written |= {"progress": progress, "lead": lead, "patience": _PATIENCE,
                     "parts": parts, "parts_inverse": (1 << 24) // parts + 1,
                     "segments": segments, "segments_inverse": (1 << 16) // segments + 1}
         sums, after = self._sums(TILE.rows, only_amax)
         assert v.output is not None
-        vector = self._vector(members)
-        source = {**self.source, **written, **sums}
-        launch = variant(most_shared).bind(self.x, blocks, shared=shared, tiles=1, call=source, **vector,
-                                           **members)
+        launch = _variant(*program, most_shared).bind(
+            self.x, blocks, shared=shared, tiles=1, call={**self.source, **written, **sums},
+            **self._vector(members), **members)
         return [launch, *after]
 
     def _vector(self, members: Members) -> Members:
@@ -322,7 +341,7 @@ class _Launches:
             return {}
         return {"vector": int(self.rows % 16 == 0 and members.get("data_t", 0) % 16 == 0)}
 
-    def _by_patches(self, variant: Any, members: Members, written: Members, only_amax: bool) -> list[Launch]:
+    def _by_patches(self, program: Any, members: Members, written: Members, only_amax: bool) -> list[Launch]:
         output, statistics = self.values.output, self._statistics_at()
         rstd = written.pop("rstd_out", 0)
         written["statistics"] = statistics
@@ -331,7 +350,7 @@ class _Launches:
         shared = TILE.shared if columnwise and output and output.transposed else fused.LEAST_SHARED
         grid = TILE.grid(self.x.shape)
         more = {"tiles": 1, **self._vector(members)} if output else {}
-        launches.append(variant(TILE.shared).bind(self.x, grid, shared=shared, **more, **members,
+        launches.append(_variant(*program, TILE.shared).bind(self.x, grid, shared=shared, **more, **members,
                                                   call={**self.source, **written}))
         if self.values.sums[0] and not only_amax and self.x.size:
             sums, after = self._sums(_SUMMED_ROWS, only_amax)

@@ -16,8 +16,24 @@ struct Progress {                // zero before the first launch
     u64 statistics[1];           // [4, rows]; of RMSNorm those that are not 0
 };
 
-// segments of 32 chunks that a warp sums up at a time; warps of a block
-constexpr int kSegmentsAtOnce = kBackward || kNorms == Norms::residual ? 2 : 4, kTileWarps = kStreamThreads / 32;
+// The compiler of CUDA 12 takes more registers.
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
+constexpr bool kFewRegisters = false;
+#else
+constexpr bool kFewRegisters = true;
+#endif
+// Two blocks share a multiprocessor where the compiler does not spill with 64 registers a thread.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool kTwoTiles = kBackward ? kRms && (kFewRegisters || kScaling != Scaling::mx_blocks)
+    : kNorms == Norms::rms || (kNorms == Norms::residual && kScaling == Scaling::one_scale);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kTwoTiles = kNorms == Norms::rms && !kBackward && kScaling != Scaling::mx_blocks;
+#else
+constexpr bool kTwoTiles = kNorms == Norms::rms && !kBackward;
+#endif
+// segments of 32 chunks that a warp sums up at a time, as many as registers allow; warps of a block
+constexpr int kSegmentsAtOnce = kTwoTiles && (kBackward || kNorms == Norms::residual) ? 2 : 4;
+constexpr int kTileWarps = kStreamThreads / 32;
 // segments of a part, at most: those of 128 short rows, or of one row of 2^15 columns
 constexpr int kMostSegments = 256;
 
@@ -42,7 +58,8 @@ public:
 #pragma unroll 1
         for (u32 step = band < call.lead ? kOwn : kAhead; step <= kAhead + call.parts; step++) {
             const bool ahead = step == kAhead;
-            const bool has_come = find(band + (ahead ? call.lead : 0), step > kAhead ? step - kAhead - 1 : part,
+            const u32 own_part = step > kAhead ? step - kAhead - 1 : part;
+            const bool has_come = find(band + (ahead ? call.lead : 0), own_part,
                                        [&] { return !ahead || wait(band); });
             if (ahead && has_come) return;
         }
@@ -182,8 +199,9 @@ private:
         }
     };
 
-    // Adds up term(k, z, grad * weight) over the columns of `count` rows from `row` on: done(k, sum) is called in one lane for each row. between(): called once, while elements come. Returns
-    // true if between() did in every thread.
+    // Adds up term(k, z, grad * weight) over the columns of `count` rows from `row` on: done(k, sum) is called
+    // in one lane for each row. between(): called once, while elements come. Returns true if between() did in
+    // every thread.
     template <class Term, class Done, class Between>
     __device__ __forceinline__ bool add_up(i64 row, int count, Term term, Done done, Between between) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -11,17 +11,14 @@ struct NormArrayParams {
 };
 
 struct RowArray {
-    DX::storage* to;
-
-    __device__ __forceinline__ RowArray(const NormArrayParams& p, const RowPosition& at)
-        : to(p.dx + at.first()) {}
-    __device__ __forceinline__ void store(const NormArrayParams&, const RowPosition& at,
-                                          const float (&dx)[kChunks][8]) {
+    __device__ __forceinline__ RowArray(const NormArrayParams&, const RowPosition&) {}
+    static __device__ __forceinline__ void store(const NormArrayParams& p, const RowPosition& at,
+                                                 const float (&dx)[kChunks][8]) {
 #pragma unroll
-        for (int c = 0; c < kChunks; c++) store_eight<true, DX>(to + at.at(c), dx[c], at.has(c) ? 8 : 0);
-        to += at.step() * (i64)(at.chunks * 8);
+        for (int c = 0; c < kChunks; c++)
+            store_eight<true, DX>(p.dx + at.first() + at.at(c), dx[c], at.has(c) ? 8 : 0);
     }
-    static __device__ __forceinline__ void pad(const NormArrayParams&, const RowPosition&) {}
+    static __device__ __forceinline__ void pad(const NormArrayParams&, const RowPosition&, int) {}
     static __device__ __forceinline__ u32 amax() { return 0; }
 };
 

@@ -12,24 +12,13 @@ constexpr int kLayerThreads = 256;
 constexpr bool kOfRows = kPath == Path::rows;
 constexpr int kNormThreads = kOfRows ? kNorms == Norms::layer ? kLayerThreads : kMostRowThreads
     : kTiled ? kStreamThreads : kThreads;
-// So many blocks share a multiprocessor: of whole rows of y more than the compiler aims at, of tiles where
-// they do not spill.
-#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
-constexpr bool kFewRegisters = false;                                // The compiler takes more.
-#else
-constexpr bool kFewRegisters = true;
-#endif
+// So many blocks share a multiprocessor: of whole rows of y more than the compiler aims at.
 constexpr int kLayerBlocks = kFewRegisters ? 3 : 2;
-// Tiles: two blocks where the compiler does not spill with 64 registers a thread.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr bool kTwoTiles = kBackward ? kRms && (kFewRegisters || kScaling != Scaling::mx_blocks)
-    : kNorms == Norms::rms || (kNorms == Norms::residual && kScaling == Scaling::one_scale);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr bool kTwoTiles = kNorms == Norms::rms && !kBackward && kScaling != Scaling::mx_blocks;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
+constexpr int kRmsBlocks = kNorms == Norms::residual ? 1 : 2;
 #else
-constexpr bool kTwoTiles = kNorms == Norms::rms && !kBackward;
+constexpr int kRmsBlocks = kScaling == Scaling::mx_blocks && !kFewRegisters ? 1 : 2;
 #endif
-constexpr int kRmsBlocks = kNorms == Norms::residual && kScaling == Scaling::mx_blocks ? 1 : 2;
 constexpr int kNormBlocks = kOfRows && !kBackward ? kRms ? kRmsBlocks
         : kNorms == Norms::layer ? kLayerBlocks : 1
     : kTiled && kTwoTiles ? 2 : 1;

@@ -139,7 +139,7 @@ template <class Output, class Params, class... More>
 __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call, More... more) {
     extern __shared__ __align__(16) u8 shared[];
     RowPosition at(call);
-    NextRows next(call, at, shared);
+    const NextRows next(shared);
     next.request(call, at);
     const ThreadFloats weights{next.end(call)};
     const GradientSums sums(call, weights);
@@ -168,8 +168,6 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
         output.store(p, at, z);
         at.row = following.row, at.left = following.left;
     }
-    at.padding += at.left;                                           // The last pair had one row.
-#pragma unroll 1
-    for (; at.padding > 0; at.padding -= kRowsAtOnce, at.row += kRowsAtOnce) output.pad(p, at);
+    pad_rows(output, p, call, at);
     return output.amax();
 }

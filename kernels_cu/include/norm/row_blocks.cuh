@@ -4,16 +4,14 @@
 #include "norm/rows.cuh"
 
 struct RowBlocks {
-    RowCodes codes;
-    float* scale;                // of the block of chunk owned<4>(); null but in the first lanes of the block
+    // of chunk owned<4>() in rows of the same columns, from row 0 on; null but in the first lanes of a block
+    float* scales;
 
-    __device__ __forceinline__ RowBlocks(const FusedBlockParams& p, const RowPosition& at)
-        : codes(p.data, at), scale(nullptr) {
+    __device__ __forceinline__ RowBlocks(const FusedBlockParams& p, const RowPosition& at) : scales(nullptr) {
         const int chunk = owned<4>(), lane = threadIdx.x % 32;
-        const i64 row = at.row + chunk / kRowChunks;
         const i64 block = at.column(chunk % kRowChunks) / kSubblock >> p.subblocks_per_block / 2;
         if (!(lane / 4 & (p.subblocks_per_block - 1)) && block < p.row_scales.columns)
-            scale = p.row_scales.at(0, row, block);
+            scales = p.row_scales.at(0, chunk / kRowChunks, block);
     }
     __device__ __forceinline__ void store(const FusedBlockParams& p, const RowPosition& at,
                                           float (&y)[kChunks][8]) {
@@ -22,23 +20,15 @@ struct RowBlocks {
         amax = larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 1 ? 4 : 0));
         amax = larger(amax, __shfl_xor_sync(~0u, amax, p.subblocks_per_block > 2 ? 8 : 0));
         const BlockScale s = p.rule.quick_of(amax);
-        const bool exists = at.has_row(owned<4>() / kRowChunks);
-        if (scale && (exists || at.padding)) *scale = exists ? s.scale_inv : 0.0f;
+        const int row = owned<4>() / kRowChunks;
+        if (scales && at.has_row(row)) scales[at.row * p.row_scales.row] = s.scale_inv;
         const float own = operand(p, s);
 #pragma unroll
-        for (int c = 0; c < kChunks; c++) codes.put(at, c, quantized(p, y[c], broadcast(own, c)));
-        codes.advance(at);
-        advance(p, at);
+        for (int c = 0; c < kChunks; c++)
+            put_codes(p.data, at, c, quantized(p, y[c], broadcast(own, c)));
     }
-    __device__ __forceinline__ void pad(const FusedBlockParams& p, const RowPosition& at) {
-        const int row = owned<4>() / kRowChunks;
-        if (scale && row < at.padding) *scale = 0.0f;
-        advance(p, at);
+    __device__ __forceinline__ void pad(const FusedBlockParams& p, const RowPosition&, int row) const {
+        if (scales && owned<4>() < kRowChunks) scales[row * p.row_scales.row] = 0.0f;
     }
     static __device__ __forceinline__ u32 amax() { return 0; }
-
-private:
-    __device__ __forceinline__ void advance(const FusedBlockParams& p, const RowPosition& at) {
-        if (scale) scale += at.step() * p.row_scales.row;
-    }
 };

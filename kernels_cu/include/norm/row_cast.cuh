@@ -6,11 +6,10 @@
 struct RowCast {
     const float scale;
     const bool raises;           // an amax is wanted
-    RowCodes codes;
     u32 largest = 0;
 
-    __device__ __forceinline__ RowCast(const FusedCastParams& p, const RowPosition& at, float scale)
-        : scale(scale), raises(p.amax || p.workspace), codes(p.data, at) {}
+    __device__ __forceinline__ RowCast(const FusedCastParams& p, const RowPosition&, float scale)
+        : scale(scale), raises(p.amax || p.workspace) {}
     __device__ __forceinline__ void store(const FusedCastParams& p, const RowPosition& at,
                                           const float (&y)[kChunks][8]) {
         if (raises)
@@ -18,9 +17,8 @@ struct RowCast {
             for (int c = 0; c < kChunks; c++) largest = raised_by(largest, y[c]);
         if (!p.data) return;
 #pragma unroll
-        for (int c = 0; c < kChunks; c++) codes.put(at, c, quantized(y[c], scale));
-        codes.advance(at);
+        for (int c = 0; c < kChunks; c++) put_codes(p.data, at, c, quantized(y[c], scale));
     }
-    static __device__ __forceinline__ void pad(const FusedCastParams&, const RowPosition&) {}
+    static __device__ __forceinline__ void pad(const FusedCastParams&, const RowPosition&, int) {}
     __device__ __forceinline__ u32 amax() const { return largest; }
 };

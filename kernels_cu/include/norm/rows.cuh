@@ -1,4 +1,4 @@
-// Path rows: whole rows in registers, from one read. A block of threads goes through some rows, one below the
+// Path rows: whole rows in registers, from one read. A block of threads goes through some rows, one after the
 // other: the next ones come into shared memory (cp.async) while those before them are computed and stored. A
 // thread reads the elements that it has copied itself.
 //
@@ -14,17 +14,27 @@ static_assert(kChunks == 4, "fold() gives each of four lanes a chunk");
 // ops/quantize/norm_launches.py has these numbers too.
 constexpr int kMostRowThreads = 512;
 
-// The columns of a thread, and the rows of its block.
+// The columns of a thread, and the rows of its block. Those of gradients adjoin, since they are summed up.
+// Those of y lie far apart; the last blocks have one each, so that all multiprocessors end together.
 struct RowPosition {
     int row;                     // the first of kRowsAtOnce
     int left;                    // how many rows of the block exist from this one on
-    int padding;                 // and how many follow that have only scales
+    int step;                    // from these rows to the next
     int chunks;                  // of a row; none where no row exists
 
+    // The first rows of the block.
     __device__ __forceinline__ explicit RowPosition(const SourceCall& call)
-        : row((int)(kBackward ? blockIdx.x * call.rows_per_block : blockIdx.x)),
-          left(of_block(call.rows, call)), padding(of_block(call.all_rows, call) - left),
-          chunks(left ? (int)(call.columns / 8) : 0) {}
+        : row(blockIdx.x), left(1), step(kBackward ? kRowsAtOnce : (int)call.row_step) {
+        if (kBackward) {
+            row *= call.rows_per_block;
+            left = left_of(call.rows - row, (int)call.rows_per_block);
+        } else if (blockIdx.x < call.row_step) {
+            left = smaller((int)((u32)(call.rows - row - 1) / call.row_step) + 1, (int)call.rows_per_block);
+        } else {
+            row += call.row_step * (call.rows_per_block - 1);
+        }
+        chunks = left ? (int)(call.columns / 8) : 0;
+    }
     __device__ __forceinline__ int column(int j) const {
         return (j * (int)blockDim.x + (int)threadIdx.x) * 8;
     }
@@ -33,40 +43,27 @@ struct RowPosition {
     __device__ __forceinline__ bool has(int chunk) const {
         return has_row(chunk / kRowChunks) && has_column(chunk % kRowChunks);
     }
-    // Where a chunk of these rows lies, from the thread's first element on.
+    // Where the thread's first element of these rows lies, and a chunk from there on.
+    __device__ __forceinline__ i64 first() const { return row * (i64)(chunks * 8) + (int)threadIdx.x * 8; }
     __device__ __forceinline__ i64 at(int chunk) const {
         return chunk / kRowChunks * (i64)(chunks * 8) + chunk % kRowChunks * (int)blockDim.x * 8;
     }
-    __device__ __forceinline__ i64 first() const { return row * (i64)(chunks * 8) + (int)threadIdx.x * 8; }
-    // How far it is to the next rows of the block: of gradients they adjoin, since these are summed up.
-    __device__ __forceinline__ int step() const { return kBackward ? kRowsAtOnce : (int)gridDim.x; }
-    __device__ __forceinline__ void advance() { row += step(), left -= kRowsAtOnce; }
-
-private:
-    // Returns how many of the first `rows` rows this block has.
-    __device__ __forceinline__ int of_block(i64 rows, const SourceCall& call) const {
-        if (kBackward) return left_of(rows - row, (int)call.rows_per_block);
-        return row < rows ? (int)((u32)(rows - row - 1) / gridDim.x) + 1 : 0;
-    }
+    __device__ __forceinline__ void advance() { row += step, left -= kRowsAtOnce; }
 };
 
 // The next rows, in shared memory: x, BACKWARD grad, residual.
 class NextRows {
 public:
-    __device__ __forceinline__ NextRows(const SourceCall& call, const RowPosition& at, u8* shared)
-        : shared(shared + threadIdx.x * 16), x(call.x + at.first()) {
-        if (kBackward) grad = call.grad + at.first();
-        if (call.has_residual()) residual = call.residual + at.first();
-    }
+    __device__ __forceinline__ explicit NextRows(u8* shared) : shared(shared + threadIdx.x * 16) {}
     // What follows in shared memory.
     __device__ __forceinline__ u8* end(const SourceCall& call) const {
         return shared - threadIdx.x * 16
             + (1 + kBackward + call.has_residual()) * (kChunks * kLoads * 16) * (int)blockDim.x;
     }
-    __device__ __forceinline__ void request(const SourceCall& call, const RowPosition& at) {
-        request_array(at, 0, x);
-        if constexpr (kBackward) request_array(at, 1, grad);
-        if (call.has_residual()) request_array(at, 1 + kBackward, residual);
+    __device__ __forceinline__ void request(const SourceCall& call, const RowPosition& at) const {
+        request_array(at, 0, call.x);
+        if constexpr (kBackward) request_array(at, 1, call.grad);
+        if (call.has_residual()) request_array(at, 1 + kBackward, call.residual);
         copy_async_commit();
     }
     // Zeros where a chunk does not exist.
@@ -83,20 +80,19 @@ public:
 
 private:
     u8* shared;                                                      // this thread's part
-    const IN::storage *x, *grad, *residual;                          // the next rows to be requested
 
     __device__ __forceinline__ u8* place(int array, int chunk, int load) const {
         return shared + ((array * kChunks + chunk) * kLoads + load) * 16 * (int)blockDim.x;
     }
     __device__ __forceinline__ void request_array(const RowPosition& at, int array,
-                                                  const IN::storage*& from) const {
+                                                  const IN::storage* from) const {
+        from += at.first();
 #pragma unroll
         for (int c = 0; c < kChunks; c++)
             if (at.has(c))
 #pragma unroll
                 for (int l = 0; l < kLoads; l++)
                     copy_async<(kLoads > 1)>(place(array, c, l), from + at.at(c) + l * kLoad);
-        from += at.step() * (i64)(at.chunks * 8);
     }
 };
 
@@ -252,15 +248,17 @@ __device__ __forceinline__ void find_statistics(const SourceCall& call, const Ro
     for (int r = 0; r < kRowsAtOnce; r++) of[r].rstd = found[r];
 }
 
-// Where a thread's codes go.
-struct RowCodes {
-    u8* to;
+// Stores a thread's codes.
+__device__ __forceinline__ void put_codes(u8* data, const RowPosition& at, int chunk,
+                                          const Chunk<OUT, 8>& codes) {
+    if (at.has(chunk)) codes.store(data + at.first() + at.at(chunk));
+}
 
-    __device__ __forceinline__ RowCodes(u8* data, const RowPosition& at) : to(data + at.first()) {}
-    __device__ __forceinline__ void put(const RowPosition& at, int chunk, const Chunk<OUT, 8>& codes) const {
-        if (at.has(chunk)) codes.store(to + at.at(chunk));
-    }
-    __device__ __forceinline__ void advance(const RowPosition& at) {
-        to += at.step() * (i64)(at.chunks * 8);
-    }
-};
+// The rows behind the last have only scales, which are 0.
+template <class Output, class Params>
+__device__ __forceinline__ void pad_rows(const Output& output, const Params& p, const SourceCall& call,
+                                         const RowPosition& at) {
+#pragma unroll 1
+    for (i64 row = call.rows + blockIdx.x; row < call.all_rows; row += gridDim.x)
+        output.pad(p, at, (int)row);
+}

@@ -16,10 +16,11 @@ __device__ __forceinline__ void keep_biases(const SourceCall& call, const RowPos
         biases.put(j, v);
     }
 }
-// Replaces z - mean by y. Where there is no column, weight and bias are 0, and so is y (or NaN, as all of the row).
+// Replaces z - mean by y. Where there is no column, weight and bias are 0, and so is y (or NaN, as all of the
+// row).
 __device__ __forceinline__ void find_values(const SourceCall& call, const RowPosition& at,
                                             const ThreadFloats& weights, const ThreadFloats& biases,
-                                            const RowStatistics& of, i64 first, float (&z)[kChunks][8]) {
+                                            const RowStatistics& of, float (&z)[kChunks][8]) {
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
         float w[8], b[8];
@@ -31,7 +32,7 @@ __device__ __forceinline__ void find_values(const SourceCall& call, const RowPos
         for (int i = 0; i < 8; i++) z[c][i] = Source::value_of_centred(z[c][i], of, w[i], b[i]);
         round_through(call, z[c]);
         if (kNorms == Norms::every && call.normed)
-            store_eight<true, IN>(call.normed + first + at.at(c), z[c], at.has_column(c) ? 8 : 0);
+            store_eight<true, IN>(call.normed + at.first() + at.at(c), z[c], at.has_column(c) ? 8 : 0);
     }
 }
 
@@ -40,14 +41,13 @@ template <class Output, class Params, class... More>
 __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call, More... more) {
     extern __shared__ __align__(16) u8 shared[];
     RowPosition at(call);
-    NextRows next(call, at, shared);
+    const NextRows next(shared);
     next.request(call, at);
     const ThreadFloats weights{next.end(call)}, biases{weights.end(kRowChunks)};
     keep_weights(call, at, weights);
     keep_biases(call, at, biases);
     RowTotals totals;
     Output output(p, at, more...);
-    i64 first = at.first();
 #pragma unroll 1
     while (at.left > 0) {
         copy_async_wait();
@@ -58,18 +58,18 @@ __device__ __forceinline__ u32 norm_rows(const Params& p, const SourceCall& call
             if (!call.has_residual()) continue;
             float residual[8];
             next.read(at, NextRows::kResidual, c, residual);
-            add_residual<true>(call, residual, first + at.at(c), at.has(c) ? 8 : 0, z[c]);
+            add_residual<true>(call, residual, at.first() + at.at(c), at.has(c) ? 8 : 0, z[c]);
         }
-        if (at.left > 1) next.request(call, at);
+        RowPosition following = at;
+        following.advance();
+        if (following.left > 0) next.request(call, following);
         RowStatistics of[1];
         find_statistics(call, at, z, totals, false, {0.0f}, of);
         if (call.rstd_out && threadIdx.x == 0) call.rstd_out[at.row] = as_float(f32::narrow(of[0].rstd));
-        find_values(call, at, weights, biases, of[0], first, z);
+        find_values(call, at, weights, biases, of[0], z);
         output.store(p, at, z);
-        first += at.step() * call.columns;
-        at.advance();
+        at.row = following.row, at.left = following.left;
     }
-#pragma unroll 1
-    for (; at.padding > 0; at.padding--, at.row += at.step()) output.pad(p, at);
+    pad_rows(output, p, call, at);
     return output.amax();
 }

@@ -47,6 +47,7 @@ struct SourceCall {
     // every row of as-is data 8-byte stores
     u32 flags;
     u32 rows_per_block;          // path rows
+    u32 row_step;                // path rows of y: blocks with so many rows, which are so far apart
     u32 lead;                    // path plain: how many bands ahead statistics are found
     // path plain: segments of 256 columns of a row and parts of a band, and 2^16 or 2^24 over these, plus 1
     u32 segments, parts, segments_inverse, parts_inverse;

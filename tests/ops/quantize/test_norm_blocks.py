@@ -13,6 +13,7 @@ from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import reference
+from cupy_fp8.calls import remembered
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.kernels import Launch
 from cupy_fp8.ops.quantize import norm_launches
@@ -28,8 +29,13 @@ ROW_WISE: list[Any] = [
 
 @pytest.fixture(params=[4, *(pytest.param(rows, marks=pytest.mark.full) for rows in (2, 16, 64))])
 def rows_of_a_block(request, monkeypatch):
-    monkeypatch.setattr(norm_launches, "_MOST_ROWS", (request.param, request.param))
-    monkeypatch.setattr(norm_launches, "_ENOUGH_BLOCKS", (1, 1))
+    small = norm_launches._Gpu.of(None)._replace(multiprocessors=1, enough_blocks=1)
+    monkeypatch.setattr(norm_launches._Gpu, "of", lambda device: small)
+    monkeypatch.setattr(norm_launches, "_MOST_ROWS", request.param)
+    monkeypatch.setattr(norm_launches, "_ROWS_OF_Y", (request.param, request.param))
+    remembered.forget()
+    yield
+    remembered.forget()
 
 
 @where_kernels_run
