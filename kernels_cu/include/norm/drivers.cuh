@@ -15,7 +15,8 @@ constexpr int kNormThreads = kOfRows ? kNorms == Norms::layer ? kLayerThreads : 
 // So many blocks share a multiprocessor: of whole rows of y more than the compiler aims at.
 constexpr int kLayerBlocks = kFewRegisters ? 3 : 2;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
-constexpr int kRmsBlocks = kNorms == Norms::residual ? 1 : 2;
+constexpr int kRmsBlocks =
+    kNorms == Norms::residual || (kScaling == Scaling::mx_blocks && !kFewRegisters) ? 1 : 2;
 #else
 constexpr int kRmsBlocks = kScaling == Scaling::mx_blocks && !kFewRegisters ? 1 : 2;
 #endif
