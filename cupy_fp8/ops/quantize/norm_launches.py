@@ -43,9 +43,9 @@ _ROWS_OF_Y, _LONG = (8, 4), 6144
 _CHUNK, _WARP = 8, 32
 #: Rows of gradients of a block on path rows, at most, and blocks that should remain.
 _MOST_ROWS, _ENOUGH_BLOCKS = 64, 128
-#: Path plain takes rows of at most so many columns, and looks so often for statistics before it finds them.
+#: Path plain takes rows up to that many columns, and looks that often for statistics before it finds them.
 _MOST_COLUMNS, _PATIENCE = 1 << 15, 1 << 16
-#: It finds statistics so many tiles ahead for each multiprocessor, which one or two blocks share.
+#: Tiles that statistics are found ahead, for each multiprocessor, which one or two blocks share.
 _LEAD = {1: 1.5, 2: 2.25}
 _TILE_THREADS, _TILE_BYTES = 512, TILE.rows * TILE.columns * 2
 #: Bytes of shared memory that kernels have beside what a launch asks for, at most.
@@ -392,5 +392,5 @@ def launches(call: Call, values: Values, destinations: Members) -> Iterator[Laun
 
 
 def _levels(rows: int) -> int:
-    """Levels that the sums of columns of so many rows of a block take (struct ColumnCounter)."""
+    """Levels that the sums of columns of a block of rows take (struct ColumnCounter)."""
     return max(0, (rows // 2).bit_length() - 1)

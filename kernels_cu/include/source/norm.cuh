@@ -47,11 +47,11 @@ struct SourceCall {
     // every row of as-is data 8-byte stores
     u32 flags;
     u32 rows_per_block;          // path rows
-    u32 row_step;                // path rows of y: blocks with so many rows, which are so far apart
+    u32 row_step;                // path rows of y: blocks with that many rows, and how far apart these are
     u32 lead;                    // path plain: how many bands ahead statistics are found
     // path plain: segments of 256 columns of a row and parts of a band, and 2^16 or 2^24 over these, plus 1
     u32 segments, parts, segments_inverse, parts_inverse;
-    u32 patience;                // path plain: so often a block looks for statistics before it finds them
+    u32 patience;                // path plain: how often a block looks for statistics before it finds them
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
     __device__ __forceinline__ i64 half() const { return columns; }  // of the only part
