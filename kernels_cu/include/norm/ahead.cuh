@@ -62,8 +62,8 @@ public:
             const bool has_come = find(band + (ahead ? call.lead : 0), own_part,
                                        [&] { return !ahead || wait(band); });
             if (ahead && has_come) return;
+            __syncthreads();                                         // The next part uses the same memory.
         }
-        __syncthreads();
         wait(band);
         __syncthreads();
     }
