@@ -199,9 +199,8 @@ private:
         }
     };
 
-    // Adds up term(k, z, grad * weight) over the columns of `count` rows from `row` on: done(k, sum) is called
-    // in one lane for each row. between(): called once, while elements come. Returns true if between() did in
-    // every thread.
+    // Adds up term(k, z, grad * weight) over the columns of `count` rows from `row` on. done(k, sum): called
+    // in one lane for each row. between(): called once, while elements come. Returns true if all of them did.
     template <class Term, class Done, class Between>
     __device__ __forceinline__ bool add_up(i64 row, int count, Term term, Done done, Between between) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
