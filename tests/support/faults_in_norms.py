@@ -60,6 +60,9 @@ NORM_FAULTS = (
     # ---- path plain ----
     Fault("include/norm/ahead.cuh", "step <= kAhead + call.parts", "step <= kAhead",
           test=f"{_TESTS}::test_a_block_that_waits_in_vain_finds_statistics", name="rows that others lack"),
+    Fault("include/norm/ahead.cuh", f"__syncthreads();{' ' * 41}// The", "// The", _FORWARD, _NORM,
+          "NORMS=residual", case="columnwise=True-residual=True-eps", mode="tsan",
+          name="parts that share memory"),
     Fault("include/norm/ahead.cuh", "(u32)(found[i] >> 32) == launch", "true",
           test=f"{_TESTS}::test_a_block_that_waits_in_vain_finds_statistics",
           name="statistics of another launch"),

@@ -36,7 +36,7 @@ RMS, RESIDUAL, _LAYER_ALONE, EVERY = "rms", "residual", "layer", "every"
 #: Of norm/rows.cuh: threads of a block, and, forward and backward, a thread's chunks of a row and rows.
 #: LayerNorm alone has fewer threads.
 _ROW_THREADS, _LAYER_THREADS, _ROW_CHUNKS, _ROWS_AT_ONCE = 512, 256, (4, 2), (1, 2)
-#: Threads that registers of a multiprocessor allow on path rows of y.
+#: Threads that registers of a multiprocessor allow on path rows of y (norm/drivers.cuh: kNormBlocks).
 _THREADS_AT_ONCE = {RMS: 1024, RESIDUAL: 1024, _LAYER_ALONE: 768, EVERY: 512}
 #: Rows of y of a block on path rows: of long rows, and of those with fewer columns.
 _ROWS_OF_Y, _LONG = (8, 4), 6144
@@ -150,7 +150,8 @@ class _Gpu(NamedTuple):
     @functools.cache
     def of(device_id: int | None) -> _Gpu:
         if device_id is None:
-            return _Gpu(2, 200 << 10, 31, 1, 2, 4)
+            # Blocks have several rows, and parts ahead, of arrays that are small.
+            return _Gpu(1, 200 << 10, 31, 2, 2, 4)
         return _Gpu(multiprocessors(device_id), shared_memory_per_block(device_id))
 
 
@@ -257,15 +258,16 @@ class _Launches:
         # Of gradients as many blocks share a multiprocessor as registers allow.
         most_shared = self.gpu.shared // (max(1, _ROW_THREADS // threads) if backward else 1)
         most_shared -= _STATIC_SHARED[ROWS]
-        rows = self._rows_of_gradients((most_shared // threads - of_thread) // (counters or 1))
-        shared = threads * (of_thread + counters * _levels(rows))
+        summed = self._rows_of_gradients((most_shared // threads - of_thread) // (counters or 1))
+        shared = threads * (of_thread + counters * _levels(summed))
         if shared > most_shared:
             return None
-        sums, after = self._sums(rows, only_amax)
-        at_once = min(_THREADS_AT_ONCE[program[-1]] // threads,
-                      self.gpu.shared // (shared + _STATIC_SHARED[ROWS]), self.gpu.most_blocks)
-        blocks, step = cdiv(self.rows, rows), 0
-        if not backward:
+        sums, after = self._sums(summed, only_amax)
+        if backward:
+            blocks, rows, step = cdiv(self.rows, summed), summed, 0
+        else:
+            at_once = min(_THREADS_AT_ONCE[program[-1]] // threads,
+                          self.gpu.shared // (shared + _STATIC_SHARED[ROWS]), self.gpu.most_blocks)
             blocks, rows, step = self._deal(self.gpu.multiprocessors * max(1, at_once))
         written |= {"all_rows": all_rows, "rows_per_block": rows, "row_step": step}
         launch = _variant(*program, self.gpu.shared - _STATIC_SHARED[ROWS]).bind(
@@ -322,6 +324,7 @@ class _Launches:
             return None
         progress = self.call.workspace("norm", 2 + 2 * 4 * self.rows)
         parts, segments = cdiv(self.columns, TILE.columns), cdiv(self.columns, _CHUNK * _WARP)
+        # As norm/ahead.cuh has it for sm_90 (kTwoTiles).
         two = program[-1] == RMS or (program[-1] == RESIDUAL and (v.backward or v.scaling == ONE_SCALE))
         lead = cdiv(int(_LEAD[1 + two] * self.gpu.multiprocessors), parts)
         written |= {"progress": progress, "lead": lead, "patience": _PATIENCE,
