@@ -30,6 +30,9 @@ _OTHERS: tuple[dict[str, Any], ...] = (
     {"topk": 2, "experts": 3, "kind": "none", "align": 2}, {"topk": 0, "experts": 3, "align": 4},
     {"topk": 40, "experts": 50}, {"topk": 9, "experts": 2}, {"topk": 2, "experts": 1024, "form": "mask"},
     {"topk": 0, "experts": 4, "form": "mask", "align": 2})
+#: of (slots, most rows of a token), as many as a program of unpermute sums at once, and others
+_USED = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 3), (6, 1), (6, 2), (6, 4), (6, 5), (8, 0), (8, 1), (8, 2), (8, 4),
+         (8, 7), (10, 3))
 _FEW: tuple[dict[str, Any], ...] = (
     {"topk": 2, "experts": 4, "align": 8}, {"topk": 3, "experts": 5, "form": "mask"},
     {"topk": 2, "experts": 3, "align": 16, "form": "mask of any"})
@@ -43,7 +46,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 def routed(case: Case) -> tuple[Routing, dict[str, Any]]:
     """Return (the routing of the case's tokens, its other options)."""
     options = dict(case.options)
-    names = options.keys() & {"topk", "experts", "kind", "align", "form", "rows"}
+    names = options.keys() & {"topk", "experts", "kind", "align", "form", "rows", "used"}
     taken = {name: options.pop(name) for name in names}
     return routing(case.shape[0], **taken), options
 
@@ -111,6 +114,10 @@ def _cases_of(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | Non
     for i, routed in enumerate((*ROUTED, *_OTHERS)):
         for by in probs:
             yield Case(op, turn(dtypes, i), (50, 40), turn(kinds, i), options={**routed, "probs": by})
+    for i, (topk, used) in enumerate(_USED):
+        for shape in ((70, 40), (33, 8), (5, 4200)):
+            yield Case(op, turn(dtypes, i), shape, turn(kinds, i + i // 2), options={
+                "topk": topk, "experts": 12, "used": used, "probs": turn(probs, i + i // 3)})
     # rows with more bytes than a block's threads load at once; and more routes than a block has threads
     yield Case(op, dtypes[1], (3, 3001), turn(kinds, 0), options={**ROUTED[0], "probs": probs[-1]})
     for topk in (256, 257, 1000):

@@ -21,8 +21,12 @@ KINDS = ("any", "distinct", "one", "none")
 
 
 def indices(tokens: int, topk: int, experts: int, kind: str = "any", dtype: np.dtype[Any] = _INT32,
-            seed: int = 0) -> np.ndarray:
-    """Return the experts of each token's slots. -1 means dropped, which an eighth of 'any' is."""
+            seed: int = 0, used: int | None = None) -> np.ndarray:
+    """Return the experts of each token's slots. -1 means dropped, which an eighth of 'any' is. used: of each
+    token's slots, any others are dropped."""
+    if used is not None:
+        kept = np.random.default_rng(seed + 2).random((tokens, topk)).argsort(1) < used
+        return np.where(kept, indices(tokens, topk, experts, kind, dtype, seed), -1).astype(dtype)
     rng = np.random.default_rng(seed)
     if kind == "distinct":
         return np.argsort(rng.random((tokens, experts)), axis=1)[:, :topk].astype(dtype)
@@ -45,12 +49,12 @@ def mask(tokens: int, experts: int, most: int, kind: str = "any", seed: int = 0)
 
 
 def routing(tokens: int, topk: int, experts: int, kind: str = "any", align: int = 1,
-            form: str = "indices", rows: int | None = None) -> Routing:
+            form: str = "indices", rows: int | None = None, used: int | None = None) -> Routing:
     """Return the reference's routing. form: the kind of assignment: 'indices', a 'mask' with at most topk
     experts per token, or a 'mask of any' number of them."""
     if form == "indices":
-        return reference.route(indices(tokens, topk, experts, kind), num_experts=experts, align=align,
-                               rows=rows)
+        return reference.route(indices(tokens, topk, experts, kind, used=used), num_experts=experts,
+                               align=align, rows=rows)
     chosen = mask(tokens, experts, topk, kind)
     return reference.route(chosen, topk=topk, align=align) if form == "mask" else reference.route(
         chosen, rows=tokens * topk + experts * (align - 1), align=align)

@@ -331,8 +331,8 @@ class _UnpermuteOp(Op[_UnpermuteInputs]):
         y, routing, probs, probs_grad = inputs
         count, size, to = prod(y.shape[1:]), y.dtype.itemsize, written[0]
         vector = (y.at | to | count * size) % 16 == 0
-        split = launching.unpermute_split(routing.tokens, routing.topk, cdiv(count * size, 16))
         topk = routing.topk if vector and routing.topk in launching.TOPKS else 0
+        split = launching.unpermute_split(routing.tokens, routing.topk, cdiv(count * size, 16), topk > 0)
         gathering = {} if probs_grad is None else {"from_rows": probs_grad.at, "to_slots": written[1]}
         yield launching.UNPERMUTE.variant(IN=y.dtype, TOPK=topk).bind(
             y.array, split.blocks, y=y.at, out=to, probs=probs.at,

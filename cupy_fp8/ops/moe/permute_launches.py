@@ -24,8 +24,9 @@ UNPERMUTE = Kernel("moe/unpermute", "unpermute", block=_THREADS)
 BACKWARD = Kernel("moe/unpermute_backward", "unpermute_backward", block=_THREADS)
 _BYTES = 8 << 10            # most bytes that a thread block of permute copies
 _UNITS = 4                  # loads in flight per thread of permute
-_CHUNKS = 2048              # most chunks of the result per thread block of unpermute
 TOPKS = (1, 2, 4, 6, 8)     # routes per token with their own programs of unpermute
+#: most chunks of the result per thread block of these programs, and of the other one
+_CHUNKS, _OTHER_CHUNKS = 4096, 2048
 _MOST_ROUTES = 1024         # most routes that a thread block of unpermute sorts
 _MOST_TOKENS = 256
 _BLOCKS = 528               # thread blocks that share few tokens: four per SM of an H200
@@ -163,11 +164,13 @@ def _permute_split(tokens: int, row_bytes: int, step: int) -> tuple[int, RowSpli
 
 
 @functools.lru_cache(maxsize=1024)
-def unpermute_split(tokens: int, topk: int, chunks: int) -> RowSplit:
-    """chunks: 16-byte chunks of a row."""
-    across = _across(tokens, chunks, _CHUNKS, _THREADS)
+def unpermute_split(tokens: int, topk: int, chunks: int, own_program: bool) -> RowSplit:
+    """chunks: 16-byte chunks of a row; own_program: whether topk has its own program."""
+    most_chunks = _CHUNKS if own_program else _OTHER_CHUNKS
+    across = _across(tokens, chunks, most_chunks, _THREADS)
     row_share = cdiv(chunks, across)
-    most = min(_MOST_TOKENS, _CHUNKS // max(1, chunks), _MOST_ROUTES // max(1, topk), cdiv(tokens, _BLOCKS))
+    most = min(_MOST_TOKENS, most_chunks // max(1, chunks), _MOST_ROUTES // max(1, topk),
+               cdiv(tokens, _BLOCKS))
     taken = max(1, most)
     return RowSplit(taken, across, row_share, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
 

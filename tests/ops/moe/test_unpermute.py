@@ -77,9 +77,9 @@ def test_several_steps_of_a_block(topk, dtype, run, monkeypatch):
     """This many tokens take several steps: rows of the next step are loaded while those of one are summed."""
     monkeypatch.setattr(launching, "_BLOCKS", 1)
     launching.unpermute_split.cache_clear()
-    for kind in ("distinct", "any"):
-        host = routed(4, topk, 11, kind)
-        y, probs = normal((host.rows, 4200), dtype), normal((4, topk), seed=1)
+    for kind, used in (("distinct", None), ("any", None), ("any", 1), ("any", 2), ("any", 4), ("any", 7)):
+        host = routed(7, topk, 11, kind, used=used)
+        y, probs = normal((host.rows, 4200), dtype), normal((7, topk), seed=1)
         assert_equal(fp8.unpermute(run.array(y), run.array(host), probs=run.array(probs)),
                      summed(y, host, probs))
     launching.unpermute_split.cache_clear()
