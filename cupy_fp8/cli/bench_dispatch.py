@@ -24,13 +24,16 @@ NAME = "dispatch"
 SECTIONS = ("exchange", "dispatch", "combine", "layer")
 _TIMEOUT = 120.0
 _QUICK_BURSTS, _BURSTS = 3, 8
-_EXPERTS = 64
+#: of all ranks; and of each rank, in steps that are timed forward and backward
+_EXPERTS, _OF_RANK = 64, 16
+_SLOTS = 8                          # of a token
 _TITLES = {
     "exchange": "The exchange alone: data, scales and probs of rows that go to one rank each",
     "dispatch": "The whole dispatch: route, exchange, rows of the experts",
     "combine": "The way back, bf16",
     "forward": "The layer, forward (route to combine), keeping nothing",
     "forward and backward": "The layer, forward and backward, with as many experts on each rank",
+    "forward in one kernel": "The forward pass by one kernel, beside the first row above of this size",
 }
 _HEADING = (f"{'':16}{'µs':>10}{'graph':>10}{'spread':>8}{'host µs':>9}{'MB':>9}{'GB/s':>7}{'graph':>7}"
             f"{'TFLOP/s':>9}{'graph':>7}{'÷ first':>9}{'graph':>7}{'÷ exch.':>9}{'graph':>7}")
@@ -46,6 +49,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of.add_argument("--quick", action="store_true", help="fewer sizes, and fewer repetitions")
     of.add_argument("--only", action="append", choices=SECTIONS, default=[],
                     help="a section; may be repeated")
+    of.add_argument("--experts", type=positive, metavar="N",
+                    help=f"of all ranks together ({_EXPERTS})")
+    of.add_argument("--experts-of-rank", type=positive, metavar="N",
+                    help=f"of each rank, in steps forward and backward ({_OF_RANK})")
     of.add_argument("--share-gpus", action="store_true",
                     help="more ranks than GPUs are fine (to try it; the times mean nothing)")
 
@@ -53,12 +60,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End the command with 2 if options do not fit."""
     if NAME not in options.ops:
-        if options.ranks or options.quick or options.only or options.share_gpus:
-            parser.error(f"--ranks, --quick, --only, --share-gpus: of `bench {NAME}` alone")
+        if (options.ranks or options.quick or options.only or options.experts or options.experts_of_rank
+                or options.share_gpus):
+            parser.error("--ranks, --quick, --only, --experts, --experts-of-rank, --share-gpus: of "
+                         f"`bench {NAME}` alone")
     elif options.ranks is None:
         parser.error(f"bench {NAME}: --ranks says how many processes to start")
-    elif _EXPERTS % options.ranks:
-        parser.error(f"--ranks: expected a divisor of the {_EXPERTS} experts, got {options.ranks}")
+    elif (experts := options.experts or _EXPERTS) % options.ranks:
+        parser.error(f"--ranks: expected a divisor of the {experts} experts, got {options.ranks}")
+    elif min(experts, (options.experts_of_rank or _OF_RANK) * options.ranks) < _SLOTS:
+        parser.error(f"--experts, --experts-of-rank: a token has {_SLOTS} different ones")
 
 
 def dispatch_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -72,7 +83,9 @@ def dispatch_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="cupy_fp8_bench_") as folder:
         path = Path(folder, "rows")
         command = [sys.executable, "-m", __name__, str(path), *(["--quick"] if options.quick else []),
-                   *(f"--only={name}" for name in options.only)]
+                   *(f"--only={name}" for name in options.only),
+                   f"--experts={options.experts or _EXPERTS}",
+                   f"--experts-of-rank={options.experts_of_rank or _OF_RANK}"]
         code = launch.run(command, options.ranks, share_gpus=options.share_gpus)
         if path.exists():
             yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -86,6 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("rows", type=Path, help="the file for rows of rank 0")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", action="append", choices=SECTIONS, default=[])
+    parser.add_argument("--experts", type=int, default=_EXPERTS)
+    parser.add_argument("--experts-of-rank", type=int, default=_OF_RANK)
     options = parser.parse_args(argv)
     terminal.show_any_text()
     if os.environ.get("CUPY_FP8_SHARE_GPUS") == "1":
@@ -94,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as entered:
         world = entered.enter_context(init(timeout=_TIMEOUT))
         ranks = _on_gpu(entered, world, _QUICK_BURSTS if options.quick else _BURSTS)
-        rows = measured(ranks, quick=options.quick, only=options.only)
+        rows = measured(ranks, quick=options.quick, only=options.only, experts=options.experts,
+                        weak=options.experts_of_rank)
         if world.rank:
             for _ in rows:
                 pass
@@ -124,11 +140,12 @@ def _on_gpu(entered: ExitStack, world: Any, bursts: int) -> Any:
     return Ranks(world, clock, stream, cp, bursts)
 
 
-def measured(ranks: Any, *, quick: bool, only: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all sections, or of some."""
+def measured(ranks: Any, *, quick: bool, only: Iterable[str] = (), **sizes_of: Any
+             ) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all sections, or of some. sizes_of: members of Sizes."""
     from ..bench.moe import dispatch, dispatch_given, dispatch_layer
 
-    sizes = dispatch_given.QUICK if quick else dispatch_given.FULL
+    sizes = (dispatch_given.QUICK if quick else dispatch_given.FULL)._replace(**sizes_of)
     sections: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
         "exchange": dispatch.exchange_rows, "dispatch": dispatch.dispatch_rows,
         "combine": dispatch.combine_rows, "layer": dispatch_layer.layer_rows}

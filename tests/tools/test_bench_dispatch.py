@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +15,19 @@ import numpy as np
 import pytest
 from experts_in_loops import Loops
 
+import cupy_fp8 as fp8
 from cupy_fp8 import backend
 from cupy_fp8.bench import ranks as timing
 from cupy_fp8.bench import steps
-from cupy_fp8.bench.moe import dispatch, dispatch_given, dispatch_layer
+from cupy_fp8.bench.moe import dispatch, dispatch_given, dispatch_layer, layer_fused
 from cupy_fp8.bench.moe import layer as layer_of_one
 from cupy_fp8.bench.ranks import Ranks
 from cupy_fp8.cli import bench as command
 from cupy_fp8.cli import bench_dispatch, info, launch
 from cupy_fp8.distributed import World, local
 
-TINY = dispatch_given.Sizes(sent=(5,), tokens=12, forward=(6,), step=6, experts=4, weak=2, topk=2, hidden=128,
-                            inner=128)
+TINY = dispatch_given.Sizes(sent=(5,), tokens=12, forward=(6,), steps=(6,), experts=4, weak=2, topk=2,
+                            hidden=128, inner=128)
 BOTH = ("p2p", "nccl")              # NumPy arrays have a transport of their own in place of either
 
 
@@ -80,6 +82,10 @@ def between(size: int, rows: Any, sizes: dispatch_given.Sizes = TINY) -> list[di
     (["dispatch"], "bench dispatch: --ranks says how many processes to start"),
     (["dispatch", "--ranks", "3"], "--ranks: expected a divisor of the 64 experts, got 3"),
     (["dispatch", "--ranks", "0"], "expected a number of 1 or more"),
+    (["dispatch", "--ranks", "4", "--experts", "10"], "--ranks: expected a divisor of the 10 experts, got 4"),
+    (["dispatch", "--ranks", "2", "--experts", "6"], "a token has 8 different ones"),
+    (["dispatch", "--ranks", "2", "--experts-of-rank", "3"], "a token has 8 different ones"),
+    (["moe", "--experts", "2"], "of `bench dispatch` alone"),
     (["moe", "--ranks", "2"], "of `bench dispatch` alone"),
     (["--quick"], "of `bench dispatch` alone"),
     (["dispatch", "--ranks", "2", "--only", "route"], "invalid choice: 'route'")], ids=str)
@@ -117,10 +123,12 @@ def test_ranks_are_started_and_their_rows_written(code, gpus, tmp_path, monkeypa
 
     monkeypatch.setattr(launch, "run", run)
     path = tmp_path / "rows.json"
-    options = ["--ranks", "4", "--quick", "--only", "layer", "--only", "combine", "--share-gpus"]
+    options = ["--ranks", "4", "--quick", "--only", "layer", "--only", "combine", "--share-gpus",
+               "--experts", "256"]
     assert command.main(["dispatch", *options, "--json", str(path)]) == bool(code)
     assert started == [([sys.executable, "-m", bench_dispatch.__name__],
-                        ["--quick", "--only=layer", "--only=combine"], 4, True)]
+                        ["--quick", "--only=layer", "--only=combine", "--experts=256",
+                         "--experts-of-rank=16"], 4, True)]
     row, *problems = json.loads(path.read_text())["results"]
     assert row == {"op": "dispatch", "us": 1}
     said = "a rank ended with exit code 3; what it said is above"
@@ -136,7 +144,9 @@ def test_the_options_of_a_rank_are_those_of_the_command(monkeypatch):
     parser = argparse.ArgumentParser()
     bench_dispatch.add_options(parser)
     assert parser.parse_args(["--ranks", "8"]).only == []
-    assert dispatch_given.FULL.experts == bench_dispatch._EXPERTS
+    full = dispatch_given.FULL
+    assert (full.experts, full.weak, full.topk) == (
+        bench_dispatch._EXPERTS, bench_dispatch._OF_RANK, bench_dispatch._SLOTS)
     assert set(dispatch_given.QUICK.sent) < set(dispatch_given.FULL.sent)
 
 
@@ -250,10 +260,12 @@ def test_rows_of_the_layer(few, monkeypatch):
     alone = between(1, dispatch_layer.layer_rows)
     monkeypatch.setattr(dispatch_layer, "call_times", lambda step, clock: {"route": 2.0})    # of one thread
     for rows, size in ((alone, 1), (between(2, dispatch_layer.layer_rows), 2)):
+        *rows, of_deepgemm = rows
         assert [row["variant"] for row in rows] == ["p2p FP8", "nccl FP8", "nccl bf16"] * 2
         assert [row["section"] for row in rows] == ["forward"] * 3 + ["forward and backward"] * 3
         assert [row["experts"] for row in rows] == [4] * 3 + [2 * size] * 3
         assert [row.get("skipped") for row in rows] == [None, None, "rank 0: no PyTorch"] * 2
+        assert of_deepgemm["skipped"] == "rank 0: it needs PyTorch and a GPU"
         assert rows[3]["shape"] == [2, 6, 2, 128, 128]
         assert not [row for row in rows if "problem" in row]
     assert list(alone[0]["calls_us"]) == ["route", "x tokens", "dispatch", "h", "activation", "rows out",
@@ -271,7 +283,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_in_bf16_beside_the_layer(loops, few):
-    rows = between(1, dispatch_layer.layer_rows)
+    *rows, of_deepgemm = between(1, dispatch_layer.layer_rows)
+    assert "deep_gemm: " in of_deepgemm["skipped"]
     assert [row["variant"] for row in rows] == ["p2p FP8", "nccl FP8", "nccl bf16"] * 2
     for row in (rows[2], rows[5]):
         assert row["by"] == "loops"
@@ -284,11 +297,11 @@ def test_both_layers_compute_the_same(loops):
     def run(world: World) -> Any:
         ranks, task = Ranks(world, Ticks(), None, np), dispatch_layer.Task(6, 4, True)
         to, found = dispatch_given.uniform(ranks, 6, 4, 2), []
-        for fp8 in (True, False):
+        for in_fp8 in (True, False):
             given = layer_of_one.problem(task.shape(ranks, TINY), np, seed=world.rank)
-            way = dispatch_given.Way("p2p", fp8)
-            with dispatch_given.parallel(ranks, TINY, way, 6, 4, align=task.align(fp8)) as ep:
-                layer: Any = (dispatch_layer.Fp8(ep, given, to.own, task) if fp8
+            way = dispatch_given.Way("p2p", in_fp8)
+            with dispatch_given.parallel(ranks, TINY, way, 6, 4, align=task.align(in_fp8)) as ep:
+                layer: Any = (dispatch_layer.Fp8(ep, given, to.own, task) if in_fp8
                               else dispatch_layer.OfTorch(ep, given, to.own))
                 layer.both()
                 found.append([np.array(a, np.float32) for a in layer.both()])
@@ -394,3 +407,39 @@ def test_all_values_have_a_column():
     assert len(first) == len(bench_dispatch._HEADING)
     assert [line.strip() for line in rest] == ["the exchange alone: 90.00 µs, in a graph 89.00", "a note",
                                                "p2p FP8      PROBLEM: other bytes: graph"]
+
+
+@pytest.mark.parametrize(("factor", "problem"), [(1, None), (1.5, "y is off by 50.0%")])
+def test_the_row_of_deepgemm(factor, problem, few, monkeypatch):
+    """Results of a function in its place are compared with ours. Ranks connect to the port of rank 0."""
+    places = []
+
+    @contextmanager
+    def fused(module: Any, given: Any, up: Any, down: Any, place: Any) -> Iterator[Any]:
+        places.append(place)
+        world = World(place.rank, place.ranks, place.rank)
+        assert (given.chosen == dispatch_given.uniform(Ranks(world, Ticks(), None, np), 6, 4, 2).own).all()
+        weights = [fp8.dequantize(each.rowwise, dtype=np.float32) for each in (up, down)]
+        assert weights[0].shape == (2, 256, 128)
+        yield lambda: y_of[place.rank] * np.float32(factor)
+
+    y_of: dict[int, np.ndarray] = {}
+    forward = dispatch_layer.Fp8.forward
+
+    def noted(layer: Any) -> Any:
+        y = forward(layer)
+        y_of[layer._ep.rank] = y.astype(np.float32)
+        return y
+
+    monkeypatch.setattr(dispatch_layer, "torch_problem", lambda: None)
+    monkeypatch.setattr(dispatch_layer.Fp8, "forward", noted)
+    monkeypatch.setattr(layer_fused, "library", object)
+    monkeypatch.setattr(layer_fused, "fused", fused)
+    task, way = dispatch_layer.Task(6, 4, False), dispatch_given.Way("p2p", True)
+    rows = local(2).run(lambda world: dispatch_layer._fused(
+        Ranks(world, Ticks(), None, np, 2), TINY, way, task))
+    assert rows[0] == rows[1]
+    assert rows[0].get("problem") == problem
+    assert rows[0]["shape"] == [2, 6, 2, 128, 128]
+    assert sorted(place[:2] for place in places) == [(0, 2), (1, 2)]
+    assert len({place.port for place in places}) == 1

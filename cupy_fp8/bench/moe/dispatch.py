@@ -134,9 +134,8 @@ def finished(ranks: Ranks, row: Row, first: Row | None) -> Row:
 
 
 def group(ranks: Ranks, section: str, size: dict[str, int],
-          ways: Sequence[tuple[str, Callable[[], Row]]]) -> Iterator[Row]:
-    """Yield rows that are compared with the first of them."""
-    first: Row | None = None
+          ways: Sequence[tuple[str, Callable[[], Row]]], first: Row | None = None) -> Iterator[Row]:
+    """Yield rows that are compared with `first`, or with the first of them."""
     for variant, measured in ways:
         row = finished(ranks, {"op": "dispatch", "section": section, "variant": variant,
                                "ranks": ranks.world.size, **size} | measured(), first)

@@ -25,13 +25,13 @@ _SPARE = 1.25                       # a rank's rows, relative to the mean
 
 class Sizes(NamedTuple):
     """sent: rows that a rank sends; tokens: of a rank, for the whole dispatch and the way back; forward,
-    step: tokens of the layers. experts: of all ranks; weak: of each rank, where their number grows with the
+    steps: tokens of the layers. experts: of all ranks; weak: of each rank, where their number grows with the
     ranks (weak scaling)."""
 
     sent: tuple[int, ...] = (64, 4096, 32768)
     tokens: int = 8192
     forward: tuple[int, ...] = (4096, 128, 16, 1)
-    step: int = 4096
+    steps: tuple[int, ...] = (4096, 128)
     experts: int = 64
     weak: int = 16
     topk: int = 8
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 FULL = Sizes()
-QUICK = FULL._replace(sent=(64, 4096), forward=(4096, 16))
+QUICK = FULL._replace(sent=(64, 4096), forward=(4096, 16), steps=(4096,))
 
 
 class Way(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +18,12 @@ from ...ops.moe.offsets import splits_to_offsets
 from ...recipes import quantize
 from ..ranks import Ranks
 from ..steps import call_times
+from . import layer_fused
 from .dispatch import group, same_bytes, timed
 from .dispatch_given import RECIPE, Destinations, Sizes, Way, bound, parallel, uniform
-from .layer import CALL, Problem, Shape, problem
+from .layer import CALL, Problem, Shape, problem, relative_error
 from .layer_peers import BF16_ALIGN, Bf16, tensor
-from .layer_rows import Row, torch_problem
+from .layer_rows import MOST_ERROR, Row, torch_problem
 
 
 class Task(NamedTuple):
@@ -33,6 +36,10 @@ class Task(NamedTuple):
     def shape(self, ranks: Ranks, sizes: Sizes) -> Shape:
         """Return what a rank computes, on average."""
         return Shape(self.experts // ranks.world.size, self.tokens, sizes.topk, sizes.hidden, sizes.inner)
+
+    @property
+    def size(self) -> dict[str, int]:
+        return {"tokens": self.tokens, "experts": self.experts}
 
     def align(self, fp8: bool) -> int:
         if not fp8:
@@ -99,18 +106,18 @@ class Fp8(_Steps):
 
     def __init__(self, ep: ExpertParallel, given: Problem, chosen: Array, task: Task) -> None:
         super().__init__(ep, given, chosen)
-        self._layer = Experts(given.up, given.down, RECIPE)
+        self.experts = Experts(given.up, given.down, RECIPE)
         self._options: dict[str, Any] = {"keep": "bf16" if task.both else None, "align": task.align(True)}
-        self._buffers = self._layer.empty(rows=ep.rows, **self._options)
+        self._buffers = self.experts.empty(rows=ep.rows, **self._options)
 
     def _sent(self, name: str, x: Array) -> Any:
         return self._call(f"{name} tokens", quantize, x, RECIPE).rowwise
 
     def _experts(self, rows: Any, splits: Array, row_probs: Array) -> tuple[Any, Any]:
-        return self._layer.forward_rows(rows, splits, row_probs, out=self._buffers, **self._options)
+        return self.experts.forward_rows(rows, splits, row_probs, out=self._buffers, **self._options)
 
     def _experts_backward(self, grad_rows: Any, saved: Any) -> tuple[Any, ...]:
-        return self._layer.backward_rows(grad_rows, saved, out=self._buffers)
+        return self.experts.backward_rows(grad_rows, saved, out=self._buffers)
 
 
 class OfTorch(_Steps):
@@ -132,10 +139,12 @@ class OfTorch(_Steps):
 
 # ---- rows ----
 def layer_rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName]) -> Iterator[Row]:
-    """Yield forward passes of experts shared by the ranks, and a step with the same number of experts on each
-    rank."""
-    tasks = [Task(tokens, sizes.experts, False) for tokens in sizes.forward]
-    for task in [*tasks, Task(sizes.step, sizes.weak * ranks.world.size, True)]:
+    """Yield forward passes of experts shared by the ranks, and steps with the same number of experts on each
+    rank. DeepGEMM comes last, since an error of its kernel may end everything on the GPU."""
+    firsts: dict[Task, Row] = {}
+    forward = [Task(tokens, sizes.experts, False) for tokens in sizes.forward]
+    steps = [Task(tokens, sizes.weak * ranks.world.size, True) for tokens in sizes.steps]
+    for task in (*forward, *steps):
         to = uniform(ranks, task.tokens, task.experts, sizes.topk)
         ways: list[tuple[str, Callable[[], Row]]] = [
             (str(way), partial(_layer, ranks, sizes, way, task, to))
@@ -143,7 +152,35 @@ def layer_rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName]) 
         if "nccl" in transports:
             ways.append((str(Way("nccl", False)), partial(_bf16, ranks, sizes, task, to)))
         section = "forward and backward" if task.both else "forward"
-        yield from group(ranks, section, {"tokens": task.tokens, "experts": task.experts}, ways)
+        for row in group(ranks, section, task.size, ways):
+            firsts.setdefault(task, row)
+            yield row
+    for task in forward if transports else ():
+        way = Way(transports[0], True)
+        yield from group(ranks, "forward in one kernel", task.size, [
+            ("DeepGEMM", partial(_fused, ranks, sizes, way, task))], firsts[task])
+
+
+def _fused(ranks: Ranks, sizes: Sizes, way: Way, task: Task) -> Row:
+    module = layer_fused.library() if torch_problem() is None else "it needs PyTorch and a GPU"
+    why = ranks.problem(module if isinstance(module, str) else None)
+    if why is not None:
+        return {"skipped": why}
+    given = problem(task.shape(ranks, sizes), ranks.xp, seed=ranks.world.rank)
+    to = uniform(ranks, task.tokens, task.experts, sizes.topk)
+    with _connected(ranks, sizes, way, task) as ep:
+        layer = Fp8(ep, given, to.own, task)
+        y = layer.forward().copy()
+    (port,) = struct.unpack("!H", ranks.world.gather(struct.pack("!H", layer_fused.free_port()))[0])
+    place = layer_fused.Place(ranks.world.rank, ranks.world.size, port)
+    given = replace(given, chosen=to.own)
+    with layer_fused.fused(module, given, layer.experts.up, layer.experts.down, place) as forward:
+        made = from_dlpack(forward())
+        ranks.clock.wait()
+        (error,) = ranks.slowest([relative_error([made], [y])])
+        row = _timed_alone(ranks, forward) | {"error": round(error, 4), "by": layer_fused.NAME}
+    row |= _rate(row, ranks, sizes, task)
+    return row if error <= MOST_ERROR else row | {"problem": f"y is off by {error:.1%}"}
 
 
 def _bf16(ranks: Ranks, sizes: Sizes, task: Task, to: Destinations) -> Row:
@@ -152,19 +189,22 @@ def _bf16(ranks: Ranks, sizes: Sizes, task: Task, to: Destinations) -> Row:
 
 
 def _layer(ranks: Ranks, sizes: Sizes, way: Way, task: Task, to: Destinations) -> Row:
-    align = task.align(way.fp8)
-    rows = bound(ranks, task.tokens, task.experts, sizes.topk, align)
-    with parallel(ranks, sizes, way, task.tokens, task.experts, rows=rows, align=align) as ep:
+    with _connected(ranks, sizes, way, task) as ep:
         return _timed(ranks, sizes, ep, way, task, to)
 
 
+def _connected(ranks: Ranks, sizes: Sizes, way: Way, task: Task) -> ExpertParallel:
+    align = task.align(way.fp8)
+    rows = bound(ranks, task.tokens, task.experts, sizes.topk, align)
+    return parallel(ranks, sizes, way, task.tokens, task.experts, rows=rows, align=align)
+
+
 def _timed(ranks: Ranks, sizes: Sizes, ep: ExpertParallel, way: Way, task: Task, to: Destinations) -> Row:
-    shape = task.shape(ranks, sizes)
-    given = problem(shape, ranks.xp, seed=ranks.world.rank)
+    given = problem(task.shape(ranks, sizes), ranks.xp, seed=ranks.world.rank)
     layer: _Steps = Fp8(ep, given, to.own, task) if way.fp8 else OfTorch(ep, given, to.own)
     del given
     step = layer.both if task.both else layer.forward
-    row = (_of_fp8 if way.fp8 else _of_torch)(ranks, step)
+    row = (_of_fp8 if way.fp8 else _timed_alone)(ranks, step)
 
     def after_meeting() -> None:
         layer.meet()
@@ -173,9 +213,15 @@ def _timed(ranks: Ranks, sizes: Sizes, ep: ExpertParallel, way: Way, task: Task,
     calls = call_times(after_meeting, ranks.clock)
     row["calls_us"] = {name: round(us, 1) for name, us in zip(calls, ranks.middle(list(calls.values())),
                                                               strict=True)}
-    row |= {f"{name}tflops": round(shape.flops * (3 if task.both else 1) / row[f"{name}us"] / 1e6, 1)
-            for name in ("", "graph_") if f"{name}us" in row}
-    return row | {"shape": list(shape)} | ({"by": layer.name} if layer.name else {})
+    return row | _rate(row, ranks, sizes, task) | ({"by": layer.name} if layer.name else {})
+
+
+def _rate(row: Row, ranks: Ranks, sizes: Sizes, task: Task) -> Row:
+    """Return a rank's shape and its TFLOP/s."""
+    shape = task.shape(ranks, sizes)
+    flops = shape.flops * (3 if task.both else 1)
+    return {"shape": list(shape)} | {f"{name}tflops": round(flops / row[f"{name}us"] / 1e6, 1)
+                                     for name in ("", "graph_") if f"{name}us" in row}
 
 
 def _of_fp8(ranks: Ranks, step: Callable[[], Any]) -> Row:
@@ -184,7 +230,8 @@ def _of_fp8(ranks: Ranks, step: Callable[[], Any]) -> Row:
     return timed(ranks, step, same_bytes(ranks, lambda: results), queued=False)
 
 
-def _of_torch(ranks: Ranks, step: Callable[[], Any]) -> Row:
+def _timed_alone(ranks: Ranks, step: Callable[[], Any]) -> Row:
+    """Time another library's step, whose bytes may differ from run to run."""
     step()
     time = ranks.time(step, queued=False)
     return {"us": round(time.us, 2), "spread_percent": round(time.spread, 2),

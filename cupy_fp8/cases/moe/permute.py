@@ -31,8 +31,8 @@ _OTHERS: tuple[dict[str, Any], ...] = (
     {"topk": 40, "experts": 50}, {"topk": 9, "experts": 2}, {"topk": 2, "experts": 1024, "form": "mask"},
     {"topk": 0, "experts": 4, "form": "mask", "align": 2})
 #: of (slots, most rows of a token), as many as a program of unpermute sums at once, and others
-_USED = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 3), (6, 1), (6, 2), (6, 4), (6, 5), (8, 0), (8, 1), (8, 2), (8, 4),
-         (8, 7), (10, 3))
+_USED = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 3), (6, 1), (6, 2), (6, 4), (6, 5), (8, 0), (8, 1), (8, 2),
+         (8, 4), (8, 7), (10, 3))
 _FEW: tuple[dict[str, Any], ...] = (
     {"topk": 2, "experts": 4, "align": 8}, {"topk": 3, "experts": 5, "form": "mask"},
     {"topk": 2, "experts": 3, "align": 16, "form": "mask of any"})
