@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -28,6 +29,9 @@ from .world import World
 
 _INSTALL = "pip install 'cupy_fp8[distributed]' (CUDA 12: [distributed12])"
 _POLLS_PER_SECOND = 20_000
+#: most NCCL groups ahead of the GPU: if a GPU waits for a lost rank and its queue is full, a launch waits
+#: without a limit
+_MOST_AHEAD = 64
 
 
 def nccl_problem() -> str | None:
@@ -97,6 +101,7 @@ class Nccl(Windows):
             raise backend.DeviceError("transport 'nccl': " + "; ".join(
                 f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
         self.lib, self._timeout = _nccl(), timeout
+        self._ends: deque[Any] = deque()        # events after groups
         super().__init__(world, facts, split, device)
         self._staging: Memory | None = None
         self._rows: Memory | None = None
@@ -233,9 +238,20 @@ class Nccl(Windows):
     # ---- failures, and the end ----
     def wait(self) -> None:
         """Wait for the stream; abort NCCL after the timeout."""
-        cuda = backend.cupy().cuda
-        event, end = cuda.Event(disable_timing=True), time.monotonic() + self._timeout
-        event.record()
+        self._wait_for(_recorded())
+
+    def begin_group(self) -> None:
+        """Check for errors, and wait until few enough groups are ahead of the GPU."""
+        self.check()
+        if len(self._ends) == _MOST_AHEAD and not self._capturing():
+            self._wait_for(self._ends.popleft())
+
+    def end_group(self) -> None:
+        if not self._capturing():
+            self._ends.append(_recorded())
+
+    def _wait_for(self, event: Any) -> None:
+        end = time.monotonic() + self._timeout
         while not event.done:
             self.check()
             if time.monotonic() > end:
@@ -273,6 +289,12 @@ class Nccl(Windows):
                 memory.free()
 
 
+def _recorded() -> Any:
+    event = backend.cupy().cuda.Event(disable_timing=True)
+    event.record()
+    return event
+
+
 class _Group:
     """An NCCL group of sends and receives. NCCL's errors become RankError."""
 
@@ -280,7 +302,7 @@ class _Group:
         self._nccl = nccl
 
     def __enter__(self) -> None:
-        self._nccl.check()
+        self._nccl.begin_group()
         self._nccl.lib.groupStart()
 
     def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
@@ -291,3 +313,4 @@ class _Group:
             error = error or of_group
         if isinstance(error, failure):
             self._nccl.abort(str(error))
+        self._nccl.end_group()
