@@ -115,7 +115,7 @@ def _cases_of(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | Non
         for by in probs:
             yield Case(op, turn(dtypes, i), (50, 40), turn(kinds, i), options={**routed, "probs": by})
     for i, (topk, used) in enumerate(_USED):
-        for shape in ((70, 40), (33, 8), (5, 4200)):
+        for shape in ((70, 40), (700, 8), (5, 4200)):
             yield Case(op, turn(dtypes, i), shape, turn(kinds, i + i // 2), options={
                 "topk": topk, "experts": 12, "used": used, "probs": turn(probs, i + i // 3)})
     # rows with more bytes than a block's threads load at once; and more routes than a block has threads
