@@ -23,8 +23,9 @@
 #include "matmul/wgmma_copies.cuh"
 
 // ---- the warp that finds tiles ----
-// Indices of a cluster's tiles. With sizes of K, clusters take turns. Tiles of rows take different times, so
-// each cluster fetches its next one dynamically: its first block does, and tells both.
+// Indices of a cluster's tiles. Tiles take different times, and other kernels may hold multiprocessors, so
+// each cluster fetches its next one dynamically: its first block does, and tells both. Without `taken`, for
+// tiles too short for that, clusters take turns.
 struct TileNumbers {
     u32* const taken;
     const int lane = threadIdx.x % 32, rank = cluster_rank(), clusters = gridDim.x / kClusterBlocks;
@@ -34,7 +35,7 @@ struct TileNumbers {
     __device__ __forceinline__ explicit TileNumbers(u32* of_launch) : taken(of_launch) {}
     __device__ __forceinline__ int next(Shared& shared) {
         if (number < 0) return number = blockIdx.x / kClusterBlocks;
-        if (kSizesOfK) return number += clusters;
+        if (!taken) return number += clusters;
         PhaseBarrier* const full = &shared.numbered.full[position.at];
         if (lane == 0) {
             arrive_expecting(full, sizeof(int));
@@ -54,7 +55,7 @@ struct TileNumbers {
     // Call from each cluster after its last tile. The last cluster clears the words, since nobody takes a
     // number any more.
     __device__ __forceinline__ void end() {
-        if (kSizesOfK || rank != 0 || lane != 0) return;
+        if (!taken || rank != 0 || lane != 0) return;
         if (atomicAdd(taken + 1, 1u) != (u32)clusters - 1) return;
         atomicExch(taken, 0u);
         atomicExch(taken + 1, 0u);

@@ -89,13 +89,18 @@ def launches(call: Call, problem: Problem, share: int) -> Iterator[Launch]:
 def _adds_in_blocks(call: Call, p: Problem) -> bool:
     """Return whether what products are added to is loaded to shared memory: for groups of few columns, which
     are bound by memory. With many, a fourth stage is worth more."""
+    return p.accumulate and _few_columns(call, p)
+
+
+def _few_columns(call: Call, p: Problem) -> bool:
+    """Return whether tiles are short, since groups have few columns on average."""
     few = _FEW_COLUMNS_ON_CPU if call.xp is np else _FEW_COLUMNS
-    return p.accumulate and p.sizes_of_k and p.total < few * p.groups
+    return p.sizes_of_k and p.total < few * p.groups
 
 
 def _taken(call: Call, p: Problem) -> int:
-    """Return the address of the counters by which clusters take tiles."""
-    return 0 if p.sizes_of_k else call.workspace("tiles of products", 2)
+    """Return the address of the counters by which clusters take tiles; 0: they take turns."""
+    return 0 if _few_columns(call, p) else call.workspace("tiles of products", 2)
 
 
 def tiles_of(problem: Problem, rows: int, columns: int) -> int:

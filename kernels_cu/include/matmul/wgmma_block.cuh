@@ -57,8 +57,7 @@ struct WgmmaParams {
     TensorMap out_part_map;        // in boxes of kPartRows; not with sizes of K
     Product product;
     TensorMap* maps;               // [blocks of the grid, kMaps, 2] of groups, for sizes of K
-    u32* taken;                    // not with sizes of K: tiles taken, and clusters done. Both are 0 again at
-                                   // the end.
+    u32* taken;                    // tiles taken, and clusters done, or null. Both are 0 again at the end.
     // 1: the copy engine copies scales too: those of neighbouring rows of A (kVectors: and of B) are
     // adjacent, and all lines of scales begin at multiples of 16 bytes
     u32 copies_scales;
