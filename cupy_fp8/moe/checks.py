@@ -172,6 +172,11 @@ def saved(experts: Experts, given: Any, out: Any, *, of_rows: bool) -> Saved:
     return given
 
 
+def function(given: Any, name: str, of: str) -> None:
+    if given is not None and not callable(given):
+        raise TypeError(f"{name}: expected a function of the {of}, got {type_name(given)}")
+
+
 def gradient(experts: Experts, grad: Any, name: str, held: Saved, accumulate: Any) -> None:
     """grad: already checked by `tokens`; held: the result of `saved`."""
     powers_of_two(experts, grad, name, None if held.routing else held.splits)

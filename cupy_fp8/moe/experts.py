@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, Generic, NoReturn, overload
 
 from .. import backend
@@ -103,10 +103,7 @@ class Experts(Unique, Generic[Gradients]):
             "form": choice(form, "form", FORMS), "clamp": clamp,
             "interleaved": flag(interleaved, "interleaved")}
         self.dtype = lookup(dtype, INPUT_DTYPES, "dtype").dtype
-        shape, other = weights.check(up, "up"), weights.check(down, "down")
-        self.num_experts, self.inner, self.hidden = experts, inner, hidden = shape[0], other[2], shape[2]
-        if shape[1] != 2 * inner or other != (experts, hidden, inner):
-            raise ValueError(f"up, down: expected [E, 2 F, H] and [E, H, F], got {shape} and {other}")
+        self.num_experts, self.inner, self.hidden = experts, inner, hidden = weights.sizes(up, down)
         array = weights.kind(up)
         self._xp = backend.module_of(array, "up")
         backend.require_module(weights.kind(down), self._xp, "down")
@@ -115,9 +112,7 @@ class Experts(Unique, Generic[Gradients]):
         if isinstance(self.recipe, DelayedScaling):
             self.state = DelayedScalingState(len(TENSORS), self.recipe, like=array)
         self._scales = {name: self._scale_of(i) for i, name in enumerate(TENSORS)}
-        self._weights = self.recipe
-        if isinstance(self.recipe, BlockScaling):
-            self._weights = replace(self.recipe, block=(GROUP, GROUP), scale_layout="gemm_ready")
+        self._weights = weights.recipe_of(self.recipe)
         self._flow = FLOWS[dataflow](self.recipe, self._scales)
         self._own = [not isinstance(given, (Scaled, Quantized)) for given in (up, down)]
         self._held = [weights.take(given, self._weights, **self._scales[name])
@@ -350,21 +345,24 @@ class Experts(Unique, Generic[Gradients]):
         if saved.rows is None:
             again, row_probs = self._flow.send_both(call, "x", saved.tokens, routing, saved.probs)
             saved = Saved(**vars(saved) | {"rows": again, "row_probs": row_probs})
-        dx_rows, dp, *others = self._backward_rows(call, rows, saved, accumulate)
+        dx_rows, dp, *others = self._backward_rows(call, rows, saved, accumulate, None)
         made: Any = call("dx", permute_backward, dx_rows, routing, probs_grad=dp)
         return (made, None, *others) if dp is None else (*made, *others)        # type: ignore[return-value]
 
     def backward_rows(self, grad_rows: Array | Scaled, saved: Saved | None, *,
-                      accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None) -> Gradients:
+                      accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None,
+                      on_rows: Callable[[TypedArray, TypedArray | None], object] | None = None) -> Gradients:
         """Run `backward` on rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32
-        [R] or None, d_up, d_down; with biases their gradients)."""
+        [R] or None, d_up, d_down; with biases their gradients). on_rows: called with the first two, before
+        the others are enqueued, so that another stream can send them meanwhile."""
+        checks.function(on_rows, "on_rows", "gradients of the rows and of row_probs")
         saved = checks.saved(self, saved, out, of_rows=True)
         assert saved.rows is not None
         checks.tokens(self, grad_rows, "grad_rows", (saved.rows.shape[0], self.hidden), dispatched=True)
         checks.gradient(self, grad_rows, "grad_rows", saved, accumulate)
-        return self._backward_rows(Calls(out), grad_rows, saved, accumulate)
+        return self._backward_rows(Calls(out), grad_rows, saved, accumulate, on_rows)
 
-    def _backward_rows(self, call: Calls, grad_rows: Any, saved: Saved, accumulate: Any) -> Any:
+    def _backward_rows(self, call: Calls, grad_rows: Any, saved: Saved, accumulate: Any, on_rows: Any) -> Any:
         flow, splits = self._flow, saved.splits
         rows, hidden, activation = saved.rows, saved.hidden, saved.activation
         if saved.keep != "bf16":
@@ -383,13 +381,15 @@ class Experts(Unique, Generic[Gradients]):
                             probs=saved.row_probs, columnwise=both, **self._activation,
                             **self._biases.of_up(splits), **self._scales["hidden_grad"])
         self._biases.add_to_probs(dp, grads, splits)
+        dx = call("rows grad", grouped_matmul_nt, d_hidden, self.up.T, splits, dtype=self.dtype)
+        if on_rows is not None:
+            on_rows(dx, dp)
         d_down = self._weight_grad(call, "down grad", flow.columns(call, "grad", grads, splits),
                                    flow.columns(call, "activation", activation, splits), splits,
                                    saved.align, accumulate and accumulate[1])
         columns = d_hidden.T if both else flow.columns(call, "hidden_grad", d_hidden, splits)
         d_up = self._weight_grad(call, "up grad", columns, flow.columns(call, "x", rows, splits), splits,
                                  saved.align, accumulate and accumulate[0])
-        dx = call("rows grad", grouped_matmul_nt, d_hidden, self.up.T, splits, dtype=self.dtype)
         if not self._biases:
             return dx, dp, d_up, d_down
         return dx, dp, d_up, d_down, self._biases.gradients(call, d_hidden, grads, splits, saved.row_probs)

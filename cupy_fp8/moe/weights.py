@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..advice import type_name
@@ -35,6 +36,23 @@ def check(given: Any, name: str) -> tuple[int, ...]:
     if len(shape) != 3 or 0 in shape:
         raise ValueError(f"{name}: expected [experts, N, K], got shape {shape}")
     return shape
+
+
+def sizes(up: Any, down: Any) -> tuple[int, int, int]:
+    """Check the weights of a layer, and return E, F and H."""
+    (experts, both, hidden), other = check(up, "up"), check(down, "down")
+    inner = other[2]
+    if both != 2 * inner or other != (experts, hidden, inner):
+        raise ValueError(f"up, down: expected [E, 2 F, H] and [E, H, F], got {(experts, both, hidden)} and "
+                         f"{other}")
+    return experts, inner, hidden
+
+
+def recipe_of(recipe: Recipe) -> Recipe:
+    """Return how weights are quantised: in square blocks, if tokens have blocks."""
+    if isinstance(recipe, BlockScaling):
+        return replace(recipe, block=_SQUARE, scale_layout="gemm_ready")
+    return recipe
 
 
 def kind(given: Any) -> Array:

@@ -164,8 +164,15 @@ def test_rows(keep, run):
     x, grad = (fp8.BlockScaling().quantize(a) for a in (given.x, given.grad))
     rows, p = fp8.permute(x, routing, probs=given.probs)
     out, saved = experts.forward_rows(rows, routing.aligned_splits, p, keep=keep)
-    d_rows, dp, d_up, d_down = experts.backward_rows(fp8.permute(grad, routing), saved)
+    early: list[Any] = []
+
+    def send(*of_rows: Any) -> None:
+        early.extend(fp8.permute_backward(of_rows[0], routing, probs_grad=of_rows[1]))
+
+    d_rows, dp, d_up, d_down = experts.backward_rows(fp8.permute(grad, routing), saved, on_rows=send)
     dx, dprobs = fp8.permute_backward(d_rows, routing, probs_grad=dp)
+    for got, wanted in zip(early, (dx, dprobs), strict=True):
+        testing.assert_bytes_equal(got, wanted)
     found = fp8.unpermute(out, routing), dx, dprobs, d_up, d_down
     for got, wanted in zip(found, step(experts, given, keep=keep), strict=True):
         testing.assert_bytes_equal(got, wanted)

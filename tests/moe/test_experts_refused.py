@@ -120,6 +120,8 @@ WRONG: dict[str, Any] = {
     "tokens to backward_rows": (lambda: EXPERTS.backward_rows(fp8.quantize_block(GIVEN.grad), SAVED),
         ValueError,
                                 "saved: comes from forward, whose gradients backward computes"),
+    "no function": (lambda: EXPERTS.backward_rows(fp8.quantize_block(GIVEN.grad), of_rows(), on_rows=1),
+                    TypeError, "on_rows: expected a function of the gradients of the rows and of row_probs"),
     "a gradient": (lambda: EXPERTS.backward(GIVEN.grad[:4], SAVED), ValueError,
                    "grad: expected shape (48, 160), got (4, 160)"),
     "sums": (lambda: EXPERTS.backward(GIVEN.grad, SAVED, accumulate=(GIVEN.up, GIVEN.down)), ValueError,
