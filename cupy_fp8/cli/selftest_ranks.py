@@ -45,6 +45,7 @@ class Case(NamedTuple):
     to: int | None = None
     probs: bool = True
     wide: bool = False
+    num_sms: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -70,6 +71,8 @@ CASES = (
     Case("many slots", topk=40, local=12, hidden=128, tokens=((3, 2, 1, 3),)),
     Case("wide rows", hidden=7168, topk=8, local=4, tokens=((5, 6, 0, 3),)),
     Case("wide rows, exact", hidden=7168, topk=8, local=4, tokens=((5, 6, 0, 3),), exact=True),
+    Case("wide rows, few multiprocessors", hidden=7168, topk=8, local=4, tokens=((5, 6, 0, 3),), num_sms=3),
+    Case("few multiprocessors, exact", exact=True, num_sms=1),
 )
 
 
@@ -110,7 +113,8 @@ def parallel(world: World, case: Case, like: Any, transport: Any = "auto", **opt
         world, num_experts=world.size * case.local, max_tokens=max(1, tokens), hidden=case.hidden,
         topk=case.topk,
         align=case.align, rows=case.rows, recipe=case.recipe, dtype=case.dtype,
-        reduce="exact" if case.exact else "rank", transport=transport, like=like, **options)
+        reduce="exact" if case.exact else "rank", transport=transport, num_sms=case.num_sms, like=like,
+        **options)
 
 
 def step(ep: ExpertParallel, g: Given, case: Case, out: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -37,9 +37,10 @@ _PROCESS = secrets.token_bytes(16)
 class Windows(Transport):
     """Transport by kernels that write to windows; subclasses choose whose."""
 
-    def __init__(self, world: World, facts: Facts, split: Split, device: int | None) -> None:
+    def __init__(self, world: World, facts: Facts, split: Split, device: int | None, num_sms: int | None
+                 ) -> None:
         super().__init__(world, facts, split)
-        self.device = device
+        self.device, self._num_sms = device, num_sms
         self.memory = Memory(self.layout.nbytes, device)
         like = np if device is None else backend.cupy()
         self._state = zeros(3 + len(Direction), np.uint32, like=like)
@@ -52,16 +53,16 @@ class Windows(Transport):
         raise NotImplementedError
 
     def launch(self, make: Callable[..., Launch], direction: Direction, *args: Any) -> None:
-        """Run make(windows, *args); on the CPU together with the launches of all ranks. On the GPU the launch
-        is reused for the same memory."""
+        """Run make(windows, *args, num_sms=…); on the CPU together with the launches of all ranks. On the GPU
+        the launch is reused for the same memory."""
         if self.device is None:
-            self.world._together(make(self.members(direction), *args))
+            self.world._together(make(self.members(direction), *args, num_sms=self._num_sms))
             return
         key = make, direction, *map(_place, args)
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = make(self.members(direction), *args)
+            self._known[key] = make(self.members(direction), *args, num_sms=self._num_sms)
             self._known[key].keep()
         self._known[key].run()
 
@@ -104,8 +105,9 @@ class Direct(Windows):
 
     name = "p2p"
 
-    def __init__(self, world: World, facts: Facts, split: Split, device: int | None, timeout: float) -> None:
-        super().__init__(world, facts, split, device)
+    def __init__(self, world: World, facts: Facts, split: Split, device: int | None, num_sms: int | None,
+                 timeout: float) -> None:
+        super().__init__(world, facts, split, device, num_sms)
         self._timeout = int(timeout * 1e9)
         self._at = {split.me: self.memory.at}
         self._opened: list[int] = []                # through CUDA IPC

@@ -18,14 +18,11 @@ from ..routing import Routing
 from .layout import Piece
 from .slots import Split
 
-_THREADS = 256
-_TOKENS, _ROWS = (Kernel("distributed/exchange", entry, block=_THREADS)
-                  for entry in ("send_tokens", "send_rows"))
-_SUMS = Kernel("distributed/sums", "send_sums", block=_THREADS)
-_WARPS = _THREADS // 32
-#: blocks per multiprocessor, enough to keep the links busy; on the CPU in all, where those of every rank run
-#: at once
-_BLOCKS, _BLOCKS_ON_CPU = 2, 2
+#: The most threads that a block may have, for which registers suffice.
+_TOKENS, _ROWS = (Kernel("distributed/exchange", entry, block=1024) for entry in ("send_tokens", "send_rows"))
+_SUMS = Kernel("distributed/sums", "send_sums", block=512)
+#: threads of blocks, and blocks per multiprocessor, enough to keep the links busy
+_THREADS, _BLOCKS, _MULTIPROCESSORS_OF_CPU = 256, 2, 1
 
 
 class Part(NamedTuple):
@@ -78,46 +75,53 @@ class Sent(NamedTuple):
 
 
 def send_tokens(windows: dict[str, int], sent: Routing, split: Split, parts: list[Sent],
-                sizes: Piece | None = None, counts: Array | None = None) -> Launch:
+                sizes: Piece | None = None, counts: Array | None = None, *, num_sms: int | None = None
+                ) -> Launch:
     """Launch sending tokens to the ranks that `sent` gives. sizes, counts: where windows hold the number of
-    tokens from each rank, and the array that receives these numbers."""
+    tokens from each rank, and the array that receives these numbers. num_sms: the most multiprocessors that
+    the launch takes, here and below."""
     members = [part.members for part in parts]
     units = sent.tokens * min(sent.topk, split.ranks) * sum(part["pieces"] for part in members)
     telling = {} if sizes is None or counts is None else {"sizes": sizes.at, "counts": address(counts)}
     given: dict[str, Any] = dict(zip(("data", "scales", "probs"), members, strict=False)) | telling
-    return _TOKENS.variant().bind(
-        sent.row_map, _grid(sent.row_map, units), windows=windows, routes=routes(sent, 0),
+    return _bind(
+        _TOKENS.variant(), sent.row_map, units, num_sms, windows=windows, routes=routes(sent, 0),
         splits=address(sent.splits), offsets=address(sent.offsets), region=split.region, **given)
 
 
 def send_sums(windows: dict[str, int], received: Routing, counts: Array, split: Split, y: Array, to: Piece,
-              probs: Array | None, probs_to: Piece) -> Launch:
+              probs: Array | None, probs_to: Piece, *, num_sms: int | None = None) -> Launch:
     """Launch sending the sum of each token's rows back to the token's rank."""
     columns = prod(y.shape[1:])
     vector = (address(y) | to.at | columns * y.dtype.itemsize) % 16 == 0
     pieces = max(1, cdiv(cdiv(columns * y.dtype.itemsize, 16), _SUMS.constant("kItems") * 32))
-    return _SUMS.variant(IN=y.dtype).bind(
-        y, _grid(y, split.ranks * split.region * pieces), windows=windows, y=address(y), to=to.at,
-        probs=0 if probs is None else address(probs), probs_to=probs_to.at, routes=routes(received, 0),
-        counts=address(counts), region=split.region, columns=columns, pieces=pieces, vector=int(vector))
+    return _bind(
+        _SUMS.variant(IN=y.dtype), y, split.ranks * split.region * pieces, num_sms, windows=windows,
+        y=address(y), to=to.at, probs=0 if probs is None else address(probs), probs_to=probs_to.at,
+        routes=routes(received, 0), counts=address(counts), region=split.region, columns=columns,
+        pieces=pieces, vector=int(vector))
 
 
 def send_rows(windows: dict[str, int], received: Routing, back: Array, split: Split, arrived: Array,
-              rows: Sent, probs: Array | None, probs_to: Piece) -> Launch:
+              rows: Sent, probs: Array | None, probs_to: Piece, *, num_sms: int | None = None) -> Launch:
     """Launch sending each row back to its token's rank. arrived: this rank's experts for the slots that came,
     -1 for none."""
     data, y = rows.members, rows.part.array
-    return _ROWS.variant().bind(
-        y, _grid(y, received.rows * max(1, data["pieces"])), windows=windows, data=data,
+    return _bind(
+        _ROWS.variant(), y, received.rows * max(1, data["pieces"]), num_sms, windows=windows, data=data,
         probs=0 if probs is None else address(probs), probs_to=probs_to.at, routes=routes(received, 0),
         back=address(back), arrived=address(arrived), region=split.region)
 
 
-def _grid(like: Array, units: int) -> int:
-    """Return the number of thread blocks for this many units of work, one warp each."""
-    if isinstance(like, np.ndarray):
-        return _BLOCKS_ON_CPU
-    return max(1, min(cdiv(units, _WARPS), _BLOCKS * multiprocessors(like.data.device_id)))
+def _bind(variant: Variant, like: Array, units: int, num_sms: int | None, **members: Any) -> Launch:
+    """Return the launch for this many units of work, one warp each. Blocks that are to leave multiprocessors
+    to others have one each, with as many threads as possible."""
+    on_cpu = isinstance(like, np.ndarray)
+    most = _MULTIPROCESSORS_OF_CPU if on_cpu else multiprocessors(like.data.device_id)
+    block, blocks = (_THREADS, _BLOCKS * most) if num_sms is None else (variant.block, min(num_sms, most))
+    if not on_cpu:                  # there the ranks' launches have one grid
+        blocks = max(1, min(cdiv(units, block // 32), blocks))
+    return variant.bind(like, blocks, block=block, **members)
 
 
 def variants() -> Iterator[Variant]:

@@ -78,6 +78,8 @@ class ExpertParallel:
         cupy.cuda.nccl sends, to any host; a step first waits for the counts, but in a CUDA graph sends all of
         max_tokens instead (not possible with 'exact'). 'auto': p2p if every rank reaches every other. NumPy
         arrays have their own transport, through the world
+    num_sms : the most multiprocessors that the kernel of an exchange takes, so that products run beside it on
+        another stream. None: all, which is faster where nothing else runs
     timeout : seconds to wait for a rank
     like : the kind of arrays, as for `empty`; default `cupy_fp8.xp`
 
@@ -105,7 +107,7 @@ class ExpertParallel:
     def __init__(self, world: World, *, num_experts: int, max_tokens: int, hidden: int, topk: int,
                  align: int = 128, rows: int | None = None, recipe: Recipe | None = _BLOCKS,
                  dtype: DType = bfloat16, reduce: Reduce = "rank", transport: TransportName = "auto",
-                 timeout: float = 30.0, like: Any = None) -> None:
+                 num_sms: int | None = None, timeout: float = 30.0, like: Any = None) -> None:
         self._transport: Transport | None = None
         self._failed: RankError | None = None
         given: Any = world
@@ -127,6 +129,7 @@ class ExpertParallel:
         if self.size * region * slots_of_token > MOST_SLOTS:
             raise ValueError(f"max_tokens: {self.size} ranks with {region} tokens of {slots_of_token} slots "
                              "are more slots than int32 counts (2**31 - 1)")
+        sms = None if num_sms is None else _positive(num_sms, "num_sms")
         align, self.experts = as_align(align), number // self.size
         self._split = Split(self.size, self.rank, self.experts, region)
         if rows is None:
@@ -138,23 +141,23 @@ class ExpertParallel:
         self.rows, self.max_tokens = self._facts.rows, region
         world.agree({**self._facts._asdict(), "transport": transport, "arrays": self._xp.__name__,
                      "kernels": sources.digest()})
-        self._transport = self._connect(transport, timeout)
+        self._transport = self._connect(transport, sms, timeout)
 
-    def _connect(self, name: TransportName, timeout: float) -> Transport:
+    def _connect(self, name: TransportName, num_sms: int | None, timeout: float) -> Transport:
         given = self.world, self._facts, self._split
         if self._xp is np:
-            return Direct(*given, None, timeout) if executor_of(np) == "host" else Messages(*given)
+            return Direct(*given, None, num_sms, timeout) if executor_of(np) == "host" else Messages(*given)
         device = backend.cupy().cuda.runtime.getDevice()
         if name == "nccl":
-            return Nccl(*given, device, timeout)
+            return Nccl(*given, device, num_sms, timeout)
         try:
-            return Direct(*given, device, timeout)
+            return Direct(*given, device, num_sms, timeout)
         except backend.DeviceError as error:
             if name == "p2p":
                 raise
             reason = str(error)
         try:
-            return Nccl(*given, device, timeout)
+            return Nccl(*given, device, num_sms, timeout)
         except backend.DeviceError as error:
             raise backend.DeviceError(f"{reason}; {error}") from None
 

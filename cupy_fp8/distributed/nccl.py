@@ -95,14 +95,15 @@ class Nccl(Windows):
 
     name = "nccl"
 
-    def __init__(self, world: World, facts: Facts, split: Split, device: int, timeout: float) -> None:
+    def __init__(self, world: World, facts: Facts, split: Split, device: int, num_sms: int | None,
+                 timeout: float) -> None:
         problems = [text.decode() for text in world.gather((nccl_problem() or "").encode())]
         if any(problems):
             raise backend.DeviceError("transport 'nccl': " + "; ".join(
                 f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
         self.lib, self._timeout = _nccl(), timeout
         self._ends: deque[Any] = deque()        # events after groups
-        super().__init__(world, facts, split, device)
+        super().__init__(world, facts, split, device, num_sms)
         self._staging: Memory | None = None
         self._rows: Memory | None = None
         try:

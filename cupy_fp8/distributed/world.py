@@ -45,7 +45,7 @@ class World:
         """Run a kernel on NumPy arrays of all ranks together, since their blocks wait for each other."""
         if self.size > 1:
             raise RuntimeError("kernels of several processes cannot run together on the CPU; local() can")
-        launch.variant.run_ranks_on_cpu(launch.grid, [launch.values])
+        launch.variant.run_ranks_on_cpu(launch.grid, launch.block, [launch.values])
 
     def agree(self, what: Mapping[str, Any]) -> None:
         """Raise ValueError on all ranks unless all give the same. (Values are compared as text.)"""
@@ -190,7 +190,8 @@ class _Threads(World):
         meeting.launches[self.rank] = launch
         self.gather()
         if self.rank == 0:
-            launch.variant.run_ranks_on_cpu(launch.grid, [each.values for each in meeting.launches])
+            launch.variant.run_ranks_on_cpu(launch.grid, launch.block,
+                                            [each.values for each in meeting.launches])
         self.gather()
 
     def leave(self) -> None:

@@ -121,10 +121,10 @@ class Variant:
         self._host_function()((grid,), (block,), self.kernel.params.pack(*values), shared_mem=shared,
                               resident=self.kernel.resident_on_cpu, cluster=self.kernel.cluster)
 
-    def run_ranks_on_cpu(self, grid: int, ranks: Sequence[Sequence[Any]]) -> None:
+    def run_ranks_on_cpu(self, grid: int, block: int, ranks: Sequence[Sequence[Any]]) -> None:
         """Run a grid of it for each rank, each with its own values, all at the same time."""
         packed = [self.kernel.params.pack(*values) for values in ranks]
-        self._host_function()((grid,), (self.block,), packed[0], shared_mem=self.shared, ranks=packed)
+        self._host_function()((grid,), (block,), packed[0], shared_mem=self.shared, ranks=packed)
 
     def compile(self, device: int | None) -> None:
         """Compile it before its first launch, for a GPU, or for the CPU (None). Several threads may compile

@@ -13,6 +13,8 @@
 // Every row is read once, and stored once to a window. No defines.
 #include "distributed/windows.cuh"
 
+constexpr int kMostThreads = 1024;
+
 // An array whose rows move.
 struct Part {
     const u8* from;
@@ -68,7 +70,7 @@ __device__ __forceinline__ void send_all_tokens(const SendTokensParams& p, const
 }
 
 #ifdef ENTRY_send_tokens
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kMostThreads)
 send_tokens(const __grid_constant__ SendTokensParams p) {
     Exchange exchange(p.windows);
     const int ranks = p.windows.ranks;
@@ -76,11 +78,11 @@ send_tokens(const __grid_constant__ SendTokensParams p) {
     if (fine) {
         send_all_tokens(p, exchange);
         if (p.counts && !p.windows.staged && blockIdx.x == 0)
-            for (int to = threadIdx.x; to < ranks; to += kThreads)
+            for (int to = threadIdx.x; to < ranks; to += blockDim.x)
                 reinterpret_cast<i32*>(exchange.window(to) + p.sizes)[p.windows.me] = p.splits[to];
     }
     if (exchange.end(fine) && p.counts)
-        for (int rank = threadIdx.x; rank < ranks; rank += kThreads)
+        for (int rank = threadIdx.x; rank < ranks; rank += blockDim.x)
             p.counts[rank] = reinterpret_cast<const i32*>(exchange.window(p.windows.me) + p.sizes)[rank];
 }
 #endif
@@ -92,8 +94,8 @@ __device__ __forceinline__ int sender_of(const SendRowsParams& p, i64 slot) {
 
 // Zeros for slots whose rows were beyond the routing's bound; windows still hold an earlier exchange's rows.
 __device__ __forceinline__ void send_zeros(const SendRowsParams& p, const Exchange& exchange) {
-    const i64 slots = p.routes.tokens * p.routes.topk, step = (i64)gridDim.x * kThreads;
-    for (i64 slot = (i64)blockIdx.x * kThreads + threadIdx.x; slot < slots; slot += step) {
+    const i64 slots = p.routes.tokens * p.routes.topk, step = (i64)gridDim.x * blockDim.x;
+    for (i64 slot = (i64)blockIdx.x * blockDim.x + threadIdx.x; slot < slots; slot += step) {
         const i64 to = load_read_only(p.back + slot);
         if (to < 0 || load_read_only(p.arrived + slot) < 0 || p.routes.row(slot) >= 0) continue;
         u8* const window = exchange.window(sender_of(p, slot));
@@ -103,7 +105,7 @@ __device__ __forceinline__ void send_zeros(const SendRowsParams& p, const Exchan
 }
 
 #ifdef ENTRY_send_rows
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kMostThreads)
 send_rows(const __grid_constant__ SendRowsParams p) {
     Exchange exchange(p.windows);
     const bool fine = exchange.begin();

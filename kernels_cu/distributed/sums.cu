@@ -28,6 +28,7 @@ struct SendSumsParams {
 };
 
 constexpr int kRows = 2;         // rows of a token in flight
+constexpr int kMostThreads = 512;
 
 // Returns a token's last row before `before`, or -1. Call from the whole warp.
 __device__ __forceinline__ i32 last_row(const Routes& routes, i64 token, i32 before) {
@@ -87,7 +88,7 @@ __device__ __forceinline__ void send_probs(const SendSumsParams& p, i64 token, u
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
 send_sums(const __grid_constant__ SendSumsParams p) {
     Exchange exchange(p.windows);
     const bool fine = exchange.begin();

@@ -53,7 +53,8 @@ class Exchanges:
     def run(self, direction: Direction, *ranks: int) -> None:
         """Run the kernels of these ranks, at the same time."""
         launches = [self.launch(rank, direction, FEW if ranks else MANY) for rank in ranks or range(RANKS)]
-        launches[0].variant.run_ranks_on_cpu(launches[0].grid, [each.values for each in launches])
+        launches[0].variant.run_ranks_on_cpu(launches[0].grid, launches[0].block,
+                                              [each.values for each in launches])
 
     def came(self, rank: int, of: int, direction: Direction = Direction.DISPATCH) -> bool:
         """Whether the window of a rank has a row of another one."""

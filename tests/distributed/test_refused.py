@@ -31,6 +31,7 @@ def alone(**options: Any) -> ExpertParallel:
     ({"reduce": "sum"}, "reduce: "), ({"transport": "mpi"}, "transport: "),
     ({"align": 3}, "align: expected a power of two from 1 to 128, got 3"),
     ({"rows": 0}, "rows: expected 1 or more, got 0"),
+    ({"num_sms": 0}, "num_sms: expected 1 or more, got 0"),
     ({"max_tokens": 1 << 30},
      r"max_tokens: 1 ranks with 1073741824 tokens of 2 slots are more slots than int32")])
 def test_options(options, message):

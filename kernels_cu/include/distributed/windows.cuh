@@ -117,12 +117,12 @@ private:
         return reinterpret_cast<u32*>(window(window_of) + w.flags) + kind * w.ranks + rank;
     }
     __device__ __forceinline__ void tell(int kind) const {
-        for (int rank = threadIdx.x; rank < w.ranks; rank += kThreads)
+        for (int rank = threadIdx.x; rank < w.ranks; rank += blockDim.x)
             store_release(flag(rank, kind, w.me), number);
     }
     __device__ __forceinline__ bool all_came(int kind) const {
         bool all = true;
-        for (int rank = threadIdx.x; rank < w.ranks; rank += kThreads) {
+        for (int rank = threadIdx.x; rank < w.ranks; rank += blockDim.x) {
             if (has_come(flag(w.me, kind, rank), number, w.timeout)) continue;
             all = false;
             atomicExch(w.late + rank, number);
@@ -143,7 +143,8 @@ public:
     u32 row, piece;
 
     __device__ __forceinline__ explicit WarpUnits(u32 pieces_of_row) : pieces(pieces_of_row) {
-        const u32 first = blockIdx.x * kWarps + threadIdx.x / 32, step = gridDim.x * kWarps;
+        const u32 warps = blockDim.x / 32;
+        const u32 first = blockIdx.x * warps + threadIdx.x / 32, step = gridDim.x * warps;
         row = first / pieces, piece = first - row * pieces;
         row_step = step / pieces, piece_step = step - row_step * pieces;
     }
