@@ -21,7 +21,7 @@ from . import launch, terminal
 from .arguments import positive
 
 NAME = "dispatch"
-SECTIONS = ("exchange", "dispatch", "combine", "layer")
+SECTIONS = ("exchange", "dispatch", "combine", "overlap", "layer")
 _TIMEOUT = 120.0
 _QUICK_BURSTS, _BURSTS = 3, 8
 #: of all ranks; and of each rank, in steps that are timed forward and backward
@@ -31,6 +31,7 @@ _TITLES = {
     "exchange": "The exchange alone: data, scales and probs of rows that go to one rank each",
     "dispatch": "The whole dispatch: route, exchange, rows of the experts",
     "combine": "The way back, bf16",
+    "two micro-batches": "Two micro-batches through the layer, forward and backward",
     "forward": "The layer, forward (route to combine), keeping nothing",
     "forward and backward": "The layer, forward and backward, with as many experts on each rank",
     "forward in one kernel": "The forward pass by one kernel, beside the first row above of this size",
@@ -143,12 +144,13 @@ def _on_gpu(entered: ExitStack, world: Any, bursts: int) -> Any:
 def measured(ranks: Any, *, quick: bool, only: Iterable[str] = (), **sizes_of: Any
              ) -> Iterator[dict[str, Any]]:
     """Yield the rows of all sections, or of some. sizes_of: members of Sizes."""
-    from ..bench.moe import dispatch, dispatch_given, dispatch_layer
+    from ..bench.moe import dispatch, dispatch_given, dispatch_layer, dispatch_overlap
 
     sizes = (dispatch_given.QUICK if quick else dispatch_given.FULL)._replace(**sizes_of)
     sections: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
         "exchange": dispatch.exchange_rows, "dispatch": dispatch.dispatch_rows,
-        "combine": dispatch.combine_rows, "layer": dispatch_layer.layer_rows}
+        "combine": dispatch.combine_rows, "overlap": dispatch_overlap.overlap_rows,
+        "layer": dispatch_layer.layer_rows}
     missing = dispatch.missing(ranks)
     for name, problem in missing.items():
         yield {"op": NAME, "variant": name, "ranks": ranks.world.size, "skipped": problem}
@@ -175,6 +177,8 @@ def shown(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _size(row: dict[str, Any]) -> str:
     given = [f"{row[name]} {name}" for name in ("rows", "tokens", "experts") if name in row]
+    if "away" in row:
+        given.append(f"{row['away']} of other ranks for each token")
     return "  " + ", ".join(given).replace("rows", "rows a rank").replace("tokens", "tokens a rank")
 
 

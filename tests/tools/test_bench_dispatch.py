@@ -192,7 +192,7 @@ def test_rows_of_the_exchange_alone(size, few):
 def test_rows_of_the_whole_dispatch(few):
     rows = between(2, dispatch.dispatch_rows)
     assert [row["variant"] for row in rows] == ["p2p FP8", "nccl FP8", "nccl bf16"]
-    assert rows[1]["checks"] == {"again": True, "other transport": True, "exchange again": True}
+    assert rows[1]["checks"] == {"again": True, "beside": True, "exchange again": True}
     for row in rows:
         assert row["to_exchange"] == row["us"] == row["exchange_us"] == 1
         assert "problem" not in row
@@ -202,7 +202,7 @@ def test_rows_of_the_way_back(few):
     rows = between(2, dispatch.combine_rows)
     assert [row["variant"] for row in rows] == ["p2p rank", "nccl rank", "p2p exact", "nccl exact"]
     assert rows[2]["bytes"] > rows[0]["bytes"] > 0
-    assert rows[3]["checks"]["other transport"]
+    assert rows[3]["checks"]["beside"]
     assert not [row for row in rows if "problem" in row]
 
 

@@ -12,7 +12,7 @@ from experts_in_loops import Loops
 from ranks_in_bench import TINY, Ticks, between, take_few
 
 import cupy_fp8 as fp8
-from cupy_fp8.bench.moe import dispatch_given, dispatch_layer, layer_fused
+from cupy_fp8.bench.moe import dispatch_given, dispatch_layer, dispatch_overlap, layer_fused
 from cupy_fp8.bench.moe import layer as layer_of_one
 from cupy_fp8.bench.ranks import Ranks
 from cupy_fp8.distributed import World, local
@@ -115,3 +115,45 @@ def test_the_row_of_deepgemm(factor, problem, few, monkeypatch):
     assert rows[0]["shape"] == [2, 6, 2, 128, 128]
     assert sorted(place[:2] for place in places) == [(0, 2), (1, 2)]
     assert len({place.port for place in places}) == 1
+
+
+def test_rows_of_two_micro_batches(few):
+    rows = between(2, dispatch_overlap.overlap_rows)
+    assert [row["variant"] for row in rows] == ["p2p serial", "p2p overlap", "p2p 32 SMs"] * 2
+    assert [(row["tokens"], row.get("away")) for row in rows] == [(6, None)] * 3 + [(24, 2)] * 3
+    assert [set(row["checks"]) for row in rows] == [{"again"}, {"again", "beside"}, {"again", "beside"}] * 2
+    assert not [row for row in rows if "problem" in row]
+    assert len(between(1, dispatch_overlap.overlap_rows)) == 3
+
+
+def test_exchanges_on_the_side(few):
+    """Those of a batch are enqueued before what the experts compute for the other one, and gradients of rows
+    before those of weights."""
+    called: list[str] = []
+
+    class Batch:
+        on_rows: Any = None
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getattr__(self, part: str) -> Any:
+            return lambda *given: called.append(f"{self.name} {part}")
+
+        def compute_back(self) -> None:
+            called.append(f"{self.name} compute_back")
+            self.on_rows("rows", "probs")
+            called.append(f"{self.name} weights")
+
+    class Side:
+        def run(self, work: Any) -> int:
+            work()
+            return len(called)
+
+        def wait(self, done: int) -> None:
+            called.append(f"wait {done}")
+
+    dispatch_overlap.overlapped([Batch("a"), Batch("b")], Side())       # type: ignore[list-item, arg-type]
+    assert called == ["a send", "b send", "wait 1", "a compute", "a collect", "a send_back", "wait 2",
+                      "b compute", "b collect", "b send_back", "wait 6", "a compute_back", "a collect_back",
+                      "a weights", "wait 10", "b compute_back", "b collect_back", "b weights", "wait 18"]

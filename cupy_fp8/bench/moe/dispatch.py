@@ -258,10 +258,10 @@ def _dispatch_timed(ranks: Ranks, ep: ExpertParallel, to: Destinations, x: Any, 
 
 
 def beside(ranks: Ranks, results: Any, first: list[Array]) -> dict[str, bool]:
-    """Whether another transport gave the same bytes, which are noted for the next one."""
+    """Whether an earlier row has the same bytes, which are noted for the next one."""
     own = [bits(a).copy() for a in arrays_of(results)]
     if first:
-        return {"other transport": ranks.all(bytes_equal(own, first))}
+        return {"beside": ranks.all(bytes_equal(own, first))}
     first[:] = own
     return {}
 

@@ -83,12 +83,14 @@ def balanced(ranks: Ranks, count: int, topk: int) -> Destinations:
     return Destinations(chosen, topk, asarray(chosen[ranks.world.rank], like=ranks.xp))
 
 
-def uniform(ranks: Ranks, tokens: int, experts: int, topk: int) -> Destinations:
-    """Send each token to uniformly drawn experts."""
-    chosen = []
+def uniform(ranks: Ranks, tokens: int, experts: int, topk: int, *, away: bool = False) -> Destinations:
+    """Send each token to uniformly drawn experts. away: of other ranks alone."""
+    chosen, local = [], experts // ranks.world.size
     for rank in range(ranks.world.size):
-        drawn = np.random.default_rng((rank, tokens)).random((tokens, experts)).argsort(1)[:, :topk]
-        chosen.append(np.ascontiguousarray(drawn, np.int32))
+        drawn = np.random.default_rng((rank, tokens)).random((tokens, experts))
+        if away:
+            drawn[:, rank * local:][:, :local] = 1.0
+        chosen.append(np.ascontiguousarray(drawn.argsort(1)[:, :topk], np.int32))
     return Destinations(chosen, experts // ranks.world.size, asarray(chosen[ranks.world.rank], like=ranks.xp))
 
 
@@ -126,8 +128,8 @@ def bound(ranks: Ranks, tokens: int, experts: int, topk: int, align: int) -> int
 
 
 def parallel(ranks: Ranks, sizes: Sizes, way: Way, tokens: int, experts: int, *, rows: int | None = None,
-             align: int = 128, reduce: Reduce = "rank") -> ExpertParallel:
+             align: int = 128, reduce: Reduce = "rank", num_sms: int | None = None) -> ExpertParallel:
     return ExpertParallel(
         ranks.world, num_experts=experts, max_tokens=tokens, hidden=sizes.hidden, topk=sizes.topk,
         align=align, rows=rows, recipe=RECIPE if way.fp8 else None, dtype=bfloat16, reduce=reduce,
-        transport=way.transport, timeout=_TIMEOUT, like=ranks.xp)
+        transport=way.transport, num_sms=num_sms, timeout=_TIMEOUT, like=ranks.xp)

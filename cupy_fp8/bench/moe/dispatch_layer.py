@@ -47,7 +47,7 @@ class Task(NamedTuple):
         return GROUP if self.both else GROUP_OF_RESULTS
 
 
-class _Steps:
+class Steps:
     """Steps that overwrite their results outside the experts: route, dispatch, experts, combine, and back the
     same way. name: of the implementation."""
 
@@ -57,6 +57,8 @@ class _Steps:
         self._ep, self._chosen = ep, chosen
         self._x, self._grad, self._probs = given.x, given.grad, given.probs
         self._made: dict[str, Any] = {}
+        self._y_rows = self._saved = None
+        self._gradients: tuple[Any, ...] = ()
 
     def _call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         made = self._made[name] = CALL(name, function, *args, out=self._made.get(name))
@@ -68,27 +70,44 @@ class _Steps:
 
     def forward(self) -> Any:
         """Return the outputs of this rank's tokens."""
-        return self._forward()[0]
+        self.send()
+        self.compute()
+        return self.collect()
 
     def both(self) -> tuple[Any, ...]:
         """Return (y, dx, dprobs, d_up, d_down)."""
-        y, saved = self._forward()
-        return (y, *self._backward(saved))
+        self.forward()
+        self.send_back()
+        self.compute_back()
+        self.collect_back(*self._gradients[:2])
+        return self.results
 
-    def _forward(self) -> tuple[Any, Any]:
-        ep = self._ep
-        routing = self._call("route", ep.route, self._chosen)
-        rows, row_probs = self._call("dispatch", ep.dispatch, self._sent("x", self._x), routing, self._probs)
-        y_rows, saved = self._experts(rows, routing.splits, row_probs)
-        return self._call("combine", ep.combine, y_rows, routing), saved
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the last step of `both` returned."""
+        return self._made["combine"], *self._made["dispatch backward"], *self._gradients[2:]
 
-    def _backward(self, saved: Any) -> tuple[Any, ...]:
-        ep, routing = self._ep, self._made["route"]
-        grad = self._sent("grad", self._grad)
-        grad_rows = self._call("combine backward", ep.combine_backward, grad, routing)
-        dx_rows, row_dprobs, *weights = self._experts_backward(grad_rows, saved)
-        dx = self._call("dispatch backward", ep.dispatch_backward, dx_rows, row_dprobs, routing)
-        return (*dx, *weights)
+    # ---- parts of a step: exchanges, and what the experts compute between them ----
+    def send(self) -> None:
+        routing = self._call("route", self._ep.route, self._chosen)
+        self._call("dispatch", self._ep.dispatch, self._sent("x", self._x), routing, self._probs)
+
+    def compute(self) -> None:
+        rows, row_probs = self._made["dispatch"]
+        self._y_rows, self._saved = self._experts(rows, self._made["route"].splits, row_probs)
+
+    def collect(self) -> Any:
+        return self._call("combine", self._ep.combine, self._y_rows, self._made["route"])
+
+    def send_back(self) -> None:
+        self._call("combine backward", self._ep.combine_backward, self._sent("grad", self._grad),
+                   self._made["route"])
+
+    def compute_back(self) -> None:
+        self._gradients = self._experts_backward(self._made["combine backward"], self._saved)
+
+    def collect_back(self, dx_rows: Any, row_dprobs: Any) -> None:
+        self._call("dispatch backward", self._ep.dispatch_backward, dx_rows, row_dprobs, self._made["route"])
 
     def _sent(self, name: str, x: Array) -> Any:
         """Return tokens in the form in which they are dispatched."""
@@ -101,12 +120,16 @@ class _Steps:
         raise NotImplementedError
 
 
-class Fp8(_Steps):
-    """`moe.Experts` between ExpertParallel's methods, with buffers for everything."""
+class Fp8(Steps):
+    """`moe.Experts` between ExpertParallel's methods, with buffers for everything. experts: those of another
+    layer of the same problem. on_rows: called with the gradients of rows and of their probs, before those of
+    weights are computed."""
 
-    def __init__(self, ep: ExpertParallel, given: Problem, chosen: Array, task: Task) -> None:
+    def __init__(self, ep: ExpertParallel, given: Problem, chosen: Array, task: Task,
+                 experts: Experts[Any] | None = None) -> None:
         super().__init__(ep, given, chosen)
-        self.experts = Experts(given.up, given.down, RECIPE)
+        self.experts = experts or Experts(given.up, given.down, RECIPE)
+        self.on_rows: Callable[[Any, Any], None] | None = None
         self._options: dict[str, Any] = {"keep": "bf16" if task.both else None, "align": task.align(True)}
         self._buffers = self.experts.empty(rows=ep.rows, **self._options)
 
@@ -117,10 +140,10 @@ class Fp8(_Steps):
         return self.experts.forward_rows(rows, splits, row_probs, out=self._buffers, **self._options)
 
     def _experts_backward(self, grad_rows: Any, saved: Any) -> tuple[Any, ...]:
-        return self.experts.backward_rows(grad_rows, saved, out=self._buffers)
+        return self.experts.backward_rows(grad_rows, saved, out=self._buffers, on_rows=self.on_rows)
 
 
-class OfTorch(_Steps):
+class OfTorch(Steps):
     """`layer_peers.Bf16` between ExpertParallel's methods."""
 
     def __init__(self, ep: ExpertParallel, given: Problem, chosen: Array) -> None:
@@ -168,7 +191,7 @@ def _fused(ranks: Ranks, sizes: Sizes, way: Way, task: Task) -> Row:
         return {"skipped": why}
     given = problem(task.shape(ranks, sizes), ranks.xp, seed=ranks.world.rank)
     to = uniform(ranks, task.tokens, task.experts, sizes.topk)
-    with _connected(ranks, sizes, way, task) as ep:
+    with connected(ranks, sizes, way, task) as ep:
         layer = Fp8(ep, given, to.own, task)
         y = layer.forward().copy()
     (port,) = struct.unpack("!H", ranks.world.gather(struct.pack("!H", layer_fused.free_port()))[0])
@@ -179,7 +202,7 @@ def _fused(ranks: Ranks, sizes: Sizes, way: Way, task: Task) -> Row:
         ranks.clock.wait()
         (error,) = ranks.slowest([relative_error([made], [y])])
         row = _timed_alone(ranks, forward) | {"error": round(error, 4), "by": layer_fused.NAME}
-    row |= _rate(row, ranks, sizes, task)
+    row |= rate(row, ranks, sizes, task)
     return row if error <= MOST_ERROR else row | {"problem": f"y is off by {error:.1%}"}
 
 
@@ -189,19 +212,19 @@ def _bf16(ranks: Ranks, sizes: Sizes, task: Task, to: Destinations) -> Row:
 
 
 def _layer(ranks: Ranks, sizes: Sizes, way: Way, task: Task, to: Destinations) -> Row:
-    with _connected(ranks, sizes, way, task) as ep:
+    with connected(ranks, sizes, way, task) as ep:
         return _timed(ranks, sizes, ep, way, task, to)
 
 
-def _connected(ranks: Ranks, sizes: Sizes, way: Way, task: Task) -> ExpertParallel:
+def connected(ranks: Ranks, sizes: Sizes, way: Way, task: Task, **options: Any) -> ExpertParallel:
     align = task.align(way.fp8)
     rows = bound(ranks, task.tokens, task.experts, sizes.topk, align)
-    return parallel(ranks, sizes, way, task.tokens, task.experts, rows=rows, align=align)
+    return parallel(ranks, sizes, way, task.tokens, task.experts, rows=rows, align=align, **options)
 
 
 def _timed(ranks: Ranks, sizes: Sizes, ep: ExpertParallel, way: Way, task: Task, to: Destinations) -> Row:
     given = problem(task.shape(ranks, sizes), ranks.xp, seed=ranks.world.rank)
-    layer: _Steps = Fp8(ep, given, to.own, task) if way.fp8 else OfTorch(ep, given, to.own)
+    layer: Steps = Fp8(ep, given, to.own, task) if way.fp8 else OfTorch(ep, given, to.own)
     del given
     step = layer.both if task.both else layer.forward
     row = (_of_fp8 if way.fp8 else _timed_alone)(ranks, step)
@@ -213,13 +236,13 @@ def _timed(ranks: Ranks, sizes: Sizes, ep: ExpertParallel, way: Way, task: Task,
     calls = call_times(after_meeting, ranks.clock)
     row["calls_us"] = {name: round(us, 1) for name, us in zip(calls, ranks.middle(list(calls.values())),
                                                               strict=True)}
-    return row | _rate(row, ranks, sizes, task) | ({"by": layer.name} if layer.name else {})
+    return row | rate(row, ranks, sizes, task) | ({"by": layer.name} if layer.name else {})
 
 
-def _rate(row: Row, ranks: Ranks, sizes: Sizes, task: Task) -> Row:
+def rate(row: Row, ranks: Ranks, sizes: Sizes, task: Task, batches: int = 1) -> Row:
     """Return a rank's shape and its TFLOP/s."""
     shape = task.shape(ranks, sizes)
-    flops = shape.flops * (3 if task.both else 1)
+    flops = batches * shape.flops * (3 if task.both else 1)
     return {"shape": list(shape)} | {f"{name}tflops": round(flops / row[f"{name}us"] / 1e6, 1)
                                      for name in ("", "graph_") if f"{name}us" in row}
 
