@@ -29,26 +29,39 @@ def test_every_case_by_every_transport(ranks):
 
 LOST = """
 import os, signal, sys, time, numpy as np, cupy_fp8 as fp8
-transport, how, folder = sys.argv[1:]
+from cupy_fp8 import backend
+transport, how, graphs, folder = sys.argv[1:]
 os.environ["NCCL_HOSTID"] = "rank " + os.environ["RANK"]
 world = fp8.distributed.init(timeout=60)
 ep = fp8.distributed.ExpertParallel(world, num_experts=6, max_tokens=4, hidden=128, topk=1, like="cupy",
                                     transport=transport, timeout=3)
 routing = ep.route(fp8.asarray(np.array([[0], [2], [5]]), like="cupy"))
-x = fp8.zeros((3, 128), fp8.bfloat16, like="cupy")
-ep.dispatch(x, routing), ep.check()
+x = fp8.BlockScaling().quantize(fp8.zeros((3, 128), fp8.bfloat16, like="cupy")).rowwise
+rows = ep.dispatch(x, routing)
+ep.check()
+step = lambda: ep.dispatch(x, routing, out=rows)
+if graphs == "graphs":
+    stream = backend.cupy().cuda.Stream(non_blocking=True)
+    stream.use()
+    step()
+    ep.check()
+    stream.begin_capture()
+    step()
+    step = stream.end_capture().launch
 world.barrier()
 if world.rank == 1 and how == "killed":
     for _ in range(3):
-        ep.dispatch(x, routing)
+        step()
     os.kill(os.getpid(), signal.SIGKILL)
 if world.rank == 1:
-    time.sleep(20)
+    time.sleep(8)
     os._exit(0)
 start = time.monotonic()
 try:
-    for _ in range(1000):       # more than a GPU's queue holds
-        ep.dispatch(x, routing)
+    for i in range(1000):       # more than a GPU's queue holds
+        step()
+        if graphs == "graphs" and i % 100 == 99:
+            ep.check()
     ep.check()
 except fp8.distributed.RankError as error:
     assert time.monotonic() - start < 10
@@ -64,15 +77,17 @@ os._exit(0)
 """
 
 
+@pytest.mark.parametrize("graphs", ["eager", "graphs"])
 @pytest.mark.parametrize("how", ["late", "killed"])
 @pytest.mark.parametrize("transport", ["p2p", "nccl"])
-def test_a_rank_that_does_not_come(transport, how, tmp_path):
+def test_a_rank_that_does_not_come(transport, how, graphs, tmp_path):
     if transport == "nccl" and (problem := fp8.distributed.nccl.nccl_problem()):
         pytest.skip(problem)
     script = tmp_path / "lost.py"
     script.write_text(LOST, encoding="utf-8")
     # a shell that succeeds in any case: the launcher would end the others
-    command = ["sh", "-c", '"$@" || true', "sh", sys.executable, str(script), transport, how, str(tmp_path)]
+    command = ["sh", "-c", '"$@" || true', "sh", sys.executable, str(script), transport, how, graphs,
+               str(tmp_path)]
     assert launch.run(command, 3, share_gpus=True) == 0
     assert sorted(path.name for path in Path(tmp_path).glob("[0-9]")) == ["0", "2"]
 

@@ -4,7 +4,6 @@ beside what the experts compute for the other one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,7 @@ def one_by_one(batches: Sequence[Fp8]) -> None:
 
 
 def overlapped(batches: Sequence[Fp8], side: Side) -> None:
-    """Run the same steps with all exchanges on the side."""
+    """Run the same steps with all exchanges on the side (docs/several-gpus.md)."""
     came = [side.run(batch.send) for batch in batches]
     for i, batch in enumerate(batches):
         side.wait(came[i])
@@ -100,10 +99,9 @@ def _rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName], task:
 def _timed(ranks: Ranks, sizes: Sizes, way: Way, task: Task, to: Destinations, first: list[Array],
            num_sms: int | None, together: bool) -> Row:
     given = problem(task.shape(ranks, sizes), ranks.xp, seed=ranks.world.rank)
-    with ExitStack() as entered:
+    with connected(ranks, sizes, way, task, num_sms=num_sms) as ep:
         batches: list[Fp8] = []
         for _ in range(_BATCHES):
-            ep = entered.enter_context(connected(ranks, sizes, way, task, num_sms=num_sms))
             batches.append(Fp8(ep, given, to.own, task, batches[0].experts if batches else None))
         step = partial(overlapped, batches, Side(ranks)) if together else partial(one_by_one, batches)
         step()
