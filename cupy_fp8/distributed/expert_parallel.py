@@ -371,7 +371,8 @@ class ExpertParallel:
                  trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:                                   # the others may still write here
+        elif self._transport is not None:
+            self._transport.abandon()
             self._transport = None
 
     def __del__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import time
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from threading import Thread
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -32,6 +34,8 @@ _POLLS_PER_SECOND = 20_000
 #: most NCCL groups ahead of the GPU: if a GPU waits for a lost rank and its queue is full, a launch waits
 #: without a limit
 _MOST_AHEAD = 64
+#: seconds in which NCCL ends a communicator of which no graph has operations
+_ENDS_WITHIN = 2.0
 
 
 def nccl_problem() -> str | None:
@@ -47,6 +51,39 @@ def _nccl() -> Any:
     # NVLink multicast can put shared GPUs out of service
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     return import_module("cupy.cuda.nccl")
+
+
+def _end(lib: Any, comm: Any, function: str) -> None:
+    """Call ncclCommAbort or ncclCommDestroy. Both wait until all CUDA graphs with operations of the
+    communicator are gone, and CuPy's methods hold the interpreter meanwhile. So a thread of its own waits."""
+    handle, library = _handle(lib, comm), _library()
+    if handle is None or library is None:
+        getattr(comm, function.removeprefix("ncclComm").lower())()
+        return
+    ended, handle.value = ctypes.c_void_p(handle.value), None       # CuPy's methods leave a null, too
+    thread = Thread(target=getattr(library, function), args=(ended,), daemon=True)
+    thread.start()
+    thread.join(_ENDS_WITHIN)
+
+
+def _handle(lib: Any, comm: Any) -> ctypes.c_void_p | None:
+    """Return CuPy's member ncclComm_t, which has no name in Python: the word that is null in an empty object
+    alone. None if that does not tell."""
+    if (kind := type(comm)) is not getattr(lib, "NcclCommunicator", None):
+        return None
+    word, empty = ctypes.c_void_p, kind.__new__(kind)
+    found = [word.from_address(id(comm) + at)
+             for at in range(object.__basicsize__, kind.__basicsize__, ctypes.sizeof(word))
+             if not word.from_address(id(empty) + at).value and word.from_address(id(comm) + at).value]
+    return found[0] if len(found) == 1 else None
+
+
+def _library() -> Any:
+    """Return the NCCL that CuPy has loaded, or None."""
+    try:
+        return ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
 
 
 class _Nccl(World):
@@ -270,7 +307,7 @@ class Nccl(Windows):
     def abort(self, reason: str) -> NoReturn:
         """Abort NCCL after the loss of a rank, so that pending operations end."""
         comm, self._comm = self._comm, None
-        comm.abort()
+        _end(self.lib, comm, "ncclCommAbort")
         raise RankError(f"NCCL: {reason}; a rank has ended or is late (NCCL does not say which): this "
                         "ExpertParallel is unusable from there on")
 
@@ -280,9 +317,14 @@ class Nccl(Windows):
                 self.wait()
                 self.world.barrier()
         if self._comm is not None and self._own:
-            self._comm.destroy()
+            _end(self.lib, self._comm, "ncclCommDestroy")
         self._comm = None
         self._free()
+
+    def abandon(self) -> None:
+        if self._comm is not None and self._own:
+            _end(self.lib, self._comm, "ncclCommAbort")
+        self._comm = None
 
     def _free(self) -> None:
         for memory in (self.memory, self._staging, self._rows):

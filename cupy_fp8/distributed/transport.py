@@ -53,6 +53,9 @@ class Transport:
     def close(self) -> None:
         """Free the memory, once all ranks have called it."""
 
+    def abandon(self) -> None:
+        """End without the other ranks, which may still write here: windows stay until the process ends."""
+
     # ---- parts ----
     def parts_of_route(self, route: Route) -> list[Sent]:
         parts = [Sent(Part.rows(route.experts), self.layout.experts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,3 +53,50 @@ def test_groups_that_end_and_groups_of_a_graph_are_any_number(done, capturing, m
     groups(made, 3 * nccl._MOST_AHEAD)
     assert log == ["group"] * 3 * nccl._MOST_AHEAD
     assert len(made._ends) == (0 if capturing else nccl._MOST_AHEAD)
+
+
+class Communicator:
+    """Laid out as CuPy's: a word that both kinds of objects have, and one that is null in an empty one."""
+
+    __slots__ = ("_handle", "_table")
+
+    def __new__(cls, *_: Any) -> Any:
+        made: Any = super().__new__(cls)
+        made._table = None
+        return made
+
+    def __init__(self, handle: object) -> None:
+        self._handle = handle
+
+
+@pytest.mark.parametrize("function", ["ncclCommAbort", "ncclCommDestroy"])
+def test_a_communicator_that_graphs_hold_ends_later(function, monkeypatch):
+    """NCCL waits for graphs; the program does not."""
+    graphs_end, ended, log = Event(), Event(), list[int]()
+
+    def end(handle: Any) -> None:
+        log.append(handle.value)
+        graphs_end.wait(30)
+        ended.set()
+
+    target = object()
+    communicator = Communicator(target)
+    lib = SimpleNamespace(NcclCommunicator=Communicator)
+    monkeypatch.setattr(nccl, "_library", lambda: SimpleNamespace(**{function: end}))
+    monkeypatch.setattr(nccl, "_ENDS_WITHIN", 0.05)
+    nccl._end(lib, communicator, function)
+    assert log == [id(target)]
+    assert nccl._handle(lib, communicator) is None                  # nothing that CuPy would end again
+    assert not ended.is_set()
+    graphs_end.set()
+    assert ended.wait(30)
+
+
+@pytest.mark.parametrize("kind", [type(None), SimpleNamespace, Communicator])
+def test_a_communicator_of_another_kind_ends_by_its_own_methods(kind, monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr(nccl, "_library", lambda: None)
+    comm = SimpleNamespace(abort=lambda: log.append("abort"), destroy=lambda: log.append("destroy"))
+    for function in ("ncclCommAbort", "ncclCommDestroy"):
+        nccl._end(SimpleNamespace(NcclCommunicator=kind), comm, function)
+    assert log == ["abort", "destroy"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,33 @@ def test_a_rank_that_does_not_come(transport, how, graphs, tmp_path):
                str(tmp_path)]
     assert launch.run(command, 3, share_gpus=True) == 0
     assert sorted(path.name for path in Path(tmp_path).glob("[0-9]")) == ["0", "2"]
+
+
+def test_nccl_closes_while_a_graph_has_its_exchanges():
+    if problem := fp8.distributed.nccl.nccl_problem():
+        pytest.skip(problem)
+    cp = backend.cupy()
+    x = fp8.BlockScaling().quantize(fp8.zeros((3, 128), fp8.bfloat16, like="cupy")).rowwise
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        ep = alone(num_experts=6, max_tokens=4, hidden=128, topk=1, transport="nccl")
+        transport: Any = ep._transport
+        lib, communicator = transport.lib, transport._comm
+        handle = fp8.distributed.nccl._handle(lib, communicator)
+        count = ctypes.c_int()
+        assert fp8.distributed.nccl._library().ncclCommCount(handle, ctypes.byref(count)) == 0
+        assert count.value == 1
+        routing = ep.route(fp8.asarray(np.array([[0], [2], [5]]), like="cupy"))
+        rows = ep.dispatch(x, routing)
+        ep.check()
+        stream.begin_capture()
+        ep.dispatch(x, routing, out=rows)
+        graph = stream.end_capture()
+        graph.launch()
+        start = time.monotonic()
+        ep.close()
+        assert time.monotonic() - start < 10
+        assert fp8.distributed.nccl._handle(lib, communicator) is None
+        del graph
 
 
 @pytest.mark.parametrize("reduce", ["rank", "exact"])
