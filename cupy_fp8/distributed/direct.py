@@ -32,6 +32,7 @@ _HANDLE = struct.Struct("!16s64sqQ64s")     # process, host, device, address of 
 #: launches kept for reuse
 _MOST_KNOWN = 256
 _PROCESS = secrets.token_bytes(16)
+_abandoned: list[Windows] = []
 
 
 class Windows(Transport):
@@ -95,9 +96,14 @@ class Windows(Transport):
             raise RankError(f"{named(late)} did not come to an exchange in time: this ExpertParallel is "
                             "unusable from there on", late)
 
-    def wait(self) -> None:
+    def abandon(self) -> None:
+        """Keep all memory until the process ends: other ranks may still write, and exchanges still run."""
         if self.device is not None:
-            backend.cupy().cuda.get_current_stream().synchronize()
+            _abandoned.append(self)
+
+    def wait(self) -> None:
+        if self.device is not None:             # whichever streams have exchanges
+            backend.cupy().cuda.Device(self.device).synchronize()
 
 
 class Direct(Windows):

@@ -358,8 +358,9 @@ class ExpertParallel:
         self._told(transport.check)
 
     def close(self) -> None:
-        """Free the windows, once every rank has called it. Later calls do nothing. (A `with` left by an error
-        does not wait for the others, and keeps the windows until the process ends.)"""
+        """Free the windows, once every rank has called it; graphs must not be replayed after it. Later calls
+        do nothing. (A `with` left by an error does not wait for the others: it aborts its NCCL, if any, and
+        keeps the windows until the process ends.)"""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
@@ -371,14 +372,19 @@ class ExpertParallel:
                  trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        elif self._transport is not None:
-            self._transport.abandon()
-            self._transport = None
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abandon()
 
     def __del__(self) -> None:
         if getattr(self, "_transport", None) is not None:
             warnings.warn(f"{self!r} was not closed: its windows stay until the process ends",
                           ResourceWarning, stacklevel=2, source=self)
+            self._abandon()
 
 
 def _positive(value: Any, name: str) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from threading import Thread
@@ -53,37 +52,13 @@ def _nccl() -> Any:
     return import_module("cupy.cuda.nccl")
 
 
-def _end(lib: Any, comm: Any, function: str) -> None:
-    """Call ncclCommAbort or ncclCommDestroy. Both wait until all CUDA graphs with operations of the
-    communicator are gone, and CuPy's methods hold the interpreter meanwhile. So a thread of its own waits."""
-    handle, library = _handle(lib, comm), _library()
-    if handle is None or library is None:
-        getattr(comm, function.removeprefix("ncclComm").lower())()
-        return
-    ended, handle.value = ctypes.c_void_p(handle.value), None       # CuPy's methods leave a null, too
-    thread = Thread(target=getattr(library, function), args=(ended,), daemon=True)
-    thread.start()
-    thread.join(_ENDS_WITHIN)
-
-
-def _handle(lib: Any, comm: Any) -> ctypes.c_void_p | None:
-    """Return CuPy's member ncclComm_t, which has no name in Python: the word that is null in an empty object
-    alone. None if that does not tell."""
-    if (kind := type(comm)) is not getattr(lib, "NcclCommunicator", None):
-        return None
-    word, empty = ctypes.c_void_p, kind.__new__(kind)
-    found = [word.from_address(id(comm) + at)
-             for at in range(object.__basicsize__, kind.__basicsize__, ctypes.sizeof(word))
-             if not word.from_address(id(empty) + at).value and word.from_address(id(comm) + at).value]
-    return found[0] if len(found) == 1 else None
-
-
-def _library() -> Any:
-    """Return the NCCL that CuPy has loaded, or None."""
-    try:
-        return ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:
-        return None
+def _end(method: Callable[[], object]) -> None:
+    """Call a communicator's abort or destroy. Both wait until all CUDA graphs with its operations are gone,
+    so a thread of its own calls them."""
+    thread = Thread(target=method, daemon=True)
+    with suppress(RuntimeError):            # the interpreter is ending
+        thread.start()
+        thread.join(_ENDS_WITHIN)
 
 
 class _Nccl(World):
@@ -275,8 +250,10 @@ class Nccl(Windows):
 
     # ---- failures, and the end ----
     def wait(self) -> None:
-        """Wait for the stream; abort NCCL after the timeout."""
-        self._wait_for(_recorded())
+        """Wait for the current stream, and for exchanges on any other; abort NCCL after the timeout."""
+        for event in (*self._ends, _recorded()):
+            self._wait_for(event)
+        self._ends.clear()
 
     def begin_group(self) -> None:
         """Check for errors, and wait until few enough groups are ahead of the GPU."""
@@ -307,7 +284,7 @@ class Nccl(Windows):
     def abort(self, reason: str) -> NoReturn:
         """Abort NCCL after the loss of a rank, so that pending operations end."""
         comm, self._comm = self._comm, None
-        _end(self.lib, comm, "ncclCommAbort")
+        _end(comm.abort)
         raise RankError(f"NCCL: {reason}; a rank has ended or is late (NCCL does not say which): this "
                         "ExpertParallel is unusable from there on")
 
@@ -317,13 +294,14 @@ class Nccl(Windows):
                 self.wait()
                 self.world.barrier()
         if self._comm is not None and self._own:
-            _end(self.lib, self._comm, "ncclCommDestroy")
+            _end(self._comm.destroy)
         self._comm = None
         self._free()
 
     def abandon(self) -> None:
+        super().abandon()
         if self._comm is not None and self._own:
-            _end(self.lib, self._comm, "ncclCommAbort")
+            _end(self._comm.abort)
         self._comm = None
 
     def _free(self) -> None:

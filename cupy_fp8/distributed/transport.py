@@ -54,7 +54,7 @@ class Transport:
         """Free the memory, once all ranks have called it."""
 
     def abandon(self) -> None:
-        """End without the other ranks, which may still write here: windows stay until the process ends."""
+        """End without the other ranks."""
 
     # ---- parts ----
     def parts_of_route(self, route: Route) -> list[Sent]:

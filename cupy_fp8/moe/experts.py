@@ -274,8 +274,8 @@ class Experts(Unique, Generic[Gradients]):
         keep, out : as for `forward`; 'fp8' and 'input' keep the rows instead of the tokens. Buffers are those
             of `empty` with rows=R
 
-        rows, splits and row_probs are not copied: they must not change before `backward_rows`.
-        Returns (outputs [R, H], Saved or None).
+        rows, splits and row_probs are not copied: they must not change before `backward_rows`. Returns
+        (outputs [R, H], Saved or None).
         """
         if keep is not None:
             choice(keep, "keep", KEEPS)
@@ -353,8 +353,8 @@ class Experts(Unique, Generic[Gradients]):
                       accumulate: tuple[Array, Array] | None = None, out: Buffers | None = None,
                       on_rows: Callable[[TypedArray, TypedArray | None], object] | None = None) -> Gradients:
         """Run `backward` on rows, as `forward_rows` had them: (gradients of the rows [R, H], of row_probs f32
-        [R] or None, d_up, d_down; with biases their gradients). on_rows: called with the first two, before
-        the others are enqueued, so that another stream can send them meanwhile."""
+        [R] or None, d_up, d_down; with biases their gradients). on_rows: called with the first two before the
+        others are enqueued, for another stream to send them meanwhile. Until then keep both (and `out`)."""
         checks.function(on_rows, "on_rows", "gradients of the rows and of row_probs")
         saved = checks.saved(self, saved, out, of_rows=True)
         assert saved.rows is not None

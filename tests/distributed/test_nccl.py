@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -55,48 +56,39 @@ def test_groups_that_end_and_groups_of_a_graph_are_any_number(done, capturing, m
     assert len(made._ends) == (0 if capturing else nccl._MOST_AHEAD)
 
 
-class Communicator:
-    """Laid out as CuPy's: a word that both kinds of objects have, and one that is null in an empty one."""
-
-    __slots__ = ("_handle", "_table")
-
-    def __new__(cls, *_: Any) -> Any:
-        made: Any = super().__new__(cls)
-        made._table = None
-        return made
-
-    def __init__(self, handle: object) -> None:
-        self._handle = handle
-
-
-@pytest.mark.parametrize("function", ["ncclCommAbort", "ncclCommDestroy"])
-def test_a_communicator_that_graphs_hold_ends_later(function, monkeypatch):
+@pytest.mark.parametrize("end", ["abort", "close", "abandon"])
+def test_nccl_that_graphs_hold_ends_later(end, monkeypatch):
     """NCCL waits for graphs; the program does not."""
-    graphs_end, ended, log = Event(), Event(), list[int]()
+    log: list[str] = []
+    graphs_end, ended = Event(), Event()
 
-    def end(handle: Any) -> None:
-        log.append(handle.value)
+    def ends(name: str) -> None:
+        log.append(name)
         graphs_end.wait(30)
         ended.set()
 
-    target = object()
-    communicator = Communicator(target)
-    lib = SimpleNamespace(NcclCommunicator=Communicator)
-    monkeypatch.setattr(nccl, "_library", lambda: SimpleNamespace(**{function: end}))
+    made = transport(monkeypatch, [], done=True)
+    made.world, made._own = SimpleNamespace(barrier=lambda: log.append("barrier")), True     # type: ignore
+    made.device = made._staging = made._rows = None
+    made.memory = SimpleNamespace(free=lambda: log.append("free"))                           # type: ignore
+    made._comm = SimpleNamespace(abort=lambda: ends("abort"), destroy=lambda: ends("destroy"))
     monkeypatch.setattr(nccl, "_ENDS_WITHIN", 0.05)
-    nccl._end(lib, communicator, function)
-    assert log == [id(target)]
-    assert nccl._handle(lib, communicator) is None                  # nothing that CuPy would end again
+    with pytest.raises(RankError) if end == "abort" else nullcontext():
+        getattr(made, end)(*["lost"] * (end == "abort"))
+    assert log == {"abort": ["abort"], "close": ["barrier", "destroy", "free"], "abandon": ["abort"]}[end]
+    assert made._comm is None
     assert not ended.is_set()
     graphs_end.set()
     assert ended.wait(30)
 
 
-@pytest.mark.parametrize("kind", [type(None), SimpleNamespace, Communicator])
-def test_a_communicator_of_another_kind_ends_by_its_own_methods(kind, monkeypatch):
-    log: list[str] = []
-    monkeypatch.setattr(nccl, "_library", lambda: None)
-    comm = SimpleNamespace(abort=lambda: log.append("abort"), destroy=lambda: log.append("destroy"))
-    for function in ("ncclCommAbort", "ncclCommDestroy"):
-        nccl._end(SimpleNamespace(NcclCommunicator=kind), comm, function)
-    assert log == ["abort", "destroy"]
+def test_waiting_is_for_exchanges_on_any_stream(monkeypatch):
+    made = transport(monkeypatch, [], done=True)
+    groups(made, 3)
+    made._ends[1] = SimpleNamespace(done=False)
+    with pytest.raises(RankError, match=r"did not end in 0\.01 s"):
+        made.wait()
+    made = transport(monkeypatch, [], done=True)
+    groups(made, 3)
+    made.wait()
+    assert not made._ends

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from pathlib import Path
@@ -101,12 +100,6 @@ def test_nccl_closes_while_a_graph_has_its_exchanges():
     x = fp8.BlockScaling().quantize(fp8.zeros((3, 128), fp8.bfloat16, like="cupy")).rowwise
     with cp.cuda.Stream(non_blocking=True) as stream:
         ep = alone(num_experts=6, max_tokens=4, hidden=128, topk=1, transport="nccl")
-        transport: Any = ep._transport
-        lib, communicator = transport.lib, transport._comm
-        handle = fp8.distributed.nccl._handle(lib, communicator)
-        count = ctypes.c_int()
-        assert fp8.distributed.nccl._library().ncclCommCount(handle, ctypes.byref(count)) == 0
-        assert count.value == 1
         routing = ep.route(fp8.asarray(np.array([[0], [2], [5]]), like="cupy"))
         rows = ep.dispatch(x, routing)
         ep.check()
@@ -117,7 +110,6 @@ def test_nccl_closes_while_a_graph_has_its_exchanges():
         start = time.monotonic()
         ep.close()
         assert time.monotonic() - start < 10
-        assert fp8.distributed.nccl._handle(lib, communicator) is None
         del graph
 
 

@@ -83,11 +83,12 @@ def balanced(ranks: Ranks, count: int, topk: int) -> Destinations:
     return Destinations(chosen, topk, asarray(chosen[ranks.world.rank], like=ranks.xp))
 
 
-def uniform(ranks: Ranks, tokens: int, experts: int, topk: int, *, away: bool = False) -> Destinations:
+def uniform(ranks: Ranks, tokens: int, experts: int, topk: int, *, away: bool = False, seed: int = 0
+            ) -> Destinations:
     """Send each token to uniformly drawn experts. away: of other ranks alone."""
     chosen, local = [], experts // ranks.world.size
     for rank in range(ranks.world.size):
-        drawn = np.random.default_rng((rank, tokens)).random((tokens, experts))
+        drawn = np.random.default_rng((rank, tokens, seed)).random((tokens, experts))
         if away:
             drawn[:, rank * local:][:, :local] = 1.0
         chosen.append(np.ascontiguousarray(drawn.argsort(1)[:, :topk], np.int32))

@@ -77,32 +77,32 @@ def overlap_rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName]
     """Yield times of two micro-batches of the first size of steps: to any experts, and to those of other
     ranks."""
     tokens, experts = sizes.steps[0], sizes.weak * ranks.world.size
-    anywhere = uniform(ranks, tokens, experts, sizes.topk)
-    yield from _rows(ranks, sizes, transports[:1], Task(tokens, experts, True), anywhere)
+    yield from _rows(ranks, sizes, transports[:1], Task(tokens, experts, True))
     if ranks.world.size > 1:
-        task = Task(_AWAY_TOKENS * tokens, experts, True)
-        to = uniform(ranks, task.tokens, experts, _AWAY_SLOTS, away=True)
-        yield from _rows(ranks, sizes._replace(topk=_AWAY_SLOTS), transports[:1], task, to,
-                         away=_AWAY_SLOTS)
+        yield from _rows(ranks, sizes._replace(topk=_AWAY_SLOTS), transports[:1],
+                         Task(_AWAY_TOKENS * tokens, experts, True), away=_AWAY_SLOTS)
 
 
-def _rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName], task: Task, to: Destinations,
-          **size: int) -> Iterator[Row]:
+def _rows(ranks: Ranks, sizes: Sizes, transports: Sequence[TransportName], task: Task, **away: int
+          ) -> Iterator[Row]:
+    to = [uniform(ranks, task.tokens, task.experts, sizes.topk, away=bool(away), seed=batch)
+          for batch in range(_BATCHES)]
     for name in transports:
         way, first = Way(name, True), list[Array]()
-        yield from group(ranks, "two micro-batches", task.size | size, [
+        yield from group(ranks, "two micro-batches", task.size | away, [
             (f"{name} {kind}", partial(_timed, ranks, sizes, way, task, to, first, num_sms, together))
             for kind, num_sms, together in (("serial", None, False), ("overlap", None, True),
                                             (f"{_NUM_SMS} SMs", _NUM_SMS, True))])
 
 
-def _timed(ranks: Ranks, sizes: Sizes, way: Way, task: Task, to: Destinations, first: list[Array],
+def _timed(ranks: Ranks, sizes: Sizes, way: Way, task: Task, to: Sequence[Destinations], first: list[Array],
            num_sms: int | None, together: bool) -> Row:
-    given = problem(task.shape(ranks, sizes), ranks.xp, seed=ranks.world.rank)
     with connected(ranks, sizes, way, task, num_sms=num_sms) as ep:
         batches: list[Fp8] = []
-        for _ in range(_BATCHES):
-            batches.append(Fp8(ep, given, to.own, task, batches[0].experts if batches else None))
+        for i, chosen in enumerate(to):
+            given = problem(task.shape(ranks, sizes), ranks.xp, seed=ranks.world.rank + i * ranks.world.size)
+            batches.append(Fp8(ep, given, chosen.own, task, batches[0].experts if batches else None))
+        del given
         step = partial(overlapped, batches, Side(ranks)) if together else partial(one_by_one, batches)
         step()
         results = tuple(a for batch in batches for a in batch.results)

@@ -19,8 +19,8 @@ constexpr int kRowsOut = kSizesOfK ? kPartRows : kRowsOfWarp;      // rows of a 
 // staged boxes per part: f32 results use them twice, but with ADDS all are there at once
 constexpr int kPartBoxes = kAdds ? 2 * kStagedBoxes : kStagedBoxes;
 constexpr int kConsumers = kParts * kWarpsOfPart;  // warps that multiply
-// Places in the queue, one of which holds the tile in progress. Clusters take tiles of rows dynamically, so
-// few should wait; with sizes of K, tiles may be small.
+// Places in the queue, one of which holds the tile in progress. Where clusters take tiles dynamically, few
+// should wait; with sizes of K, tiles may be small.
 constexpr int kQueue = kSizesOfK ? 4 : 2;
 // A warpgroup that multiplies holds the sums and the products, 128 registers.
 constexpr int kRegisters = 152, kOtherRegisters = 56;
