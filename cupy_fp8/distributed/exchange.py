@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import Array, address
 from ..formats import INPUT_DTYPES
-from ..kernels import Kernel, Launch, Variant, multiprocessors
+from ..kernels import Kernel, Launch, Variant, compute_capability, multiprocessors
 from ..layouts import cdiv
 from ..ops.moe.permute_launches import routes, widest_access
 from ..results import Scaled
@@ -18,11 +18,12 @@ from ..routing import Routing
 from .layout import Piece
 from .slots import Split
 
-#: The most threads that a block may have, for which registers suffice.
+#: The most threads that a block may have on Hopper, for which registers suffice; elsewhere half as many.
 _TOKENS, _ROWS = (Kernel("distributed/exchange", entry, block=1024) for entry in ("send_tokens", "send_rows"))
 _SUMS = Kernel("distributed/sums", "send_sums", block=512)
 #: threads of blocks, and blocks per multiprocessor, enough to keep the links busy
 _THREADS, _BLOCKS, _MULTIPROCESSORS_OF_CPU = 256, 2, 1
+_HOPPER = 90
 
 
 class Part(NamedTuple):
@@ -116,10 +117,12 @@ def send_rows(windows: dict[str, int], received: Routing, back: Array, split: Sp
 def _bind(variant: Variant, like: Array, units: int, num_sms: int | None, **members: Any) -> Launch:
     """Return the launch for this many units of work, one warp each. Blocks that are to leave multiprocessors
     to others have one each, with as many threads as possible."""
-    on_cpu = isinstance(like, np.ndarray)
-    most = _MULTIPROCESSORS_OF_CPU if on_cpu else multiprocessors(like.data.device_id)
-    block, blocks = (_THREADS, _BLOCKS * most) if num_sms is None else (variant.block, min(num_sms, most))
-    if not on_cpu:                  # there the ranks' launches have one grid
+    most, widest, on_cpu = _MULTIPROCESSORS_OF_CPU, variant.block, isinstance(like, np.ndarray)
+    if not on_cpu:
+        most = multiprocessors(like.data.device_id)
+        widest = widest if compute_capability(like.data.device_id) == _HOPPER else widest // 2
+    block, blocks = (_THREADS, _BLOCKS * most) if num_sms is None else (widest, min(num_sms, most))
+    if not on_cpu:                  # on the CPU the ranks' launches have one grid
         blocks = max(1, min(cdiv(units, block // 32), blocks))
     return variant.bind(like, blocks, block=block, **members)
 

@@ -13,7 +13,12 @@
 // Every row is read once, and stored once to a window. No defines.
 #include "distributed/windows.cuh"
 
+// threads of a block for which registers suffice; launches choose the number (distributed/exchange.py)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+constexpr int kMostThreads = 512;
+#else
 constexpr int kMostThreads = 1024;
+#endif
 
 // An array whose rows move.
 struct Part {

@@ -28,7 +28,12 @@ struct SendSumsParams {
 };
 
 constexpr int kRows = 2;         // rows of a token in flight
+// threads of a block for which registers suffice; launches choose the number (distributed/exchange.py)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+constexpr int kMostThreads = 256;
+#else
 constexpr int kMostThreads = 512;
+#endif
 
 // Returns a token's last row before `before`, or -1. Call from the whole warp.
 __device__ __forceinline__ i32 last_row(const Routes& routes, i64 token, i32 before) {
