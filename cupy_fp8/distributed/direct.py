@@ -54,8 +54,8 @@ class Windows(Transport):
         raise NotImplementedError
 
     def launch(self, make: Callable[..., Launch], direction: Direction, *args: Any) -> None:
-        """Run make(windows, *args, num_sms=…); on the CPU together with the launches of all ranks. On the GPU
-        the launch is reused for the same memory."""
+        """Run make(windows, *args), on the CPU together with the launches of all ranks. On the GPU the launch
+        is reused for the same memory."""
         if self.device is None:
             self.world._together(make(self.members(direction), *args, num_sms=self._num_sms))
             return

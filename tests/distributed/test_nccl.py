@@ -67,10 +67,10 @@ def test_nccl_that_graphs_hold_ends_later(end, monkeypatch):
         graphs_end.wait(30)
         ended.set()
 
-    made = transport(monkeypatch, [], done=True)
-    made.world, made._own = SimpleNamespace(barrier=lambda: log.append("barrier")), True     # type: ignore
+    made: Any = transport(monkeypatch, [], done=True)
+    made.world, made._own = SimpleNamespace(barrier=lambda: log.append("barrier")), True
     made.device = made._staging = made._rows = None
-    made.memory = SimpleNamespace(free=lambda: log.append("free"))                           # type: ignore
+    made.memory = SimpleNamespace(free=lambda: log.append("free"))
     made._comm = SimpleNamespace(abort=lambda: ends("abort"), destroy=lambda: ends("destroy"))
     monkeypatch.setattr(nccl, "_ENDS_WITHIN", 0.05)
     with pytest.raises(RankError) if end == "abort" else nullcontext():
