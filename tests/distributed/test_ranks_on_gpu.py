@@ -61,8 +61,8 @@ start = time.monotonic()
 try:
     for i in range(1000):       # more than a GPU's queue holds
         step()
-        if graphs == "graphs" and i % 100 == 99:
-            ep.check()
+        if transport == "nccl" and graphs == "graphs" and i % 4 == 3:
+            ep.check()          # a GPU's queue holds few of its replays
     ep.check()
 except fp8.distributed.RankError as error:
     assert time.monotonic() - start < 10
