@@ -26,7 +26,13 @@ _KERNEL = Kernel("matmul/wgmma", "wgmma_products", block=512, cluster=_CLUSTER, 
 _MAPS, _MAP_BYTES = 4, 128          # tensor maps of groups per thread block; bytes of one
 _ROWS_OUT = 16                      # rows of a box of D, as groups may end anywhere
 _CLUSTERS_ON_CPU = 2
-_FEW_COLUMNS, _FEW_COLUMNS_ON_CPU = 2048, 100       # of a group, on average
+#: Columns of a group, on average, below which results are added in shared memory: memory is the limit. With
+#: many, a fourth stage is worth more.
+_ADDED_IN_BLOCKS = 2048
+#: Columns of a group, on average, below which tiles are too short to take them as needed: of results that are
+#: stored, and of those that are added, whose tiles take longer
+_IN_TURNS, _IN_TURNS_ADDING = 512, 256
+_FEWER_ON_CPU = 20                  # columns in its tests
 #: Tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
 #: shared memory per block; checked against sizeof(Shared)
@@ -87,20 +93,19 @@ def launches(call: Call, problem: Problem, share: int) -> Iterator[Launch]:
 
 
 def _adds_in_blocks(call: Call, p: Problem) -> bool:
-    """Return whether what products are added to is loaded to shared memory: for groups of few columns, which
-    are bound by memory. With many, a fourth stage is worth more."""
-    return p.accumulate and _few_columns(call, p)
-
-
-def _few_columns(call: Call, p: Problem) -> bool:
-    """Return whether tiles are short, since groups have few columns on average."""
-    few = _FEW_COLUMNS_ON_CPU if call.xp is np else _FEW_COLUMNS
-    return p.sizes_of_k and p.total < few * p.groups
+    """Return whether what products are added to is loaded to shared memory."""
+    return p.accumulate and _has_fewer(call, p, _ADDED_IN_BLOCKS)
 
 
 def _taken(call: Call, p: Problem) -> int:
     """Return the address of the counters by which clusters take tiles; 0: they take turns."""
-    return 0 if _few_columns(call, p) else call.workspace("tiles of products", 2)
+    turns = _has_fewer(call, p, _IN_TURNS_ADDING if p.accumulate else _IN_TURNS)
+    return 0 if turns else call.workspace("tiles of products", 2)
+
+
+def _has_fewer(call: Call, p: Problem, columns: int) -> bool:
+    """Return whether groups are of columns, and have fewer than so many on average."""
+    return p.sizes_of_k and p.total * (_FEWER_ON_CPU if call.xp is np else 1) < columns * p.groups
 
 
 def tiles_of(problem: Problem, rows: int, columns: int) -> int:

@@ -27,13 +27,16 @@ def test_last_rows_of_groups(n, accumulate, run):
     check_exact(a, b, splits, "m", accumulate, run)
 
 
-@pytest.mark.parametrize(("accumulate", "few"), [(False, 0), (True, 0), (True, 1 << 20)])
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("added", [None, "by copies", "in blocks"])
 @pytest.mark.parametrize("n", [8, 264])
 @pytest.mark.parametrize("m", [9, 73, 201, 272])
-def test_last_rows_of_gradients(m, n, accumulate, few, run, monkeypatch):
-    """few: columns of a group below which results are added in shared memory, not by the copies."""
-    for name in ("_FEW_COLUMNS", "_FEW_COLUMNS_ON_CPU"):
-        monkeypatch.setattr(wgmma, name, few)
+def test_last_rows_of_gradients(m, n, added, turns, run, monkeypatch):
+    """turns: clusters take turns with tiles, instead of taking them as needed."""
+    accumulate, all_groups = added is not None, 1 << 20
+    monkeypatch.setattr(wgmma, "_ADDED_IN_BLOCKS", all_groups if added == "in blocks" else 0)
+    for name in ("_IN_TURNS", "_IN_TURNS_ADDING"):
+        monkeypatch.setattr(wgmma, name, all_groups if turns else 0)
     splits = np.array([16, 0, 144, 48, 0, 96])
     total = int(splits.sum()) + 16
     a, b = integers((m, total), float8_e4m3fn, 1), integers((n, total), float8_e4m3fn, 2)
