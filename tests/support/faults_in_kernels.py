@@ -8,6 +8,7 @@ _GROUPED = "tests/ops/matmul/test_grouped_matmul_nt.py"
 _BIAS = "tests/ops/matmul/test_grouped_bias.py"
 _ROW_OUTSIDE = "tests/ops/moe/test_permute.py::test_a_row_outside_of_the_routing_is_none"
 _NO_EXPERT = "tests/ops/moe/test_gate.py::test_indices_that_are_no_experts"
+_GRADIENTS = "tests/ops/matmul/test_grouped_out.py::test_last_rows_of_gradients"
 _WRITTEN = "tests/ops/matmul/test_grouped_out.py::test_nothing_else_is_written_by_copies_of_boxes"
 
 KERNEL_FAULTS = (
@@ -204,6 +205,10 @@ KERNEL_FAULTS = (
           define="SIZES_OF_K=1", name="the pitch of a copy"),
     Fault("matmul/wgmma.cu", "mapped != (int)tile.at.group", "mapped < 0", "grouped_matmul_nt",
           define="SIZES_OF_K=1", name="maps of the next group"),
+    Fault("matmul/wgmma.cu", "number += clusters;", "number += clusters + 1;", test=_GRADIENTS,
+          case="272-264-None-True", name="the next turn"),
+    Fault("matmul/wgmma.cu", "clusters + (int)atomicAdd", "clusters + 1 + (int)atomicAdd", test=_GRADIENTS,
+          case="272-264-None-False", name="the next tile of gradients"),
     Fault("moe/gate.cu", "running->add(round, sum_of", "running->add(0, sum_of", "topk_gate", case="4200x520",
           name="rounds of parts"),
     Fault("moe/gate.cu", "of_group[group] != kKept && ", "", "topk_gate", case="groups=8",
