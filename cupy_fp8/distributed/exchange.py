@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import Array, address
 from ..formats import INPUT_DTYPES
-from ..kernels import Kernel, Launch, Variant, compute_capability, multiprocessors
+from ..kernels import HOPPER, Kernel, Launch, Variant, compute_capability, multiprocessors
 from ..layouts import cdiv
 from ..ops.moe.permute_launches import routes, widest_access
 from ..results import Scaled
@@ -23,7 +23,6 @@ _TOKENS, _ROWS = (Kernel("distributed/exchange", entry, block=1024) for entry in
 _SUMS = Kernel("distributed/sums", "send_sums", block=512)
 #: threads of blocks, and blocks per multiprocessor, enough to keep the links busy
 _THREADS, _BLOCKS, _MULTIPROCESSORS_OF_CPU = 256, 2, 1
-_HOPPER = 90
 
 
 class Part(NamedTuple):
@@ -120,7 +119,7 @@ def _bind(variant: Variant, like: Array, units: int, num_sms: int | None, **memb
     most, widest, on_cpu = _MULTIPROCESSORS_OF_CPU, variant.block, isinstance(like, np.ndarray)
     if not on_cpu:
         most = multiprocessors(like.data.device_id)
-        widest = widest if compute_capability(like.data.device_id) == _HOPPER else widest // 2
+        widest = widest if compute_capability(like.data.device_id) == HOPPER else widest // 2
     block, blocks = (_THREADS, _BLOCKS * most) if num_sms is None else (widest, min(num_sms, most))
     if not on_cpu:                  # on the CPU the ranks' launches have one grid
         blocks = max(1, min(cdiv(units, block // 32), blocks))

@@ -10,6 +10,7 @@ of a GPU, and chooses what runs NumPy arrays.
 
 from . import sources, tensor_map
 from .device import (
+    HOPPER,
     capturing,
     compute_capability,
     executor_is_forced,
@@ -24,7 +25,7 @@ from .kernel import Kernel, Launch, Variant, announce, recording
 from .owned import OwnedMemory, owner_of
 from .workspace import room, workspace
 
-__all__ = ["Kernel", "Launch", "OwnedMemory", "Variant", "announce", "capturing", "compute_capability",
-           "device_errors", "error_word", "executor_is_forced", "executor_of", "forced_executor", "grid_size",
-           "multiprocessors", "owner_of", "recording", "room", "shared_memory_per_block", "sources",
-           "tensor_map", "workspace"]
+__all__ = ["HOPPER", "Kernel", "Launch", "OwnedMemory", "Variant", "announce", "capturing",
+           "compute_capability", "device_errors", "error_word", "executor_is_forced", "executor_of",
+           "forced_executor", "grid_size", "multiprocessors", "owner_of", "recording", "room",
+           "shared_memory_per_block", "sources", "tensor_map", "workspace"]

@@ -38,9 +38,13 @@ def executor_is_forced() -> bool:
 
 
 # ---- GPUs ----
+#: its `compute_capability`
+HOPPER = 90
+
+
 @functools.cache
 def compute_capability(device_id: int) -> int:
-    """Return a GPU's compute capability times ten: 90 is Hopper."""
+    """Return a GPU's compute capability times ten."""
     return int(backend.cupy().cuda.Device(device_id).compute_capability)
 
 

@@ -11,13 +11,12 @@ import numpy as np
 from ...arrays import address
 from ...calls.call import Call
 from ...formats import float8_e4m3fn, float8_e5m2
-from ...kernels import Kernel, Launch, Variant, compute_capability, multiprocessors, tensor_map
+from ...kernels import HOPPER, Kernel, Launch, Variant, compute_capability, multiprocessors, tensor_map
 from ...kernels.cubin import nvrtc_version
 from ...kernels.tensor_map import TensorMap
 from ...layouts import cdiv, round_up
 from .problem import OperandView, Problem
 
-_HOPPER = 90
 _NVRTC = 12, 3                      # the first one that knows tensormap.replace (PTX 8.3)
 _ROWS, _COLUMNS, _BLOCK = 192, 128, 128
 _CLUSTER = 2                        # thread blocks that share tiles of A
@@ -32,7 +31,7 @@ _ADDED_IN_BLOCKS = 2048
 #: Columns of a group, on average, below which tiles are too short to take them as needed: of results that are
 #: stored, and of those that are added, whose tiles take longer
 _IN_TURNS, _IN_TURNS_ADDING = 512, 256
-_FEWER_ON_CPU = 20                  # columns in its tests
+_FEWER_ON_CPU = 20                  # times as few columns, so that tests are quick
 #: Tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
 #: shared memory per block; checked against sizeof(Shared)
@@ -59,7 +58,7 @@ def variants() -> list[Variant]:
 
 def runs(call: Call) -> bool:
     """Return whether this kernel runs on the call's device."""
-    return call.xp is np or (compute_capability(call.x.data.device_id) == _HOPPER
+    return call.xp is np or (compute_capability(call.x.data.device_id) == HOPPER
                              and nvrtc_version() >= _NVRTC)
 
 
